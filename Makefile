@@ -1,0 +1,71 @@
+# make demo | test | style | typecheck | clean
+#
+#   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
+#   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
+#   ARGS="..."      further arguments of `make demo` and `make test`, e.g. ARGS="-k zero"
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/tested.txt
+ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.hf-diloco
+INSTALLED_DEV := $(VENV)/.hf-diloco-dev
+
+export PATH := $(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+export DS_BUILD_OPS := 0
+
+.PHONY: help install install-dev demo test style format typecheck clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(INSTALLED) ## train a small Llama on two islands of this machine
+	$(BIN)/hf-diloco launch configs/quickstart.yaml $(ARGS)
+
+test: $(INSTALLED_DEV) ## run all tests: fast ones first, then those of several processes
+	$(BIN)/python -m pytest $(ARGS)
+
+style: $(INSTALLED_DEV) ## check format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(INSTALLED_DEV) ## format, and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+typecheck: $(INSTALLED_DEV) ## check types
+	$(BIN)/mypy
+
+install: $(INSTALLED) ## make the environment for using the package
+
+install-dev: $(INSTALLED_DEV) ## make the environment for working on it
+
+clean: ## remove builds and caches; environments and runs stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# An environment of an interpreter that has a CUDA build of PyTorch sees that build.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 needed: make ... PYTHON=python3.11")'
+	@echo "making $(VENV)"
+	@if $(PYTHON) -c 'import torch; raise SystemExit(torch.version.cuda is None)' 2>/dev/null; \
+	then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+
+# PyTorch comes first: by itself, an open range further down would bring the newest one, with gigabytes of CUDA.
+$(INSTALLED): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
+	@echo "installing into $(VENV): a few minutes the first time"
+	@$(BIN)/python -c 'import torch' 2>/dev/null \
+	|| if nvidia-smi -L >/dev/null 2>&1; then $(PIP) torch; else $(PIP) -c constraints/cpu.txt torch; fi
+	$(PIP) -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,237 @@
+"""What the outer loop costs: training between synchronisations, a synchronisation, and memory.
+
+    python benchmarks/overhead.py            # all three
+    python benchmarks/overhead.py sync --islands 4
+
+training   tokens/s of a Trainer with the callback, no synchronisation in reach, over the same Trainer without it; the
+           two take turns in one process.
+sync       seconds of a synchronisation of `--values` fp32 parameters between processes on loopback, over one bare
+           chunked Gloo all-reduce of as many values by the same processes, taking turns.
+memory     host memory that the outer loop adds, in bytes a parameter: at rest and at its peak in a synchronisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+WORKER = [sys.executable, __file__]
+
+
+def training(args: argparse.Namespace) -> dict[str, float]:
+    """Turns of a few steps each, with and without the callback; the median step time of each."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    from hf_diloco import DiLoCoCallback
+
+    torch.set_num_threads(1)
+    length, batch = 128, 8
+    tokens = torch.randint(4096, (4096, length))
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **shape))
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    def turn(callbacks: list[Any]) -> list[float]:
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as folder:
+            settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+            training_args = TrainingArguments(
+                folder, max_steps=args.steps, per_device_train_batch_size=batch, logging_steps=5, **settings
+            )
+            trainer = Trainer(model, training_args, train_dataset=dataset, callbacks=[clock, *callbacks])
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        # From one step's begin to the next, so that all that callbacks do in between counts; the first few warm up.
+        return [after - before for before, after in zip(clock.ends[2:], clock.ends[3:], strict=False)]
+
+    plain: list[float] = []
+    outer: list[float] = []
+    for number in range(args.turns):
+        order = [(plain, []), (outer, [DiLoCoCallback(sync_every=10**6)])]
+        for times, callbacks in order if number % 2 else reversed(order):
+            times += turn(callbacks)
+    per_step = batch * length
+    without, with_callback = per_step / statistics.median(plain), per_step / statistics.median(outer)
+    return {"tokens/s without": without, "tokens/s with": with_callback, "ratio": with_callback / without}
+
+
+def sync(args: argparse.Namespace) -> dict[str, float]:
+    """A synchronisation and a bare all-reduce of as many values, in turns."""
+    return run_islands(args, args.islands)
+
+
+def memory(args: argparse.Namespace) -> dict[str, float]:
+    """What the outer loop adds to an island of one rank."""
+    result = run_islands(args, 2)
+    return {name: value for name, value in result.items() if "bytes" in name}
+
+
+def run_islands(args: argparse.Namespace, num_islands: int) -> dict[str, float]:
+    """Starts one process an island; returns what island 0 measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    settings = json.dumps({"num_islands": num_islands, "port": port, "values": args.values, "repeats": args.repeats})
+    workers = [
+        subprocess.Popen(
+            [*WORKER, "_island", settings, str(island)],
+            env=environment,
+            stdout=subprocess.PIPE if island == 0 else None,
+            text=True,
+        )
+        for island in range(num_islands)
+    ]
+    try:
+        output, _ = workers[0].communicate()
+        failed = [island for island, worker in enumerate(workers) if worker.wait()]
+    finally:
+        for worker in workers:
+            worker.kill()
+    if failed:
+        raise SystemExit(f"islands {failed} failed")
+    return json.loads(output.splitlines()[-1])
+
+
+def island(settings: dict[str, Any], number: int) -> None:
+    """One island: bare all-reduces and whole synchronisations of as many values, in turns."""
+    import psutil
+    import torch
+    from torch import nn
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.exchange.mesh import CHUNK_VALUES
+    from hf_diloco.exchange.transport import MeshTransport
+    from hf_diloco.island import IslandGroup
+    from hf_diloco.sessions import FixedSession
+    from hf_diloco.shards import open_shards
+
+    torch.set_num_threads(1)
+    num_islands, values = settings["num_islands"], settings["values"]
+    config = DiLoCoConfig(
+        num_islands=num_islands, island=number, rendezvous=f"tcp://127.0.0.1:{settings['port']}", sync_every=1
+    )
+    transport = MeshTransport(config, is_leader=True)
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._threads = 8
+    bare_group = gloo(PrefixStore("bare", transport.store), number, num_islands, options)
+    model = nn.ParameterList([nn.Parameter(torch.ones(values // 100)) for _ in range(100)])
+    shards = open_shards(model, torch.optim.SGD(model.parameters()))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    session = FixedSession(config, IslandGroup(), transport=transport)
+    session.join(shards, Path(f"island-{number}"))
+
+    def change_and_sync() -> tuple[float, float]:
+        for parameter in model:
+            parameter.data.sub_(0.01 * (number + 1))
+        session.outer.count_step()
+        bare_group.barrier().wait()
+        begin = time.perf_counter()
+        report = session.sync()
+        return time.perf_counter() - begin, report.seconds_exchanging
+
+    with Peak(process) as peak:
+        first = change_and_sync()
+    rest = process.memory_info().rss
+    buffer = torch.ones(values)
+
+    def bare() -> float:
+        bare_group.barrier().wait()
+        begin = time.perf_counter()
+        works = [bare_group.allreduce([chunk]) for chunk in buffer.split(CHUNK_VALUES)]
+        for work in works:
+            work.wait()
+        seconds = time.perf_counter() - begin
+        buffer.fill_(1.0)
+        return seconds
+
+    bare()
+    turns = [(bare(), *change_and_sync()) for _ in range(settings["repeats"])]
+    session.leave(finished=True)
+    if number == 0:
+        bare_seconds, whole, exchange = (min(column) for column in zip(*turns, strict=True))
+        result = {
+            "bare all-reduce s": bare_seconds,
+            "whole sync s": whole,
+            "exchange s": exchange,
+            "first sync s": first[0],
+            "whole sync / bare": whole / bare_seconds,
+            "exchange / bare": exchange / bare_seconds,
+            "outer state, bytes a parameter": 4
+            * sum(t.numel() for t in session.outer.strategy.state_dict().values())
+            / values,
+            "at rest, bytes a parameter": (rest - before) / values,
+            "peak in a sync, bytes a parameter": (peak.value - before) / values,
+        }
+        print(json.dumps(result), flush=True)
+
+
+class Peak:
+    """The largest resident size of a process while the context lasts, sampled every millisecond."""
+
+    def __init__(self, process: Any) -> None:
+        self._process, self._done, self.value = process, threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.value = max(self.value, self._process.memory_info().rss)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def main() -> None:
+    """Runs what the command line names."""
+    if sys.argv[1:2] == ["_island"]:
+        island(json.loads(sys.argv[2]), int(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["training", "sync", "memory", []], help="default: all")
+    parser.add_argument("--islands", type=int, default=2, help="of the sync benchmark")
+    parser.add_argument("--values", type=int, default=100_000_000, help="fp32 parameters to synchronise")
+    parser.add_argument("--repeats", type=int, default=10, help="synchronisations; the fastest counts, on both sides")
+    parser.add_argument("--turns", type=int, default=8, help="turns of the training benchmark, each with and without")
+    parser.add_argument("--steps", type=int, default=15, help="steps of a turn")
+    args = parser.parse_args()
+    for name in args.what or ["training", "sync", "memory"]:
+        print(name)
+        for label, value in {"training": training, "sync": sync, "memory": memory}[name](args).items():
+            print(f"  {label:36} {value:12,.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""DiLoCo in a hand-written Accelerate loop, in the place of Accelerate's `LocalSGD`.
+
+Two islands on this machine:
+
+    export HF_DILOCO_NUM_ISLANDS=2 HF_DILOCO_RENDEZVOUS=tcp://127.0.0.1:29400
+    HF_DILOCO_ISLAND=0 python examples/accelerate_loop.py &
+    HF_DILOCO_ISLAND=1 python examples/accelerate_loop.py
+    wait
+
+Start an island of several ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_diloco import DiLoCoConfig, OuterLoop
+from hf_diloco.data.build import build_datasets
+from hf_diloco.data.embedded import embedded_documents
+from hf_diloco.data.settings import DataBlock
+from hf_diloco.lm.tokenizer import train_byte_level_bpe
+
+NUM_STEPS = 40
+
+
+def main() -> None:
+    """Trains one island."""
+    config = DiLoCoConfig(sync_every=10, outer_momentum=0.5)
+    set_seed(42)
+    tokenizer = train_byte_level_bpe(embedded_documents(), vocab_size=1000)
+    data = build_datasets(DataBlock(sequence_length=64), tokenizer, config.island, config.num_shares)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(data.train, batch_size=8, shuffle=True)
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    folder = f"runs/accelerate_loop/island-{config.island}"
+    with OuterLoop(accelerator, model, optimizer, config, output_dir=folder) as outer:
+        num_batches = NUM_STEPS * accelerator.gradient_accumulation_steps
+        for batch in itertools.islice(loader, num_batches):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                report = outer.step()  # counts optimizer steps; every tenth one is a round
+            if report is not None:
+                accelerator.print(
+                    f"island {config.island}: round {report.round}, loss {loss.item():.4f}, "
+                    f"{report.bytes_sent / 1e6:.1f} MB sent in {report.seconds_exchanging:.2f} s"
+                )
+        assert outer.on_boundary  # the model holds the outer parameters, equal on all islands
+        accelerator.print(f"island {config.island}: outer parameters {report.outer_hash if report else ''}")
+
+
+if __name__ == "__main__":
+    main()

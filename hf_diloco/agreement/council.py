@@ -1,0 +1,333 @@
+"""Rounds among islands that come and go: who takes part, and whether it happened.
+
+A round R is tried in attempts A = 0, 1, ... until one is committed:
+
+    offer     island I has put its pseudo-gradient into the store, and says so: weight, norm, digest of the outer
+              state that it starts from
+    plan      create if absent: whose pseudo-gradients are averaged. Written by whoever first sees that all islands
+              that are alive have offered; or a quorum has, and the grace for the others is over
+    vote      island I holds the average, with its digest: two that agree commit, see `voting`
+    outcome   create if absent: "commit" with the digest of the average, or "abort" with the offer whose objects could
+              not be used; its island may put them anew for the next attempt
+
+What a plan names lies in the store already, so carrying it out needs nobody: any island, also one that comes late or
+was not there at all, computes the same average from the same bytes and takes the same outer step. That is how an
+island catches up, and why a participant that dies costs nobody anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_diloco.agreement.log import RunLog
+from hf_diloco.agreement.members import BeatRecord, Members
+from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
+from hf_diloco.agreement.voting import Voting
+from hf_diloco.errors import ExchangeError, IslandLostError, StopRequested
+
+logger = logging.getLogger("hf_diloco")
+
+MAX_ATTEMPTS = 16
+_TRIES = 2
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
+_HISTORY_ROUNDS = 16
+_MIN_HISTORY_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a round takes place.
+
+    Attributes:
+        min_islands: no round with fewer.
+        grace: seconds to wait, once there are as many, for islands that are alive but late; and for another's vote.
+        patience: seconds to wait for as many, if they live; then the island goes on training without the round.
+        outlier_factor: a norm so many times the usual one is left out; None: never.
+        needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
+    """
+
+    min_islands: int = 1
+    grace: float = 30.0
+    patience: float = 600.0
+    outlier_factor: float | None = 10.0
+    needs_presence: bool = False
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of one round, with what has been written of it."""
+
+    round: int
+    number: int
+    plan: PlanRecord | None = None
+    outcome: OutcomeRecord | None = None
+    unusable: tuple[str, ...] = ()
+    """Authors of the offers that earlier attempts of the round could not use, one entry an attempt."""
+
+    @property
+    def path(self) -> str:
+        return f"rounds/{self.round:08d}/{self.number:02d}"
+
+    def bars(self, island: int, claim: int) -> bool:
+        """Whether a process stays out of this round: twice its objects were of no use."""
+        return self.unusable.count(author_of(island, claim)) >= _TRIES
+
+
+def author_of(island: int, claim: int) -> str:
+    """Names one process of one island."""
+    return f"{island:05d}-{claim:06d}"
+
+
+def _who(offer: str) -> str:
+    return offer.rpartition("/")[2].rpartition("-")[0]
+
+
+class Council:
+    """One island's part in deciding rounds; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        members: this island and the others.
+        rules: when a round takes place.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        members: Members,
+        rules: Rules,
+        should_stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._log = log
+        self._members = members
+        self._rules = rules
+        self._should_stop = should_stop
+        self._clock = clock
+        self._sleep = sleep
+        self._usual_norms: deque[float] = deque(maxlen=_HISTORY_ROUNDS)
+        self._last_participants: frozenset[int] = frozenset()
+        self._offers: dict[str, OfferRecord] = {}
+        self._voting = Voting(log, members, rules.grace, should_stop, clock, sleep)
+
+    def current(self, round_number: int) -> Attempt:
+        """The attempt of a round that counts: the committed one, or the first that has no outcome.
+
+        Raises:
+            ExchangeError: too many attempts were aborted.
+            ForgedError, StoreError: see `RunLog.read`.
+        """
+        unusable: tuple[str, ...] = ()
+        reason = ""
+        for number in range(MAX_ATTEMPTS):
+            attempt = Attempt(round_number, number, unusable=unusable)
+            plan = self._log.read(f"{attempt.path}/plan.json", PlanRecord)
+            if plan is None:
+                return attempt
+            outcome = self._log.read(f"{attempt.path}/outcome.json", OutcomeRecord)
+            if outcome is None or outcome.kind == "commit":
+                return Attempt(round_number, number, plan, outcome, unusable)
+            unusable += (_who(outcome.unusable),)
+            reason = outcome.reason
+        raise ExchangeError(
+            f"round {round_number} was aborted {MAX_ATTEMPTS} times, the last time because: {reason}. Look at "
+            "the islands named there and at the store, then start all islands again"
+        )
+
+    def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt:
+        """Offers, and waits until it is decided who takes part; returns the attempt with its plan.
+
+        The plan need not name this island: it may have come too late, or not count.
+
+        Raises:
+            IslandLostError: no quorum within `Rules.patience` seconds, or not so many islands alive.
+            DuplicateIslandError: another process has taken this island's number.
+            StopRequested: this island was asked to stop; the others may use what it has offered.
+            ForgedError, StoreError: see `RunLog.read`.
+        """
+        self._members.check_claim()
+        self.offer(attempt, offer)
+        started = self._clock()
+        quorum_at: float | None = None
+        pause = _MIN_POLL_SECONDS
+        while True:
+            plan = self._log.read(f"{attempt.path}/plan.json", PlanRecord)
+            if plan is not None:
+                return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
+            if self._should_stop():
+                raise StopRequested
+            offers = self._offers_to(attempt, offer.state)
+            alive = self._members.alive()
+            if self._rules.needs_presence:
+                offers = {island: made for island, made in offers.items() if self._waits(island, made[1], alive)}
+            if len(offers) >= self._rules.min_islands:
+                quorum_at = self._clock() if quorum_at is None else quorum_at
+                is_late = self._clock() - quorum_at >= self._rules.grace
+                if is_late or not self._awaited(attempt, alive) - offers.keys():
+                    written = self._log.decide(f"{attempt.path}/plan.json", self._plan(attempt, offers, offer.state))
+                    return Attempt(attempt.round, attempt.number, written, unusable=attempt.unusable)
+            elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
+                raise self._no_quorum(attempt, offers, "the others give no sign of life")
+            elif self._clock() - started >= self._rules.patience:
+                raise self._no_quorum(
+                    attempt, offers, f"no more came within {self._rules.patience:g} s (sync_timeout)"
+                )
+            self._sleep(pause)
+            pause = min(_MAX_POLL_SECONDS, pause * 1.3)
+
+    def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
+        return IslandLostError(
+            f"round {attempt.round} needs {self._rules.min_islands} islands (min_islands), has {sorted(offers)}, and "
+            f"{reason}"
+        )
+
+    def offer(self, attempt: Attempt, offer: OfferRecord) -> None:
+        """Announces this island's pseudo-gradient, without waiting for anybody."""
+        self._log.create(_offer_path(attempt, offer), offer)
+
+    def offers_of(self, plan: PlanRecord) -> list[OfferRecord]:
+        """The offers that a plan takes, in its order.
+
+        Raises:
+            ExchangeError: one is gone.
+            ForgedError: one was not written by an island of this run.
+        """
+        offers = []
+        for participant in plan.participants:
+            offer = self._offers.get(participant.offer) or self._log.read(participant.offer, OfferRecord)
+            if offer is None or offer.island != participant.island:
+                raise ExchangeError(f"{participant.offer}, which a plan names, is gone or of another island")
+            offers.append(offer)
+        return offers
+
+    def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
+        """Votes for an average, and commits it with another island that agrees; returns what was decided.
+
+        Raises:
+            ForgedError, StoreError: see `RunLog.decide`.
+        """
+        assert attempt.plan is not None
+        participants = {participant.island for participant in attempt.plan.participants}
+        self._voting.vote(attempt.path, participants, mean, is_unanimous=self._rules.needs_presence)
+        record = OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
+        return self._log.decide(f"{attempt.path}/outcome.json", record)
+
+    def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
+        """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""
+        record = OutcomeRecord(by=self._members.island, kind="abort", unusable=offer, reason=reason)
+        return self._log.decide(f"{attempt.path}/outcome.json", record)
+
+    def processes(self) -> dict[int, int]:
+        """Islands that take part or are about to, each with the claim of its process."""
+        return {island: self._members.claim_of(island) for island in self._members.alive()}
+
+    def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> None:
+        """Returns when an attempt that other islands carry out is decided; one that nobody does is aborted.
+
+        Raises:
+            IslandLostError: it is not decided within `patience` seconds.
+            StopRequested: this island was asked to stop.
+            StoreError: the store does not answer.
+        """
+        deadline = self._clock() + patience
+        seen_at = self._clock()
+        while not self._log.has(f"{attempt.path}/outcome.json"):
+            alive = self._members.alive()
+            others = [offer for offer in offers if offer.island != self._members.island]
+            if any(self._waits(offer.island, offer, alive) for offer in others):
+                seen_at = self._clock()
+            if self._should_stop():
+                raise StopRequested
+            if self._clock() - seen_at >= self._rules.grace:
+                self.abort(attempt, "", "its participants are gone")
+                return
+            if self._clock() >= deadline:
+                raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
+            self._sleep(_MAX_POLL_SECONDS / 2)
+
+    def remember(self, plan: PlanRecord) -> None:
+        """Takes a committed round as the last one, and its norms as usual ones."""
+        self._last_participants = frozenset(participant.island for participant in plan.participants)
+        self._usual_norms.append(statistics.median(participant.norm for participant in plan.participants))
+        self._offers.clear()
+
+    # Who takes part
+
+    def _offers_to(self, attempt: Attempt, state: Digest) -> dict[int, tuple[str, OfferRecord]]:
+        """The newest usable offer of each island, with its path."""
+        found: dict[int, tuple[str, OfferRecord]] = {}
+        for path in self._log.list(f"{attempt.path}/offers/"):  # sorted: an island's newest offer comes last
+            offer = self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
+            if offer is None or path != _offer_path(attempt, offer):
+                continue
+            self._offers[path] = offer
+            if offer.state == state and not attempt.bars(offer.island, offer.claim):
+                found[offer.island] = path, offer
+        return found
+
+    def _waits(self, island: int, offer: OfferRecord, alive: Mapping[int, BeatRecord]) -> bool:
+        if island == self._members.island:
+            return offer.claim == self._members.claim
+        is_here = island in alive and alive[island].phase == "syncing"
+        return is_here and self._members.claim_of(island) == offer.claim
+
+    def _awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord]) -> set[int]:
+        """Islands that are alive and hold the state before this round.
+
+        Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
+        island that joins counts from when it stands where the others do, unless it lets the round pass.
+        """
+        return {
+            island
+            for island, beat in alive.items()
+            if (beat.round >= attempt.round - 1 or island in self._last_participants)
+            and beat.phase != "passing"
+            and not attempt.bars(island, self._members.claim_of(island))
+        }
+
+    def _plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:
+        participants, left_out = [], {}
+        smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
+        for island, (path, offer) in sorted(offers.items()):
+            reason = self._why_not(offer, smallest)
+            if reason:
+                left_out[str(island)] = reason
+            else:
+                assert offer.norm is not None
+                participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
+        if not participants:
+            raise ExchangeError(
+                f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
+                "learning rate and resume from an earlier checkpoint"
+            )
+        return PlanRecord(by=self._members.island, state=state, participants=participants, left_out=left_out)
+
+    def _why_not(self, offer: OfferRecord, smallest: float) -> str:
+        """Why an offer does not count; "" if it does."""
+        if offer.norm is None:
+            return "not finite"
+        if offer.weight == 0:
+            return "no examples behind it"
+        factor = self._rules.outlier_factor
+        if factor and len(self._usual_norms) >= _MIN_HISTORY_ROUNDS:
+            # Where all have become long at once, it is the training that changed, and nobody is an outlier.
+            usual = max(statistics.median(self._usual_norms), smallest)
+            if offer.norm > factor * usual:
+                return (
+                    f"its norm {offer.norm:.4g} is more than {factor:g} times the usual {usual:.4g} (outlier_factor)"
+                )
+        return ""
+
+
+def _offer_path(attempt: Attempt, offer: OfferRecord) -> str:
+    return f"{attempt.path}/offers/{author_of(offer.island, offer.claim)}-{offer.serial:06d}.json"

@@ -1,0 +1,198 @@
+"""The islands' common record of what was decided, kept in a store that all of them reach.
+
+Every entry is a small JSON record under a key that is written once. A round has four kinds:
+
+    round/R/arrived/I   island I has done its inner steps and waits: its weight, its state's hash
+    round/R/plan        "go" once all have arrived, or "late I J" or "leaves I": whoever writes first decides
+    round/R/vote/I      island I holds the average (with its hash), or why it does not
+    round/R/outcome     "commit" or "abort": whoever writes first decides, all others read it
+
+`plan` and `outcome` rest on the store's *create if absent*, so a round never half-happens: an island that gives up
+waiting writes "abort", and if "commit" was there first, reads that and commits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch.distributed import Store
+
+from hf_diloco.agreement.patience import call_within
+from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+MAX_RECORD_BYTES = 4 << 20
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
+ANSWER_SECONDS = 60.0
+"""After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
+_GO, _LATE, _LEAVES = "go", "late", "leaves"
+_COMMIT = "commit"
+
+
+class Ledger:
+    """One island's view of the record; used by the island's leader only.
+
+    Args:
+        store: reaches all islands; keys are created once and never changed.
+        island: this island's number.
+        num_islands: islands in the run.
+        should_stop: polled while waiting; true makes a wait end with `StopRequested`.
+    """
+
+    def __init__(
+        self, store: Store, island: int, num_islands: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._store = store
+        self.island = island
+        self.num_islands = num_islands
+        self._should_stop = should_stop
+        self._is_lost = False
+
+    def claim(self) -> None:
+        """Takes this island's number.
+
+        Raises:
+            DuplicateIslandError: another process has it.
+        """
+        if self._guard(lambda: self._store.add(f"claim/{self.island}", 1)) > 1:
+            raise DuplicateIslandError(
+                f"another process has already joined this run as island {self.island}: give every island its own "
+                "number (island, --island or HF_DILOCO_ISLAND)"
+            )
+
+    def share(self, topic: str, record: Mapping[str, Any], timeout: float, interruptible: bool = True) -> list[Record]:
+        """Posts this island's record under `topic` and returns those of all islands, in order.
+
+        Raises:
+            IslandLostError: some island posted none within `timeout` seconds; names them.
+            StopRequested: this island was asked to stop meanwhile.
+        """
+        self._post(f"{topic}/{self.island}", record)
+        keys = [f"{topic}/{island}" for island in range(self.num_islands)]
+        missing = self._await(keys, timeout, interruptible)
+        if missing:
+            raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
+        return [self._read(key) for key in keys]
+
+    def arrive(self, round_number: int, record: Mapping[str, Any], timeout: float) -> list[Record]:
+        """Announces that this island is ready for the round; returns all islands' records once all are.
+
+        Raises:
+            IslandLostError: an island did not arrive within `timeout` seconds, or has left the run.
+            StopRequested: this island was asked to stop before all had arrived.
+        """
+        topic = f"round/{round_number}"
+        self._post(f"{topic}/arrived/{self.island}", record)
+        keys = [f"{topic}/arrived/{island}" for island in range(self.num_islands)]
+        try:
+            missing = self._await(keys, timeout, unless=f"{topic}/plan")
+        except StopRequested:
+            if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
+                raise
+            missing = self._await(keys, timeout, interruptible=False)  # all had arrived: it is too late to leave
+        plan = self._decide(f"{topic}/plan", " ".join([_LATE, *map(str, missing)]) if missing else _GO)
+        if plan != _GO:
+            raise self._no_round(round_number, plan, timeout)
+        return [self._read(key) for key in keys]
+
+    def _no_round(self, round_number: int, plan: str, timeout: float) -> IslandLostError:
+        kind, *numbers = plan.split() or [""]
+        islands = [int(number) for number in numbers if number.isdecimal()]
+        again = "start all islands again: the run resumes from the newest round that all hold"
+        if kind == _LATE:
+            return IslandLostError(
+                f"{_names(islands)} did not reach round {round_number} within sync_timeout ({timeout:g} s). If it is "
+                f"only slow, raise sync_timeout or give it fewer inner steps' worth of work; if it is gone, {again}",
+                islands,
+            )
+        return IslandLostError(
+            f"{_names(islands)} left the run before round {round_number}: it was asked to stop, or lost another "
+            f"island; {again}",
+            islands,
+        )
+
+    def settle(self, round_number: int, vote: Mapping[str, Any], timeout: float) -> tuple[bool, dict[str, Record]]:
+        """Votes on the round and returns whether it was committed, with the votes seen, by island.
+
+        A vote is a record with `ok` (bool) and `digest` (the average's). The round is committed if all islands
+        voted `ok`, with one digest, in time.
+        """
+        topic = f"round/{round_number}"
+        self._post(f"{topic}/vote/{self.island}", vote)
+        keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
+        if vote["ok"]:
+            self._await(keys, timeout, interruptible=False, unless=f"{topic}/outcome")
+        votes = {str(island): self._read(key) for island, key in enumerate(keys) if self._has(key)}
+        agreed = len(votes) == len(keys) and all(
+            record.get("ok") is True and record.get("digest") == vote["digest"] for record in votes.values()
+        )
+        outcome = self._decide(f"{topic}/outcome", _COMMIT if agreed else f"abort by island {self.island}")
+        return outcome == _COMMIT, votes
+
+    def leave(self, next_round: int) -> None:
+        """Tells the others that this island stops before `next_round`, so that nobody waits for it."""
+        self._decide(f"round/{next_round}/plan", f"{_LEAVES} {self.island}")
+
+    def _decide(self, key: str, value: str) -> str:
+        """Create if absent: returns the value that was written first."""
+        return self._guard(lambda: self._store.compare_set(key, "", value)).decode(errors="replace")
+
+    def _post(self, key: str, record: Mapping[str, Any]) -> None:
+        self._guard(lambda: self._store.set(key, json.dumps(dict(record))))
+
+    def _read(self, key: str) -> Record:
+        raw = self._guard(lambda: self._store.get(key))
+        if len(raw) > MAX_RECORD_BYTES:
+            raise RendezvousError(f"the record {key} has {len(raw)} bytes, more than the {MAX_RECORD_BYTES} allowed")
+        try:
+            record = json.loads(raw)
+        except (ValueError, RecursionError):  # also what is nested without end
+            record = None
+        if not isinstance(record, dict):
+            raise RendezvousError(f"the record {key} is not JSON of this package: is something else on the port?")
+        return record
+
+    def _await(
+        self, keys: list[str], timeout: float, interruptible: bool = True, unless: str | None = None
+    ) -> list[int]:
+        """Waits until all `keys` are there or `unless` is; returns the islands whose key is absent at the deadline."""
+        deadline = time.monotonic() + timeout
+        absent = dict(enumerate(keys))
+        while absent:
+            if interruptible and self._should_stop():
+                raise StopRequested
+            absent = {island: key for island, key in absent.items() if not self._has(key)}
+            if not absent or (unless and self._has(unless)):
+                return []
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            waited = timeout - left
+            time.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
+        return sorted(absent)
+
+    def _has(self, key: str) -> bool:
+        return self._guard(lambda: self._store.check([key]))
+
+    def _guard(self, call: Callable[[], T]) -> T:
+        try:
+            if self._is_lost:
+                raise TimeoutError("no answer the last time")
+            return call_within(ANSWER_SECONDS, call)
+        except (RuntimeError, TimeoutError) as error:
+            self._is_lost = isinstance(error, TimeoutError)
+            reason = (str(error).strip().splitlines() or ["no answer"])[0]
+            raise IslandLostError(
+                f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be "
+                "reached. Start all islands again: the run resumes from the newest round that all hold",
+                [0],
+            ) from None
+
+
+def _names(islands: list[int]) -> str:
+    return ("island " if len(islands) == 1 else "islands ") + (", ".join(map(str, islands)) or "unknown")

@@ -1,0 +1,291 @@
+"""Who is there: processes claim an island's number, and give signs of life.
+
+No clock of another machine is ever read: an island lives as long as its beat *changes*, seen with this machine's own
+clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import Field
+
+from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.errors import DuplicateIslandError, StoreError
+
+logger = logging.getLogger("hf_diloco")
+
+BEAT_SECONDS = 2.0
+LEASE_SECONDS = 12.0
+"""An island whose beat has not changed for so long counts as gone."""
+_LOOK_SECONDS = 0.5
+
+Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
+
+
+class ClaimRecord(Record):
+    """A process that runs as an island.
+
+    Attributes:
+        host: its host's name, for people.
+        machine: the space of process numbers it lives in; "" if unknown.
+        pid: its number there.
+        folder: where it writes.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    folder: str
+
+
+class BeatRecord(Record):
+    """An island's sign of life.
+
+    Attributes:
+        count: goes up with every beat.
+        phase: "joining" until it holds the run's state; "passing" while it then lets a round pass, for which nobody is
+            to wait for it; "left" and "finished" are last words.
+        round: rounds completed.
+        steps: inner steps since it last took part in one.
+        num_ranks: processes of the island.
+        tokens_per_second: recent speed of the whole island; 0 if unknown.
+    """
+
+    count: int = Field(ge=0)
+    phase: Phase
+    round: int = Field(ge=0)
+    steps: int = Field(ge=0)
+    num_ranks: int = Field(ge=1)
+    tokens_per_second: float = Field(ge=0)
+
+
+@dataclass
+class Standing:
+    """Where this island stands: what its next beat will say."""
+
+    phase: Phase = "joining"
+    round: int = 0
+    steps: int = 0
+    num_ranks: int = 1
+    tokens_per_second: float = 0.0
+
+
+class Members:
+    """The islands as this one sees them; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        island: this island's number.
+        folder: where it writes.
+        lease: seconds after which an island whose beat stands still counts as gone.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        island: int,
+        folder: str = "",
+        lease: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.island = island
+        self.claim = 0
+        self.standing = Standing()
+        self._log = log
+        self._folder = folder
+        self._lease = LEASE_SECONDS if lease is None else lease
+        self._clock = clock
+        self._sleep = sleep
+        self._seen: dict[int, tuple[int, BeatRecord, float]] = {}
+        self._count = 0
+        self._is_cut_off = False
+        self._reached_at = -math.inf
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._nudged = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # This island
+
+    def enter(self) -> int:
+        """Claims this island's number for this process; returns how often it has been claimed.
+
+        Raises:
+            DuplicateIslandError: the process that claimed it before is alive.
+        """
+        while True:
+            newest = self.newest_claim(self.island)
+            if newest and self._lives(newest):
+                raise DuplicateIslandError(
+                    f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
+                    "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
+                )
+            record = ClaimRecord(host=socket.gethostname(), machine=_machine(), pid=os.getpid(), folder=self._folder)
+            if self._log.create(f"claims/{self.island}/{newest + 1:06d}.json", record):
+                self.claim = newest + 1
+                return self.claim
+
+    def newest_claim(self, island: int) -> int:
+        """The number of the newest process of an island; 0 if there was none."""
+        return max((_number(path) for path in self._log.list(f"claims/{island}/")), default=0)
+
+    def check_claim(self) -> None:
+        """Raises `DuplicateIslandError` if a newer process has taken this island's number."""
+        newest = self.newest_claim(self.island)
+        if newest > self.claim:
+            raise DuplicateIslandError(
+                f"another process ({self._where(newest)}) has taken over as island {self.island} while this one did "
+                "not answer: this one ends; nothing of it is lost that was synchronised"
+            )
+
+    def beat(self) -> None:
+        """Gives one sign of life."""
+        with self._lock:
+            self._count += 1
+            record = BeatRecord(count=self._count, **asdict(self.standing))
+            self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record)
+
+    def start_beating(self, refresh: Callable[[], None] = lambda: None) -> None:
+        """Beats in a thread until `leave`. A store that does not answer is tried again at the next beat.
+
+        Args:
+            refresh: called before each beat, to bring `standing` up to date.
+        """
+        self.beat()
+
+        def run() -> None:
+            while True:
+                self._nudged.wait(BEAT_SECONDS)
+                self._nudged.clear()
+                if self._ended.is_set():
+                    return
+                try:
+                    refresh()
+                    self.beat()
+                except StoreError as error:
+                    self._is_cut_off = True
+                    logger.info("no sign of life could be given: %s", error)
+                    continue
+                if self._is_cut_off:
+                    self._reached_at = self._clock()
+                    self._is_cut_off = False
+
+        self._thread = threading.Thread(target=run, name="hf-diloco-beat", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """The next beat comes at once."""
+        self._nudged.set()
+
+    def leave(self, phase: Phase) -> None:
+        """Stops beating and says so, so that nobody waits."""
+        self._ended.set()
+        self._nudged.set()
+        if self._thread:
+            self._thread.join(timeout=5)
+        self.standing.phase = phase
+        try:
+            self.beat()
+        except StoreError as error:
+            logger.info("left without a last word: %s", error)
+
+    # All islands
+
+    def look(self) -> dict[int, BeatRecord]:
+        """The newest beat of every island that has given one."""
+        newest: dict[int, str] = {}
+        for path in self._log.list("beats"):
+            number = path.split("/")[1]
+            if number.isdecimal():
+                newest[int(number)] = path  # sorted by claim
+        for island, path in newest.items():
+            beat = self._log.read_or_refuse(path, BeatRecord)
+            if beat is None:
+                continue
+            claim = _number(path)
+            known = self._seen.get(island)
+            if known is None or known[:2] != (claim, beat):
+                self._seen[island] = claim, beat, self._clock()
+        return {island: beat for island, (_, beat, _) in self._seen.items()}
+
+    def alive(self) -> dict[int, BeatRecord]:
+        """The beats of islands that take part or are about to; this one always among them.
+
+        While the store did not answer, no other island could give a sign of life either: their lease begins anew.
+        """
+        now = self._clock()
+        return {
+            island: beat
+            for island, beat in self.look().items()
+            if beat.phase not in ("left", "finished")
+            and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self._lease)
+        }
+
+    def _last_chance(self, island: int) -> float:
+        """When an island's last sign of life was seen; or when the store answered again, if that was later."""
+        return max(self._seen[island][2], self._reached_at)
+
+    def claim_of(self, island: int) -> int:
+        """The newest process of an island that has given a sign of life; 0 if none has."""
+        return self._seen[island][0] if island in self._seen else 0
+
+    def _lives(self, claim: int) -> bool:
+        """Whether the process of an earlier claim gives signs of life; may take as long as the lease."""
+        record = self._log.read_or_refuse(f"claims/{self.island}/{claim:06d}.json", ClaimRecord)
+        if record and record.machine and record.machine == _machine() and not _runs(record.pid):
+            return False
+        path = f"beats/{self.island}/{claim:06d}.json"
+        first = self._log.read_or_refuse(path, BeatRecord)
+        if first and first.phase in ("left", "finished"):
+            return False
+        logger.info(
+            "island %d was taken before: looking for %g s whether that process lives", self.island, self._lease
+        )
+        deadline = self._clock() + self._lease
+        while self._clock() < deadline:
+            self._sleep(_LOOK_SECONDS)
+            beat = self._log.read_or_refuse(path, BeatRecord)
+            if beat and beat.phase in ("left", "finished"):
+                return False
+            if beat != first:
+                return True
+        return False
+
+    def _where(self, claim: int) -> str:
+        record = self._log.read_or_refuse(f"claims/{self.island}/{claim:06d}.json", ClaimRecord)
+        return f"process {record.pid} on {record.host}" if record else "unknown"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _machine() -> str:
+    """Equal exactly for processes that see each other's numbers: one boot of one kernel, one container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int:
+    stem = path.rpartition("/")[2].removesuffix(".json")
+    return int(stem) if stem.isdecimal() else 0

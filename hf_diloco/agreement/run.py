@@ -1,0 +1,109 @@
+"""The first record of a run in an object store: what all its islands share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.agreement.objects import ObjectStore
+from hf_diloco.agreement.seal import Seal
+from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
+
+PATH = "run.json"
+_NO_RUN = "-"  # what seals the record that names the run
+
+Fingerprint = Mapping[str, str | int | float | bool | None]
+
+
+class RunRecord(Record):
+    """What all islands of a run share.
+
+    Attributes:
+        run: random; seals all other records, so that none of another run is taken for one of this.
+        by: the island that wrote it.
+        parent: the run that its first state comes from; "" if it began from fresh weights or another rendezvous.
+        num_rounds: rounds after which the run is over; None: each island ends by itself.
+        fingerprint: what must be equal on all islands.
+    """
+
+    run: str = Field(pattern="^[0-9a-f]{32}$")
+    by: int = Field(ge=0)
+    parent: str
+    num_rounds: int | None = Field(ge=0)
+    fingerprint: dict[str, str | int | float | bool | None]
+
+
+def enter_run(
+    store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, fingerprint: Fingerprint
+) -> tuple[RunRecord, bool]:
+    """Finds the run in the store, or begins one.
+
+    Returns:
+        Its record, and whether this island began it.
+
+    Raises:
+        FingerprintError: the run trains something else, or in another way.
+        RendezvousError: there is a run that was not begun with this key; or islands cannot agree in this store.
+    """
+    log = RunLog(store, Seal(key, _NO_RUN))
+    mine = RunRecord(
+        run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
+    )
+    found = find_run(log)
+    if found is None:
+        store.check_creation()
+        try:
+            found = log.decide(PATH, mine)
+        except ForgedError as error:
+            raise _not_ours(store, error) from None
+    _check(found, fingerprint, island, store.url)
+    return found, found == mine
+
+
+def find_run(log: RunLog) -> RunRecord | None:
+    """The record of the run, or None before it has begun.
+
+    Raises:
+        RendezvousError: there is one that was not begun with this key.
+    """
+    try:
+        return log.read(PATH, RunRecord)
+    except ForgedError as error:
+        raise _not_ours(log.store, error) from None
+
+
+def open_log(store: ObjectStore, key: bytes, run: RunRecord) -> RunLog:
+    """The log of a run."""
+    return RunLog(store, Seal(key, run.run))
+
+
+def open_run(store: ObjectStore, key: bytes) -> tuple[RunRecord, RunLog]:
+    """The run in a store, to look at it.
+
+    Raises:
+        RendezvousError: there is none, or it was begun with another key.
+    """
+    found = find_run(RunLog(store, Seal(key, _NO_RUN)))
+    if found is None:
+        raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
+    return found, open_log(store, key, found)
+
+
+def _check(run: RunRecord, fingerprint: Fingerprint, island: int, url: str) -> None:
+    for name in dict.fromkeys([*run.fingerprint, *fingerprint]):
+        theirs, mine = run.fingerprint.get(name), fingerprint.get(name)
+        if theirs != mine:
+            raise FingerprintError(
+                f"this island does not train what the run at {url} trains: {name} differs (the run, begun by island "
+                f"{run.by}: {theirs}; island {island}: {mine}); make it equal, or choose another rendezvous"
+            )
+
+
+def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
+    return RendezvousError(
+        f"the run at {store.url} was begun with another key, or is none of this package ({error}): give all islands "
+        "the same key (HF_DILOCO_KEY or key_file), or choose another rendezvous"
+    )

@@ -1,0 +1,411 @@
+"""The seam to the Hugging Face Trainer: when to synchronise, save, log and stop. No mathematics."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from hf_diloco.advice import warn_about_plan
+from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import (
+    ConfigError,
+    DiLoCoError,
+    DivergedError,
+    DuplicateIslandError,
+    ExchangeError,
+    ForgedError,
+    MissedRoundError,
+    StopRequested,
+    UnsupportedError,
+)
+from hf_diloco.island import IslandGroup
+from hf_diloco.meeting import Facts
+from hf_diloco.metrics import MetricsWriter, RunTotals
+from hf_diloco.outer import OuterState
+from hf_diloco.sessions import BaseSession, open_session
+from hf_diloco.shards import Shards, open_shards
+from hf_diloco.stop import StopFlag
+from hf_diloco.trackers import move_before_trackers
+
+logger = logging.getLogger("hf_diloco")
+
+_LOGGED = (
+    "round",
+    "seconds_computing",
+    "seconds_waiting",
+    "seconds_exchanging",
+    "bytes_sent",
+    "bytes_received",
+    "pseudo_gradient_norm",
+    "cosine",
+)
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Synchronises the model with the other islands every `sync_every` optimizer steps.
+
+        trainer = Trainer(model, args, train_dataset=ds, callbacks=[DiLoCoCallback(sync_every=500)])
+
+    Works with plain PyTorch, DDP and DeepSpeed ZeRO-0/1/2/3 inside the island. Between synchronisations the Trainer
+    is untouched. The outer state is saved with every checkpoint of the Trainer and restored when training resumes.
+    When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the step is finished, a
+    checkpoint is written, and training ends; a lost island then raises `IslandLostError` from `trainer.train()`.
+
+    Args:
+        config: the outer loop's settings; or give them by name.
+        fingerprint: further facts that must be equal on all islands (a tokenizer's hash, a sequence length, ...).
+        resume_from_checkpoint: where the outer state is, if training resumes from a folder other than
+            `output_dir/checkpoint-N`.
+        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        **settings: `DiLoCoConfig` fields, instead of `config`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+
+    Attributes:
+        config: the settings.
+        stopped: training ended early because it was asked to.
+        moved_at_end: a last round changed the weights after the last step: evaluations before it are of other weights.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        resume_from_checkpoint: str | Path | None = None,
+        stop_file: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        if config is not None and settings:
+            raise ConfigError(f"give either a DiLoCoConfig or settings by name, not both ({', '.join(settings)})")
+        self.config = config or DiLoCoConfig(**settings)
+        self.stopped = False
+        self.moved_at_end = False
+        self._facts: Facts = dict(fingerprint or {})
+        self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._stop = StopFlag(Path(stop_file) if stop_file else None)
+        self._session: BaseSession | None = None
+        self._writer: MetricsWriter | None = None
+        self._failure: DiLoCoError | None = None
+        self._to_log: dict[str, float] = {}
+        self._keep_checkpoints: int | None = None
+        self._tokens_seen = 0
+        self._totals = RunTotals()
+
+    @property
+    def round(self) -> int:
+        """Rounds completed."""
+        return self._session.outer.round if self._session else 0
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """Meets the other islands and agrees on the round to resume from.
+
+        Returns:
+            This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints, but of no common round.
+        """
+        return self._connect().common_checkpoint(Path(output_dir))
+
+    def stop(self) -> None:
+        """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
+        self._stop.request()
+
+    # Trainer events, in the order in which they happen
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Moves ahead of the trackers, so that what `on_log` adds reaches them."""
+        frame = inspect.currentframe()
+        move_before_trackers(self, frame.f_back if frame else None)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Joins the other islands, restores or begins the outer state, makes all islands' weights equal."""
+        frame = inspect.currentframe()
+        move_before_trackers(self, frame.f_back if frame else None)  # `add_callback` comes after `on_init_end`
+        self.stopped = False
+        self.moved_at_end = False
+        self._failure = None
+        self._check_arguments(args, state)
+        session = self._connect()
+        shards = open_shards(kwargs["model"], kwargs["optimizer"], session.island.size)
+        checkpoint = self._resume_path
+        if checkpoint is None and state.global_step:
+            checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        session.num_rounds = state.max_steps // self.config.sync_every or None
+        session.tokens_per_step = _tokens_per_step(self._facts, examples_per_step(args))
+        session.join(shards, _folder(args), self._facts, checkpoint)
+        self._tokens_seen = state.num_input_tokens_seen
+        self._stop.install(session.island, during=Trainer.train)
+        self._keep_one_more(args)
+        self._open_metrics(args, state, shards, resumed=checkpoint is not None)
+        if session.island.is_leader:
+            warn_about_plan(self.config, state.max_steps)
+        if session.outer.is_due:  # the checkpoint was written when this round could not take place; it still stands
+            self._sync_at_start(state, control)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts the step and runs the round that is due."""
+        if self._need_session().is_over:
+            self._end_with_the_run(state, control)
+        elif self._outer.count_step(self._step_weight(args, state)):
+            self._sync(state, control)
+        elif self._stop.agreed():
+            self._end_early(state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records which weights were evaluated."""
+        metrics = kwargs.get("metrics") or {}
+        if self._writer and "eval_loss" in metrics:
+            weights = "outer" if self._outer.on_boundary else "inner"
+            self._writer.write("eval", state.global_step, weights=weights, **_floats(metrics))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
+        logs = kwargs.get("logs")
+        if logs is None:
+            return
+        if "eval_loss" in logs and self._session and self._session.outer.on_boundary:
+            self._to_log["diloco/outer_loss"] = float(logs["eval_loss"])
+        if self._writer and "loss" in logs:
+            self._writer.write("train", state.global_step, **_floats(logs))
+        logs.update(self._to_log)
+        if state.log_history:
+            state.log_history[-1].update(self._to_log)
+        self._to_log = {}
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
+        checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
+        self._outer.save(checkpoint, state.global_step, position)
+        if self._writer:
+            self._writer.write("save", state.global_step, path=checkpoint.name)
+        if self._keep_checkpoints is not None and args.should_save:
+            rotate_checkpoints(
+                output_dir=str(_folder(args)),
+                save_total_limit=self._keep_checkpoints,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""
+        if not (self._failure or self.stopped):
+            self._bring_last_steps(state, control)
+        self._stop.uninstall()
+        if self._keep_checkpoints is not None:
+            args.save_total_limit = self._keep_checkpoints
+        if not self._outer.on_boundary and not (self._failure or self.stopped):
+            logger.warning(
+                "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
+                "not the outer ones. Let max_steps be a multiple of sync_every (%d)",
+                self._outer.steps,
+                self.config.sync_every,
+            )
+        if self._writer:
+            self._writer.write(
+                "end",
+                state.global_step,
+                **self._totals.as_event(self._outer.round, self._outer.steps),
+                run_is_over=self._need_session().is_over,
+            )
+        self._need_session().leave(finished=not (self._failure or self.stopped))
+        if self._failure:
+            raise self._failure
+
+    # Steps of the above
+
+    def _connect(self) -> BaseSession:
+        if self._session is None or self._session.has_left:
+            # A rank waits for its leader, who waits for other islands.
+            island = IslandGroup(timeout=self.config.longest_wait)
+            self._session = open_session(self.config, island, self._stop.is_requested)
+        return self._session
+
+    def _need_session(self) -> BaseSession:
+        assert self._session is not None, "on_train_begin has not run"
+        return self._session
+
+    @property
+    def _outer(self) -> OuterState:
+        return self._need_session().outer
+
+    def _sync(self, state: TrainerState, control: TrainerControl) -> None:
+        try:
+            self._run_round(state, control)
+        except StopRequested:
+            self._end_early(state, control)
+            return
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+        except DivergedError:  # this island's state is not to be trusted: no checkpoint of it
+            self._need_session().leave(finished=False)
+            raise
+        except (ExchangeError, ForgedError, DuplicateIslandError) as error:
+            logger.error("%s", error)
+            self._failure = error
+            self._end_early(state, control)
+            return
+        if self._stop.agreed():
+            self._end_early(state, control)
+        elif self._need_session().is_over and state.global_step < state.max_steps:
+            self._end_with_the_run(state, control)
+
+    def _bring_last_steps(self, state: TrainerState, control: TrainerControl) -> None:
+        """Where rounds were missed, the last steps may be in none yet: one more takes them in."""
+        if not self.config.meets_in_store or self._outer.on_boundary or self._need_session().is_over:
+            return
+        try:
+            self._run_round(state, control)
+            self.moved_at_end = True
+        except StopRequested:
+            self.stopped = True
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+        except DiLoCoError as error:
+            self._failure = error
+
+    def _on_missed(self, state: TrainerState, error: MissedRoundError) -> None:
+        if self._need_session().island.is_leader:
+            logger.warning("%s", error)
+        if self._writer:
+            self._writer.write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
+
+    def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
+        """The other islands have completed the last round, of which this one has the result: the final model."""
+        self._outer.write_masters()
+        logger.info(
+            "the run's %d rounds are complete, after %d of this island's %d steps",
+            self._outer.round,
+            state.global_step,
+            state.max_steps,
+        )
+        control.should_save = True
+        control.should_training_stop = True
+
+    def _sync_at_start(self, state: TrainerState, control: TrainerControl) -> None:
+        try:
+            self._run_round(state, control)
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+
+    def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
+        report = self._need_session().sync()
+        self._totals.add(report)
+        event = asdict(report)
+        self._to_log.update({f"diloco/{name}": event[name] for name in _LOGGED if event[name] is not None})
+        control.should_log = True
+        if self._writer:
+            self._writer.write("sync", state.global_step, **event)
+
+    def _end_early(self, state: TrainerState, control: TrainerControl) -> None:
+        """Ends training after a checkpoint of this step."""
+        is_complete = state.global_step >= state.max_steps and self._outer.on_boundary
+        self.stopped = self._failure is None and not is_complete
+        control.should_save = True
+        control.should_evaluate = False
+        control.should_training_stop = True
+
+    def _step_weight(self, args: TrainingArguments, state: TrainerState) -> float:
+        if self.config.weight_by == "tokens":
+            before, self._tokens_seen = self._tokens_seen, state.num_input_tokens_seen
+            return float(self._tokens_seen - before)
+        return float(examples_per_step(args))
+
+    def _check_arguments(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self.config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
+            raise ConfigError(
+                "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
+                "TrainingArguments, or use weight_by='examples'"
+            )
+        if args.save_only_model:
+            raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
+        if getattr(args, "fsdp", None):
+            raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
+
+    def _keep_one_more(self, args: TrainingArguments) -> None:
+        """The Trainer deletes old checkpoints before `on_save`: until the outer state is written, one more stays.
+
+        What a killed run left without its outer state must not take a whole checkpoint's place either.
+        """
+        if args.save_total_limit is not None and args.save_total_limit > 0:
+            self._keep_checkpoints = args.save_total_limit
+            num_torn = len(list(_folder(args).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))) - len(
+                complete_checkpoints(_folder(args))
+            )
+            args.save_total_limit += 1 + num_torn
+
+    def _open_metrics(self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool) -> None:
+        session = self._need_session()
+        examples = examples_per_step(args)
+        self._totals = RunTotals()
+        logger.info(
+            "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
+            self.config.island,
+            self.config.num_shares,
+            shards.description,
+            session.island.size,
+            examples,
+            examples * self.config.num_shares,
+        )
+        if not session.island.is_leader:
+            return
+        self._writer = MetricsWriter(_folder(args) / "metrics.jsonl")
+        self._writer.write(
+            "start",
+            state.global_step,
+            island=self.config.island,
+            num_islands=self.config.num_islands,
+            num_ranks=session.island.size,
+            shards=f"{shards.description}, {session.island.size} rank{'s' if session.island.size > 1 else ''}",
+            num_parameters=shards.num_parameters,
+            payload=self.config.payload,
+            sync_every=self.config.sync_every,
+            outer_lr=self.config.outer_lr,
+            outer_momentum=self.config.outer_momentum,
+            max_steps=state.max_steps,
+            examples_per_step=examples,
+            tokens_per_step=_tokens_per_step(self._facts, examples),
+            resumed=resumed,
+            comes_and_goes=self.config.meets_in_store,
+            params_hash=self._outer.outer_hash,
+        )
+
+
+def _folder(args: TrainingArguments) -> Path:
+    """Where this island writes: the Trainer has a default for it, though its type does not say so."""
+    return Path(args.output_dir or "trainer_output")
+
+
+def examples_per_step(args: TrainingArguments) -> int:
+    """Examples that one optimizer step of this island sees."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
+    length = facts.get("sequence_length")
+    return examples * int(length) if length else None
+
+
+def _floats(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

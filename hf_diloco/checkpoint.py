@@ -1,0 +1,225 @@
+"""Outer state on disk, beside the Trainer's checkpoint that it belongs to.
+
+    checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum")
+    checkpoint-N/diloco/outer.json               round, steps since it, and each file's size, digest and intervals
+
+Files are written under another name, flushed, then renamed; `outer.json` comes last, so a checkpoint that has it is
+whole. Each file says which intervals of the canonical index space it holds, so that an island of another number of
+ranks can read it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.files import flush, write_whole
+from hf_diloco.island import IslandGroup
+
+FOLDER = "diloco"
+_INDEX = "outer.json"
+_FORMAT = 1
+
+Interval = tuple[int, int]
+
+
+class OuterFile(BaseModel):
+    """One rank's file: its name, size in bytes, digest, and the canonical (start, length) runs of its tensors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    num_bytes: int
+    digest: str
+    intervals: list[Interval]
+
+
+class OuterIndex(BaseModel):
+    """The contents of `outer.json`.
+
+    Attributes:
+        round: rounds completed.
+        steps_since_sync: inner steps since the last of them; `sync_every` means that the next was due but failed.
+        weight_since_sync: examples or tokens behind the next pseudo-gradient.
+        global_step: optimizer steps of the Trainer.
+        num_parameters: trainable parameters of the whole model.
+        model: digest of the trainable parameters' names and sizes.
+        outer_digest: digest of the outer parameters of the island.
+        run: id of the run in its object store; empty without one.
+        settings: the outer loop's settings when it was written.
+        data: how far the island had read.
+        files: what each rank wrote.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int = _FORMAT
+    round: int
+    steps_since_sync: int
+    weight_since_sync: float
+    global_step: int
+    num_parameters: int
+    model: str
+    outer_digest: str
+    run: str = ""
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    files: list[OuterFile] = []
+
+
+def save_outer(
+    checkpoint: Path,
+    island: IslandGroup,
+    tensors: Mapping[str, torch.Tensor],
+    intervals: Sequence[Interval],
+    index: OuterIndex,
+) -> None:
+    """Writes outer state into the folder of a checkpoint. Collective over the island's ranks.
+
+    Args:
+        checkpoint: the Trainer's `checkpoint-N`.
+        island: the ranks that write.
+        tensors: this rank's outer state, each 1-D fp32 of the intervals' total length.
+        intervals: what of the canonical index space the tensors hold, in their order.
+        index: everything but `files`.
+    """
+    folder = checkpoint / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{island.rank:05d}.safetensors"
+    temporary = path.with_suffix(".partial")
+    save_file(dict(tensors), temporary)
+    written = OuterFile(
+        name=path.name, num_bytes=temporary.stat().st_size, digest=_digest(tensors), intervals=list(intervals)
+    )
+    flush(temporary)
+    files = island.gather(written.model_dump())  # all have written before any old file goes
+    if island.is_leader:
+        (folder / _INDEX).unlink(missing_ok=True)  # from here to its return this checkpoint counts as incomplete
+    island.barrier()
+    os.replace(temporary, path)
+    island.barrier()
+    if island.is_leader:
+        whole = index.model_copy(update={"files": [OuterFile(**file) for file in files]})
+        write_whole(folder / _INDEX, whole.model_dump_json(indent=1))
+
+
+def read_index(checkpoint: Path) -> OuterIndex:
+    """The index of a checkpoint's outer state.
+
+    Raises:
+        CheckpointError: there is none, or it is not whole.
+    """
+    path = checkpoint / FOLDER / _INDEX
+    try:
+        index = OuterIndex.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package, or the "
+            "run was killed while writing it. Resume from an earlier checkpoint"
+        ) from None
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
+        ) from None
+    if index.format != _FORMAT:
+        raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads {_FORMAT}")
+    for file in index.files:
+        part = checkpoint / FOLDER / file.name
+        if not part.is_file() or part.stat().st_size != file.num_bytes:
+            raise CheckpointError(f"{part} is missing or cut short: resume from an earlier checkpoint")
+    return index
+
+
+def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval]) -> dict[str, torch.Tensor]:
+    """Reads this rank's outer state, from whichever files hold its intervals.
+
+    Raises:
+        CheckpointError: a file's contents are not what was written, or the intervals are not covered.
+    """
+    folder = checkpoint / FOLDER
+    mine = list(intervals)
+    for file in index.files:
+        if file.intervals == mine:
+            # A copy: what was read is mapped from the file, which goes when newer checkpoints come.
+            return {name: stored.clone() for name, stored in _read_file(folder / file.name, file).items()}
+    return _assemble(folder, index, mine)
+
+
+def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
+    """All whole checkpoints of a run, oldest first."""
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        try:
+            index = read_index(path)
+        except CheckpointError:
+            continue
+        if (path / "trainer_state.json").is_file():
+            found.append((path, index))
+    return sorted(found, key=lambda item: item[1].global_step)
+
+
+def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:
+    """One rank's tensors, checked against what was written."""
+    try:
+        with safe_open(path, "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
+    if _digest(tensors) != file.digest:
+        raise CheckpointError(f"{path} does not hold what was written to it: resume from an earlier checkpoint")
+    return tensors
+
+
+def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dict[str, torch.Tensor]:
+    """Puts `intervals` together from files that are cut in another way."""
+    length = sum(size for _, size in intervals)
+    tensors: dict[str, torch.Tensor] = {}
+    covered = 0
+    for file in index.files:
+        matches = _matches(file.intervals, intervals)
+        if not matches and tensors:
+            continue
+        for name, stored in _read_file(folder / file.name, file).items():
+            if name not in tensors:
+                tensors[name] = torch.empty(length)
+            for source, target, count in matches:
+                tensors[name][target : target + count] = stored[source : source + count]
+        covered += sum(count for _, _, count in matches)
+    if covered != length:
+        raise CheckpointError(
+            f"{folder} holds {covered:,} of the {length:,} outer values that this rank needs: it belongs to another "
+            "model, or to one with other frozen parameters"
+        )
+    return tensors
+
+
+def _matches(stored: Sequence[Interval], wanted: Sequence[Interval]) -> list[tuple[int, int, int]]:
+    """(position in the stored vector, position in the wanted one, length) of all that the two share."""
+    found = []
+    source = 0
+    for stored_start, stored_length in stored:
+        target = 0
+        for start, length in wanted:
+            low, high = max(start, stored_start), min(start + length, stored_start + stored_length)
+            if low < high:
+                found.append((source + low - stored_start, target + low - start, high - low))
+            target += length
+        source += stored_length
+    return found
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""How `accelerate launch` is told to start one island on this machine.
+
+Every island gets a configuration file of its own, written into its folder: what a user once answered to `accelerate
+config` (the default file, which command line flags override only in part) then has no say in it. What works with
+accelerate 1.15:
+
+==================== ========= ===================== =======================================================
+DeepSpeed            processes distributed_type      started by
+==================== ========= ===================== =======================================================
+yes                  any       DEEPSPEED             torchrun; also one process needs the variables it sets
+no                   several   MULTI_GPU             torchrun; on CPU too: the Trainer then picks Gloo
+no                   one       NO                    a plain child process
+==================== ========= ===================== =======================================================
+
+Not used: `--cpu` and MULTI_CPU start one process, without DeepSpeed, unless there is mpirun. `use_cpu` stays false: it
+would set ACCELERATE_USE_CPU, which makes accelerate drop DeepSpeed without a word; TrainingArguments' own `use_cpu`
+does what is meant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_diloco.errors import ConfigError
+
+MODULE = "hf_diloco.lm"
+
+
+def configuration(num_processes: int, deepspeed: bool) -> str:
+    """The text of an accelerate configuration file for an island of `num_processes` on this machine."""
+    return yaml.safe_dump(
+        {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "DEEPSPEED" if deepspeed else "MULTI_GPU" if num_processes > 1 else "NO",
+            "num_processes": num_processes,
+            "num_machines": 1,
+            "machine_rank": 0,
+            "use_cpu": False,
+        },
+        sort_keys=False,
+    )
+
+
+def read_configuration(path: Path, deepspeed: bool) -> dict[str, Any]:
+    """A user's own accelerate configuration file.
+
+    Raises:
+        ConfigError: when it is missing, not a mapping, or cannot start one island on this machine.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or str(error).replace("\n", " ")
+        raise ConfigError(f"accelerate: cannot read {path}: {reason}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"accelerate: {path} is not an accelerate configuration (write one with `accelerate config`)"
+        )
+    kind = str(values.get("distributed_type", "NO"))
+    if values.get("num_machines", 1) != 1:
+        raise ConfigError(
+            f"accelerate: {path} spans num_machines={values['num_machines']}, but hf-diloco launch starts the "
+            "processes of this machine: run `accelerate launch --config_file ... train_lm.py ...` on each machine of "
+            "the island"
+        )
+    if deepspeed and kind != "DEEPSPEED":
+        raise ConfigError(
+            f"accelerate: {path} has distributed_type {kind}, but the run file has a deepspeed configuration: "
+            "set distributed_type: DEEPSPEED, or deepspeed: null"
+        )
+    if kind == "MULTI_CPU":
+        raise ConfigError(
+            f"accelerate: with distributed_type MULTI_CPU of {path} accelerate starts one process only: "
+            "use MULTI_GPU, which starts torchrun, and launch.use_cpu: true"
+        )
+    return values
+
+
+def command(config_file: Path, port: int, script_args: Sequence[str], num_processes: int | None = None) -> list[str]:
+    """The command that starts one island.
+
+    Args:
+        config_file: accelerate's configuration.
+        port: where the island's own processes meet, on this machine.
+        script_args: run file and overrides.
+        num_processes: overrides the configuration's.
+    """
+    processes = [] if num_processes is None else ["--num_processes", str(num_processes)]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+    return [*launcher, "--main_process_port", str(port), *processes, "-m", MODULE, *script_args]

@@ -1,0 +1,91 @@
+"""What this machine has: CUDA devices, cores, free ports. Without importing torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from itertools import islice
+
+from hf_diloco.config import split_tcp_url
+from hf_diloco.errors import ConfigError
+
+_PORTS = range(20_000, 32_000)
+
+
+def cuda_devices() -> list[str]:
+    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(gpus))] if listed.returncode == 0 else []
+
+
+def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:
+    """Gives every island its own `num_processes` devices, in order.
+
+    Raises:
+        ConfigError: when there are too few.
+    """
+    needed = num_islands * num_processes
+    if len(devices) < needed:
+        islands = "1 island" if num_islands == 1 else f"{num_islands} islands"
+        raise ConfigError(
+            f"{islands} of {num_processes} process{'es' * (num_processes > 1)} need {needed} CUDA devices, but this "
+            f"machine has {len(devices)} ({', '.join(devices)}): lower launch.num_processes, start fewer islands here "
+            "with --island, or set launch.use_cpu=true"
+        )
+    return [list(devices[k * num_processes : (k + 1) * num_processes]) for k in range(num_islands)]
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_ports(num_ports: int, host: str = "127.0.0.1") -> list[int]:
+    """TCP ports, all different, that nothing listens on.
+
+    They lie below those that the system gives to outgoing connections (from 32768 on, on Linux): one of these may be
+    taken by any connection of the machine before its user comes to listen.
+    """
+    candidates = random.sample(_PORTS, len(_PORTS))
+    return list(islice((port for port in candidates if _is_free(host, port)), num_ports))
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def check_port_is_free(rendezvous: str) -> None:
+    """Refuses a rendezvous whose port another program of this machine listens on.
+
+    An address that is not this machine's is passed over: island 0 reports it.
+
+    Raises:
+        ConfigError: when it is in use.
+    """
+    host, port = split_tcp_url(rendezvous)
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "
+                "another port, or leave the rendezvous out when all islands run here"
+            ) from None

@@ -1,0 +1,203 @@
+"""What a person sees while a run goes on: the islands' lines with coloured prefixes, and one progress bar an island.
+
+Without a terminal (a file, a pipe, a batch job) the bars become a line every few seconds, without control characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Any, Protocol, Self, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from hf_diloco.cli.progress import Progress as IslandProgress
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
+LINE_EVERY = 5.0  # seconds between two progress lines of an island, without a terminal
+_WIDE = 100  # columns from which on a bar carries everything
+
+
+class _Unbreakable:
+    """A text stream that swallows what can no longer be written: a closed terminal must not end a run's checkpoint."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def terminal(stream: IO[str]) -> Console:
+    """A console on stdout or stderr that survives its terminal."""
+    return Console(file=cast("IO[str]", _Unbreakable(stream)), highlight=False)
+
+
+class Display(Protocol):
+    """Where the launcher shows what happens. A context: the terminal is its own again afterwards."""
+
+    def line(self, island: int, text: str) -> None:
+        """A line that an island wrote."""
+
+    def note(self, text: str) -> None:
+        """Something that the launcher itself has to say."""
+
+    def update(self, island: int, progress: IslandProgress) -> None:
+        """Where an island stands; called several times a second."""
+
+    def ended(self, island: int, how: str) -> None:
+        """An island has ended: `finished`, `stopped, with a checkpoint`, ..."""
+
+    def status(self, text: str) -> None:
+        """What the launcher is waiting for; empty for nothing. Replaces the status before."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def make_display(console: Console, islands: Sequence[int]) -> Display:
+    """Progress bars on a terminal, plain lines elsewhere."""
+    return (
+        BarDisplay(console, islands) if console.is_terminal and not console.is_dumb_terminal else LineDisplay(console)
+    )
+
+
+def _prefixed(island: int, text: str) -> Text:
+    return Text.assemble((f"island {island}", COLOURS[island % len(COLOURS)]), (" │ ", "dim"), text)
+
+
+def _launcher(text: str) -> Text:
+    return Text.assemble(("launcher", "bold"), (" │ ", "dim"), text)
+
+
+class LineDisplay:
+    """Plain lines."""
+
+    def __init__(self, console: Console, every: float = LINE_EVERY) -> None:
+        self._console = console
+        self._every = every
+        self._shown: dict[int, tuple[float, IslandProgress]] = {}
+        self._status = ""
+
+    def line(self, island: int, text: str) -> None:
+        self._print(_prefixed(island, text))
+
+    def note(self, text: str) -> None:
+        self._print(_launcher(text))
+
+    def update(self, island: int, progress: IslandProgress) -> None:
+        at, last = self._shown.get(island, (0.0, IslandProgress()))
+        if progress == last or (time.monotonic() < at + self._every and progress.state != "done"):
+            return
+        self._shown[island] = (time.monotonic(), progress)
+        self.line(island, describe(progress))
+
+    def ended(self, island: int, how: str) -> None:
+        self.note(f"island {island} {how}")
+
+    def status(self, text: str) -> None:
+        pass  # counts down: would be a new line every second
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class BarDisplay:
+    """Progress bars below the lines."""
+
+    def __init__(self, console: Console, islands: Sequence[int]) -> None:
+        self._console = console
+        wide = console.width >= _WIDE
+        self._bars = Progress(
+            TextColumn("[{task.fields[colour]}]{task.description}"),
+            BarColumn(bar_width=None if wide else 12, complete_style="cyan", finished_style="green"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("[dim]{task.fields[state]}"),
+            *([TimeRemainingColumn(elapsed_when_finished=True)] if wide else []),
+            console=console,
+            expand=wide,
+        )
+        self._tasks = {island: self._add_task(island) for island in islands}
+        self._begun: set[int] = set()
+        self._live = Live(console=console, refresh_per_second=4)
+        self.status("")
+
+    def _add_task(self, island: int) -> TaskID:
+        colour = COLOURS[island % len(COLOURS)]
+        return self._bars.add_task(f"island {island}", total=None, colour=colour, figures="", state="starting")
+
+    def line(self, island: int, text: str) -> None:
+        self._console.print(_prefixed(island, text), highlight=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(_launcher(text), highlight=False)
+
+    def update(self, island: int, progress: IslandProgress) -> None:
+        task = self._tasks[island]
+        if progress.training_has_begun and island not in self._begun:
+            self._begun.add(island)
+            self._bars.reset(task)  # the time of loading, and of steps before a resume, says nothing about the rest
+        if progress.training_has_begun and progress.max_steps:
+            self._bars.update(task, total=progress.max_steps, completed=progress.step)
+        state = progress.state if progress.training_has_begun else progress.message or progress.state
+        self._bars.update(task, figures="  ".join(_figures(progress)), state=state)
+
+    def ended(self, island: int, how: str) -> None:
+        self.note(f"island {island} {how}")
+        self._bars.update(self._tasks[island], state=how.split(",")[0])
+        self._bars.stop_task(self._tasks[island])
+
+    def status(self, text: str) -> None:
+        # The line is there also when it is empty: at the end of a full one, the terminal's ^C would break the display.
+        self._live.update(Group(self._bars, Text(text, style="yellow")))
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.update(self._bars)
+        self._live.stop()
+
+
+def _figures(progress: IslandProgress) -> list[str]:
+    figures = []
+    if progress.round:
+        figures.append(f"round {progress.round}")
+    if progress.loss is not None:
+        figures.append(f"loss {progress.loss:.3f}")
+    if progress.tokens_per_second is not None:
+        figures.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    return figures
+
+
+def describe(progress: IslandProgress) -> str:
+    """One line: `training, step 120/200, round 6, loss 4.312, 1,203 tokens/s`."""
+    steps = [f"step {progress.step}/{progress.max_steps}"] if progress.step else []
+    message = [progress.message] if progress.message not in ("", progress.state) else []
+    return ", ".join([progress.state, *steps, *_figures(progress), *message])

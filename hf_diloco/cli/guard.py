@@ -1,0 +1,90 @@
+"""Runs one island's command and ends every process of it when the command or the launcher has ended.
+
+    python -m hf_diloco.cli.guard COMMAND ARGUMENT...
+
+Accelerate's and torch's launchers leave the training processes behind when they are killed themselves, and they put
+them into sessions of their own, where no signal to a process group finds them. The guard stands between: orphans of
+the island become its children (Linux), so it finds all of them. It ends them
+
+- when COMMAND ends, whatever the reason;
+- when its standard input closes: the launcher holds the other end and has died, even by SIGKILL;
+- on SIGTERM, which the launcher sends when it no longer wants to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+import psutil
+
+TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL when the launcher has lost patience
+ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes a step and a while
+_POLL = 0.1  # seconds
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent dies (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def end_descendants(grace: float, parent: int | None = None) -> None:
+    """Sends SIGTERM to all processes below `parent` (default: this one), and SIGKILL to those left after `grace` s."""
+    deadline = time.monotonic() + grace
+    signalled: set[psutil.Process] = set()
+    while running := _descendants(parent):  # again and again: a dying process may still start another
+        late = time.monotonic() > deadline
+        for process in running:
+            if late or process not in signalled:
+                with contextlib.suppress(psutil.Error):
+                    process.kill() if late else process.terminate()
+        signalled.update(running)
+        time.sleep(_POLL)
+        if time.monotonic() > deadline + 10:  # unkillable: stuck in the kernel (a dead disk or device)
+            return
+
+
+def _descendants(parent: int | None) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(parent).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if _is_running(child)]
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def main(command: Iterable[str] | None = None) -> int:
+    """Runs `command` (default: the command line); returns its exit code, 128 + N when signal N ended it."""
+    asked_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # the launcher decides what these mean
+        signal.signal(ignored, lambda number, frame: None)  # not SIG_IGN, which the command would inherit
+    adopt_orphans()
+    child = subprocess.Popen(list(sys.argv[1:] if command is None else command), stdin=subprocess.DEVNULL)
+    launcher_lost = False
+    while child.poll() is None and not asked_to_end and not launcher_lost:
+        readable, _, _ = select.select([sys.stdin], [], [], _POLL)
+        launcher_lost = bool(readable) and not os.read(sys.stdin.fileno(), 1)
+    end_descendants(TERMINATE_GRACE if asked_to_end else ORPHAN_GRACE)
+    code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Runs a set of islands to their end: shows them, stops them together, and says how it went.
+
+Exit codes of `hf-diloco launch`: 0 all islands finished; 1 an island failed; 2 the command or the run file is wrong;
+3 stopped on request, every island with a checkpoint (the same command continues); 128 + N ended by signal N without
+waiting for checkpoints (130: Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from hf_diloco.cli.display import Display
+from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
+from hf_diloco.cli.island import Island, IslandPlan
+from hf_diloco.cli.log import UsefulLines
+from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, Outcome
+
+POLL = 0.1  # seconds
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Result:
+    """How a launch ended.
+
+    Attributes:
+        islands: the islands, all ended.
+        failed: numbers of the islands that failed by themselves, in the order of their ends.
+        forced: whether islands were ended without waiting for their checkpoint.
+        signal: the first signal that the launcher received; None without one.
+    """
+
+    islands: Sequence[Island]
+    failed: list[int] = field(default_factory=list)
+    forced: bool = False
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """See the module."""
+        if all(self.outcome(island).code == FINISHED for island in self.islands):
+            return FINISHED
+        if self.failed:
+            return FAILED
+        if self.forced and self.signal is not None:
+            return 128 + self.signal
+        return FAILED if self.forced else STOPPED
+
+    @staticmethod
+    def outcome(island: Island) -> Outcome:
+        """How the island ended."""
+        return island.outcome or Outcome(FAILED)
+
+
+class Launcher:
+    """Runs islands until all have ended. Made for a process of its own: at the end it has no child processes left.
+
+    A request to stop (Ctrl-C, SIGTERM, SIGHUP), an island that fails, and an island that was stopped by somebody else
+    all do the same: every island that trains is asked to finish its step and write a checkpoint, those that do not
+    train yet are ended. After `grace` seconds, or at the second Ctrl-C, what is left is ended. Islands that can do
+    without each other go on when one fails or is stopped.
+
+    Args:
+        plans: the islands to start.
+        display: shows them.
+        grace: seconds that islands which are asked to stop may take.
+        keep_going: whether the islands can do without each other.
+    """
+
+    def __init__(self, plans: Sequence[IslandPlan], display: Display, grace: float, keep_going: bool = False) -> None:
+        self._plans = plans
+        self._display = display
+        self._grace = grace
+        self._keep_going = keep_going
+        self._islands: list[Island] = []
+        self._useful: dict[int, UsefulLines] = {}
+        self._signals: list[int] = []
+        self._signals_handled = 0
+        self._stop_by: float | None = None  # when patience ends
+        self._kill_by: float | None = None  # when SIGTERM has had its time
+        self._ended: set[int] = set()  # islands that did not get to finish
+        self._result = Result(self._islands)
+
+    def run(self) -> Result:
+        """Starts the islands and returns when none of their processes is left.
+
+        Raises:
+            DiLoCoError: when an island's folder is in use by another launch.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self._signal_handlers())
+            adopt_orphans()
+            stack.callback(self._leave_nothing)
+            for plan in self._plans:
+                self._islands.append(Island(plan))
+            stack.enter_context(self._display)
+            while any(island.running for island in self._islands):
+                self._look()
+                self._act()
+                time.sleep(POLL)
+        return self._result
+
+    @contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        # A signal that is ignored stays so: nohup ignores SIGHUP, a shell ignores SIGINT for its background jobs.
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _leave_nothing(self) -> None:
+        for island in self._islands:
+            island.terminate()
+        for island in self._islands:
+            island.kill(after=2 * TERMINATE_GRACE)
+        end_descendants(TERMINATE_GRACE)
+
+    def _look(self) -> None:
+        for island in self._islands:
+            if not island.running:
+                continue
+            useful = self._useful.setdefault(island.number, UsefulLines())
+            for line in filter(useful, island.new_lines()):
+                self._display.line(island.number, line)
+            self._display.update(island.number, island.progress)
+            if island.outcome is not None:
+                self._on_end(island, island.outcome)
+
+    def _on_end(self, island: Island, outcome: Outcome) -> None:
+        number = island.number
+        if outcome.code == FINISHED:
+            self._display.ended(number, "finished")
+        elif outcome.code == STOPPED:
+            self._display.ended(number, f"stopped, with a checkpoint{outcome.error and f' ({outcome.error})'}")
+            self._stop_others()
+        elif number in self._ended:
+            self._display.ended(number, "ended")
+        else:
+            self._result.failed.append(number)
+            self._display.ended(number, f"failed, {outcome.ending}")
+            self._stop_others()
+
+    def _stop_others(self) -> None:
+        if not self._keep_going:
+            self._stop()
+        elif self._stop_by is None and any(island.running for island in self._islands):
+            self._display.note("the other islands go on; the same command with --island brings one back")
+
+    def _act(self) -> None:
+        while self._signals_handled < len(self._signals):
+            number = self._signals[self._signals_handled]
+            self._signals_handled += 1
+            self._on_signal(signal.Signals(number))
+        now = time.monotonic()
+        if self._kill_by is not None:
+            if now > self._kill_by:
+                self._kill()
+        elif self._stop_by is not None:
+            if now > self._stop_by:
+                self._end(f"no end after {self._grace:g} s, ")
+            else:
+                self._display.status(f"waiting for checkpoints, {self._stop_by - now:.0f} s left (Ctrl-C: end now)")
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._result.signal is None:
+            self._result.signal = number
+        if self._kill_by is not None:
+            self._kill()
+        elif self._stop_by is not None:
+            self._end()
+        else:
+            self._stop("Ctrl-C: " if number == signal.SIGINT else f"{number.name}: ")
+
+    def _stop(self, reason: str = "") -> None:
+        """Asks what still runs to stop, once."""
+        running = [island for island in self._islands if island.running]
+        if self._stop_by is not None or self._kill_by is not None or not running:
+            return
+        starting = [island for island in running if not island.progress.training_has_begun]
+        if len(starting) == len(running):
+            self._end(f"{reason}training has not begun, ")
+            return
+        self._stop_by = time.monotonic() + self._grace
+        for island in starting:
+            self._terminate(island)
+        training = [island for island in running if island not in starting and not island.progress.is_ending]
+        for island in training:
+            island.ask_to_stop()
+        if training:
+            finish, write = ("finishes", "writes") if len(training) == 1 else ("finish", "write")
+            self._display.note(
+                f"{reason}{_names(training)} {finish} the step and {write} a checkpoint (up to {self._grace:g} s)"
+            )
+
+    def _end(self, reason: str = "") -> None:
+        """Ends what still runs without waiting for checkpoints."""
+        running = [island for island in self._islands if island.running]
+        self._display.note(f"{reason}ending {_names(running)}")
+        self._display.status("")
+        for island in running:
+            self._terminate(island)
+        self._kill_by = time.monotonic() + 2 * TERMINATE_GRACE
+
+    def _terminate(self, island: Island) -> None:
+        self._ended.add(island.number)
+        self._result.forced = True
+        island.terminate()
+
+    def _kill(self) -> None:
+        for island in self._islands:
+            if island.running:
+                self._terminate(island)
+                island.kill()
+
+
+def _names(islands: Sequence[Island]) -> str:
+    numbers = [str(island.number) for island in islands]
+    if len(numbers) == 1:
+        return f"island {numbers[0]}"
+    return f"islands {', '.join(numbers[:-1])} and {numbers[-1]}"

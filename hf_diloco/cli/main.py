@@ -1,0 +1,209 @@
+"""The commands of `hf-diloco` and their options."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_diloco import __version__
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.errors import ConfigError, DiLoCoError
+
+app = typer.Typer(
+    name="hf-diloco",
+    help="Train one model on several islands of accelerators with little traffic between them (DiLoCo).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run file", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's, as in training.max_steps=20"),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-diloco {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command()
+def launch(
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
+    island: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            envvar=ENV_ISLAND,
+            help="Start this island alone; the others are started elsewhere. Default: all islands, on this machine.",
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where the islands meet: tcp://HOST:PORT of island 0's machine, or an object store, "
+            f"s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR [{ENV_RENDEZVOUS}].",
+        ),
+    ] = None,
+    num_islands: Annotated[
+        int | None, typer.Option(min=1, help=f"Number of islands in the run [{ENV_NUM_ISLANDS}].")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of run folders.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="auto: from the newest round that all islands hold a checkpoint of. never: a new run. Or a folder.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long islands that are asked to stop may take.")
+    ] = 120,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
+) -> None:
+    """Start the islands of a run: all of them on this machine, or one on its cluster.
+
+    Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them at once.
+    The same command continues the run.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco launch configs/quickstart.yaml[/cyan]
+
+    [cyan]hf-diloco launch configs/quickstart.yaml training.max_steps=60 diloco.sync_every=10 --name short[/cyan]
+
+    [cyan]hf-diloco launch run.yaml --island 1 --rendezvous tcp://10.0.0.1:29400[/cyan]
+
+    [bold]Exit codes[/bold]
+
+    0: finished. 1: an island failed. 2: wrong command or run file. 3: stopped, every island with a checkpoint.
+    130 (Ctrl-C) or 143 (SIGTERM): ended without waiting for checkpoints.
+    """
+    from hf_diloco.cli.plan import LaunchOptions
+    from hf_diloco.cli.run import run_launch
+
+    asked = LaunchOptions(run_file, tuple(overrides or ()), island, num_islands, rendezvous, name, output, resume)
+    raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run folder, such as runs/quickstart")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="where --html goes (default: RUN/report.html)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for programs.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write a page with plots of loss and traffic.")] = False,
+) -> None:
+    """Show what a run did: loss, speed, bytes exchanged, time spent waiting; also while it goes on.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco report runs/quickstart[/cyan]
+
+    [cyan]hf-diloco report runs/quickstart --json | jq .eval_loss[/cyan]
+
+    [cyan]hf-diloco report runs/quickstart --html page.html[/cyan]
+    """
+    if file is not None and not html:
+        raise ConfigError(f"{file}: a second argument is the page's file; add --html, or give one run folder")
+    from hf_diloco.report import load_run, print_report, summarise, write_html
+
+    loaded = load_run(run)
+    if html:
+        page = file or run / "report.html"
+        write_html(loaded, page)
+        typer.echo(f"wrote {page}", err=as_json)
+    if as_json:
+        typer.echo(summarise(loaded).model_dump_json(indent=2))
+    elif not html:
+        print_report(summarise(loaded))
+
+
+@app.command()
+def status(
+    rendezvous: Annotated[
+        str,
+        typer.Argument(
+            metavar="RENDEZVOUS",
+            envvar=ENV_RENDEZVOUS,
+            help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+            show_default=False,
+        ),
+    ],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C or the run's end.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks of --watch.")
+    ] = 2,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, for programs; with --watch a line for each look.")
+    ] = False,
+    num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How many of the last rounds.")] = 10,
+    key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
+    ] = None,
+) -> None:
+    """Show where the islands of a run stand that meet in an object store, and what became of the last rounds.
+
+    It only reads. Which islands live shows in whether their signs of life change, so it takes a few seconds.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco status s3://bucket/my-run[/cyan]
+
+    [cyan]hf-diloco status file:///shared/my-run --watch[/cyan]
+
+    [cyan]hf-diloco status s3://bucket/my-run --json | jq .round[/cyan]
+    """
+    from hf_diloco.cli.status import StatusOptions, run_status
+
+    run_status(StatusOptions(rendezvous, as_json, interval if watch else None, key_file, num_rounds))
+
+
+@app.command("config-schema")
+def config_schema() -> None:
+    """Print the JSON schema of run files, for editors and other programs.
+
+    [bold]Example[/bold]
+
+    [cyan]hf-diloco config-schema > run.schema.json[/cyan]
+    """
+    from hf_diloco.lm.runfile import RunFile
+
+    typer.echo(json.dumps(RunFile.model_json_schema(), indent=2))
+
+
+def main() -> None:
+    """The `hf-diloco` program. Errors of this package are one line on stderr (HF_DILOCO_DEBUG=1: a traceback)."""
+    try:
+        app(prog_name="hf-diloco")
+    except (DiLoCoError, OSError) as error:
+        if os.environ.get("HF_DILOCO_DEBUG"):
+            raise
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

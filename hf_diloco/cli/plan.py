@@ -1,0 +1,177 @@
+"""From a run file to the commands that start its islands on this machine. Starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_diloco.agreement.seal import load_key
+from hf_diloco.cli import accelerate, devices
+from hf_diloco.cli.island import IslandPlan
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.runfile import RunFile, load_run_file
+from hf_diloco.store_url import is_object_store
+
+# What another launcher left in the environment would make an island think that it is part of that one's world.
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What `hf-diloco launch` was asked for.
+
+    Attributes:
+        run_file: path of the YAML file.
+        overrides: `key=value` items.
+        island: the only island to start here; None starts all.
+        num_islands, rendezvous, name, output, resume: shorthands for overrides; None leaves them to the file.
+    """
+
+    run_file: Path
+    overrides: Sequence[str] = ()
+    island: int | None = None
+    num_islands: int | None = None
+    rendezvous: str | None = None
+    name: str | None = None
+    output: str | None = None
+    resume: str | None = None
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """The overrides with the shorthands, which win."""
+        shorthands = {
+            "diloco.num_islands": self.num_islands,
+            "diloco.rendezvous": self.rendezvous,
+            "name": self.name,
+            "output": self.output,
+            "launch.resume": self.resume,
+        }
+        return [
+            *self.overrides,
+            *(f"{key}={json.dumps(value)}" for key, value in shorthands.items() if value is not None),
+        ]
+
+    def resume_command(self, run: RunFile) -> str:
+        """The command line that continues the run."""
+        shorthands = {
+            "--island": self.island,
+            "--num-islands": self.num_islands,
+            "--rendezvous": self.rendezvous,
+            "--name": self.name,
+            "--output": self.output,
+            "--resume": "auto" if run.launch.resume != "auto" else None,
+        }
+        given = [text for name, value in shorthands.items() if value is not None for text in (name, str(value))]
+        return shlex.join(["hf-diloco", "launch", str(self.run_file), *self.overrides, *given])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started here.
+
+    Attributes:
+        run: the run file with all overrides.
+        islands: the islands of this machine.
+        rendezvous: where all islands meet; None for a run of one.
+    """
+
+    run: RunFile
+    islands: tuple[IslandPlan, ...]
+    rendezvous: str | None
+
+
+def make_plan(options: LaunchOptions) -> Plan:
+    """Checks everything that can be checked before a process starts.
+
+    Raises:
+        ConfigError: when the run file, an override or this machine does not fit.
+    """
+    run = _load(options)
+    numbers = range(run.diloco.num_islands) if options.island is None else [options.island]
+    num_processes, config_file = _processes(run)
+    port, *ports = devices.free_ports(1 + len(numbers))
+    rendezvous = _rendezvous(run, options, port)
+    if rendezvous is not None and is_object_store(rendezvous):
+        load_key(run.diloco.key_file)
+    shares = _devices(run, len(numbers), num_processes)
+    threads = _threads(run, len(numbers) * num_processes)
+    islands = []
+    for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
+        folder = run.island_folder(number)
+        own_file = folder / "accelerate.yaml"
+        command = accelerate.command(
+            config_file or own_file,
+            main_process_port,
+            [str(options.run_file), *options.all_overrides],
+            num_processes if config_file else None,
+        )
+        environment: dict[str, str | None] = {
+            **dict.fromkeys(_FOREIGN),
+            ENV_ISLAND: str(number),
+            ENV_NUM_ISLANDS: str(run.diloco.num_islands),
+            ENV_RENDEZVOUS: rendezvous,
+            "HF_DILOCO_LAUNCHED": "1",
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if share:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
+        islands.append(IslandPlan(number, folder, tuple(command), environment, files))
+    return Plan(run, tuple(islands), rendezvous)
+
+
+def _load(options: LaunchOptions) -> RunFile:
+    if any(item.replace(" ", "").startswith("diloco.island=") for item in options.overrides):
+        raise ConfigError("diloco.island on the command line: start one island with --island NUMBER")
+    here = [] if options.island is None else [f"diloco.island={options.island}"]
+    # Starting all islands, this one's number is of no interest, wherever it may come from.
+    return load_run_file(options.run_file, [*options.all_overrides, *(here or ["diloco.island=0"])])
+
+
+def _processes(run: RunFile) -> tuple[int, Path | None]:
+    """Processes of one island, and the user's accelerate configuration if there is one."""
+    if run.accelerate is None:
+        return run.launch.num_processes, None
+    path = Path(run.accelerate)
+    values = accelerate.read_configuration(path, run.deepspeed is not None)
+    if "num_processes" in run.launch.model_fields_set:
+        return run.launch.num_processes, path
+    return int(values.get("num_processes") or 1), path
+
+
+def _rendezvous(run: RunFile, options: LaunchOptions, free_port: int) -> str | None:
+    given = run.diloco.rendezvous
+    if options.island is not None and run.diloco.enabled:
+        given = run.diloco.resolve().rendezvous  # several islands without one are refused here
+    elif given is None and options.island is None and run.diloco.num_shares > 1:
+        given = f"tcp://127.0.0.1:{free_port}"
+        if run.diloco.enabled:  # settings that need another rendezvous are refused here
+            DiLoCoConfig(**{**run.diloco.model_dump(exclude={"enabled"}), "rendezvous": given})
+        return given
+    if given is not None and not is_object_store(given) and options.island in (None, 0):
+        devices.check_port_is_free(given)
+    return given
+
+
+def _devices(run: RunFile, num_islands: int, num_processes: int) -> list[list[str]]:
+    found = [] if run.launch.use_cpu else devices.cuda_devices()
+    if found:
+        return devices.share_devices(found, num_islands, num_processes)
+    if run.launch.use_cpu is False:
+        raise ConfigError("launch.use_cpu is false, but this machine shows no CUDA device (nvidia-smi -L)")
+    return [[] for _ in range(num_islands)]
+
+
+def _threads(run: RunFile, num_processes_here: int) -> str:
+    fitting = str(max(1, devices.num_cores() // num_processes_here))
+    return str(run.launch.threads) if run.launch.threads else os.environ.get("OMP_NUM_THREADS") or fitting

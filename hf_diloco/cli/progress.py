@@ -1,0 +1,65 @@
+"""`progress.json`: what an island's leader says about itself, read a few times a second."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BEFORE_TRAINING = "starting"
+AT_THE_END = ("done", "failed")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where an island stands.
+
+    Attributes:
+        state: starting, training, syncing, evaluating, saving, done or failed.
+        step: optimizer steps done, of `max_steps` (0: not known yet).
+        round: synchronisations done.
+        loss: the last training loss; None before the first.
+        tokens_per_second: of the whole island; None before the first measurement.
+        message: what the state alone does not say; may be empty.
+    """
+
+    state: str = BEFORE_TRAINING
+    step: int = 0
+    max_steps: int = 0
+    round: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    message: str = ""
+
+    @property
+    def training_has_begun(self) -> bool:
+        """Whether it has something to save."""
+        return self.state != BEFORE_TRAINING
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it ends by itself, at any moment."""
+        return self.state in AT_THE_END
+
+
+def read_progress(path: Path) -> Progress:
+    """The progress in the file; the state before training where there is none (or none yet)."""
+    try:
+        values = json.loads(path.read_text())
+        return Progress(
+            state=str(values["state"]),
+            step=int(values.get("step") or 0),
+            max_steps=int(values.get("max_steps") or 0),
+            round=int(values.get("round") or 0),
+            loss=_number(values.get("loss")),
+            tokens_per_second=_number(values.get("tokens_per_second")),
+            message=str(values.get("message") or ""),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Progress()
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,49 @@
+"""`hf-diloco launch`: plan, start, show, end."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from hf_diloco.cli.display import make_display, terminal
+from hf_diloco.cli.ending import print_ending
+from hf_diloco.cli.launch import Launcher
+from hf_diloco.cli.plan import LaunchOptions, Plan, make_plan
+
+
+def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
+    """Runs `hf-diloco launch` and returns its exit code, see `hf_diloco.cli.launch`.
+
+    Raises:
+        DiLoCoError: when the run file, the options or this machine do not fit; nothing was started then.
+    """
+    plan = make_plan(options)
+    out, err = terminal(sys.stdout), terminal(sys.stderr)
+    if dry_run:
+        _print_plan(plan, out)
+        return 0
+    display = make_display(out, [island.number for island in plan.islands])
+    launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.diloco.meets_in_store)
+    display.note(_summary(plan))
+    result = launcher.run()
+    print_ending(result, plan, options, out, err)
+    return result.exit_code
+
+
+def _summary(plan: Plan) -> str:
+    run = plan.run
+    here = len(plan.islands)
+    islands = f"{here} island{'s' * (here != 1)}"
+    if here < run.diloco.num_islands:
+        islands = f"island {plan.islands[0].number} of {run.diloco.num_islands}"
+    meeting = f", meeting at {plan.rendezvous}" if plan.rendezvous else ""
+    return f"run {run.folder}: {islands}{meeting}; full logs in {run.folder}/island-*/log.txt"
+
+
+def _print_plan(plan: Plan, out: Console) -> None:
+    for island in plan.islands:
+        out.out(f"# island {island.number}", highlight=False)
+        for path, text in island.files.items():
+            out.out(f"# {path}:", *(f"#   {line}" for line in text.splitlines()), sep="\n", highlight=False)
+        out.out(island.shell_line() + "\n", highlight=False)

@@ -1,0 +1,108 @@
+"""`hf-diloco status`: look at a run in an object store, once or again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.agreement.seal import load_key
+from hf_diloco.cli.display import terminal
+from hf_diloco.errors import ConfigError, RendezvousError, StoreError
+from hf_diloco.status import Observer, RunStatus
+from hf_diloco.status.tables import render
+from hf_diloco.store_url import VALID_URLS, check_store_url, is_object_store
+
+TIMEOUT = 15.0  # seconds without an answer after which a person is told
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    """What the command line asks for.
+
+    Attributes:
+        url: where the islands meet.
+        as_json: for programs.
+        interval: seconds between two looks; None: once.
+        key_file: see `hf_diloco.agreement.seal.load_key`.
+        num_rounds: how many of the last rounds to show.
+    """
+
+    url: str
+    as_json: bool = False
+    interval: float | None = None
+    key_file: Path | None = None
+    num_rounds: int = 10
+
+
+def run_status(options: StatusOptions) -> None:
+    """Runs `hf-diloco status`.
+
+    Raises:
+        ConfigError: the URL or the key cannot be one.
+        RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
+        StoreError: the store does not answer; once it has, watching goes on regardless.
+    """
+    _check_url(options.url)
+    with contextlib.suppress(KeyboardInterrupt) if options.interval else contextlib.nullcontext():
+        key = load_key(options.key_file)
+        store = open_object_store(options.url, TIMEOUT, read_only=True)
+        observer = Observer(store, key, options.num_rounds)
+        if options.interval is None:
+            _show_once(observer.settle(), options.as_json)
+        else:
+            _watch(observer, options.interval, options.as_json)
+
+
+def _check_url(url: str) -> None:
+    if not is_object_store(url):
+        raise ConfigError(
+            f"rendezvous {url!r}: status needs an object store that the run's islands meet in ({VALID_URLS}); what "
+            "other runs do is in the launcher's output and in `hf-diloco report RUN`"
+        )
+    try:
+        check_store_url(url)
+    except RendezvousError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _show_once(status: RunStatus, as_json: bool) -> None:
+    if as_json:
+        print(status.model_dump_json(indent=2))
+    else:
+        terminal(sys.stdout).print(render(status))
+
+
+def _watch(observer: Observer, interval: float, as_json: bool) -> None:
+    """Shows one look after the other until the run is over."""
+    with _display(as_json) as show:
+        while True:
+            begun = time.monotonic()
+            try:
+                status = observer.look()
+            except StoreError as error:  # the run goes on without the store for a while, and so does this
+                print(f"warning: {error}", file=sys.stderr)
+            else:
+                show(status)
+                if status.is_over:
+                    return
+            time.sleep(max(0.0, begun + interval - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
+    """Where looks go: one place on a terminal, one after the other elsewhere."""
+    console = terminal(sys.stdout)
+    if as_json:
+        yield lambda status: print(status.model_dump_json(), flush=True)
+    elif not console.is_terminal or console.is_dumb_terminal:
+        yield lambda status: console.print(render(status))
+    else:
+        from rich.live import Live
+
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda status: live.update(render(status), refresh=True)

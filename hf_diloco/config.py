@@ -1,0 +1,303 @@
+"""Settings of the outer loop: names, ranges, defaults, and the text of the error when one is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.store_url import STORE_SCHEMES, check_store_url, is_object_store
+
+ENV_ISLAND = "HF_DILOCO_ISLAND"
+ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
+ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
+_ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+def _from_env(name: str, default: Any) -> Callable[[], Any]:
+    """A default that the environment may set; an empty variable counts as unset."""
+    return lambda: os.environ.get(name) or default
+
+
+class StrictModel(BaseModel):
+    """A settings block: unknown keys are errors, and every problem is reported as a `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, type(self))) from None
+
+
+class DiLoCoConfig(StrictModel):
+    """Settings of the DiLoCo outer loop (arXiv 2311.08105); the defaults are the paper's.
+
+    Raises:
+        ConfigError: on an unknown key, a wrong type or a value out of range, naming each.
+    """
+
+    sync_every: int = Field(
+        default=500, ge=1, description="inner optimizer steps between synchronisations (the paper's H)"
+    )
+    outer_lr: float = Field(default=0.7, gt=0, le=10, description="learning rate of the outer SGD")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of the outer SGD")
+    nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
+    payload: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="number format of the pseudo-gradients on the wire; sums are always fp32"
+    )
+    weight_by: Literal["uniform", "examples", "tokens"] = Field(
+        default="uniform", description="how islands' pseudo-gradients are weighted in the average"
+    )
+    num_islands: int = Field(
+        default_factory=_from_env(ENV_NUM_ISLANDS, 1),
+        ge=1,
+        le=1024,
+        description=f"islands in the run [{ENV_NUM_ISLANDS}]",
+    )
+    island: int = Field(
+        default_factory=_from_env(ENV_ISLAND, 0), ge=0, description=f"this island's number, from 0 [{ENV_ISLAND}]"
+    )
+    rendezvous: str | None = Field(
+        default_factory=_from_env(ENV_RENDEZVOUS, None),
+        description="where the islands meet: tcp://HOST:PORT, where HOST is island 0; or an object store, "
+        f"s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR [{ENV_RENDEZVOUS}]",
+    )
+    exchange: Literal["mesh", "bucket"] | None = Field(
+        default=None,
+        description="how pseudo-gradients travel: mesh (directly between islands) or bucket (through the object "
+        "store); default: bucket where islands meet in a store, else mesh",
+    )
+    max_islands: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="bucket: islands that may ever take part, and shares of the data; default: num_islands",
+    )
+    min_islands: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="bucket: islands without which no round takes place; default: more than half of num_islands",
+    )
+    grace: float = Field(
+        default=30.0,
+        ge=0,
+        le=24 * 3600,
+        description="bucket: seconds that a round waits for late islands once min_islands are there",
+    )
+    snapshot_every: int = Field(
+        default=20, ge=1, description="bucket: rounds between snapshots of the outer state, from which islands join"
+    )
+    keep_rounds: int = Field(
+        default=2, ge=1, description="bucket: rounds of pseudo-gradients kept beyond the newest snapshot"
+    )
+    outlier_factor: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="bucket: leave out a pseudo-gradient whose norm is so many times the usual; null: never",
+    )
+    key_file: Path | None = Field(
+        default=None,
+        description="bucket: file with the run's key, which authenticates what islands write [HF_DILOCO_KEY, the key]",
+    )
+    bind_address: str | None = Field(
+        default=None,
+        description="local address for traffic between islands; default: the one that reaches the rendezvous",
+    )
+    allow_public_address: bool = Field(
+        default=False,
+        description="mesh: meet at a public address, though traffic is neither encrypted nor authenticated",
+    )
+    join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all islands at the start")
+    sync_timeout: Seconds = Field(
+        default=1800.0, description="seconds to wait for a late island before a synchronisation"
+    )
+    exchange_timeout: Seconds = Field(
+        default=600.0, description="seconds that one exchange of pseudo-gradients may take"
+    )
+
+    @field_validator(
+        "sync_every",
+        "outer_lr",
+        "outer_momentum",
+        "num_islands",
+        "island",
+        "max_islands",
+        "min_islands",
+        "grace",
+        "snapshot_every",
+        "keep_rounds",
+        "outlier_factor",
+        "join_timeout",
+        "sync_timeout",
+        "exchange_timeout",
+        mode="before",
+    )
+    @classmethod
+    def _refuse_booleans(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
+            raise ValueError(f"input should be a number, got {value}")
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _check_rendezvous(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if is_object_store(url):
+            try:
+                return check_store_url(url)
+            except RendezvousError as error:
+                raise ValueError(str(error)) from None
+        split_tcp_url(url)
+        return url
+
+    @model_validator(mode="after")
+    def _check_islands(self) -> DiLoCoConfig:
+        check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        if self.num_shares > 1 and self.rendezvous is None:
+            raise ValueError(
+                f"{self.num_shares} islands need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
+                "tcp://HOST:PORT, where HOST is island 0's machine as the other islands see it, or to an object store"
+            )
+        check_meeting(self)
+        return self
+
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether the islands meet in an object store, where they may come and go."""
+        return self.rendezvous is not None and is_object_store(self.rendezvous)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether pseudo-gradients travel directly between the islands."""
+        return self.exchange == "mesh" or not self.meets_in_store
+
+    @property
+    def num_shares(self) -> int:
+        """Islands that may ever take part: as many shares the data is cut into."""
+        return self.max_islands or self.num_islands
+
+    @property
+    def quorum(self) -> int:
+        """Islands without which no round takes place."""
+        return self.min_islands or self.num_islands // 2 + 1
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that an island's ranks may have to wait while their leader waits for other islands."""
+        return max(self.join_timeout, self.sync_timeout) + 2 * self.exchange_timeout
+
+
+def check_islands(island: int, num_islands: int, max_islands: int | None, min_islands: int | None) -> None:
+    """Raises ValueError if the numbers contradict each other."""
+    if max_islands is not None and max_islands < num_islands:
+        raise ValueError(f"max_islands={max_islands} is less than num_islands={num_islands}: raise it or leave it out")
+    if island >= (max_islands or num_islands):
+        raise ValueError(
+            f"island {island} does not exist in a run of {max_islands or num_islands}: islands are numbered from 0 "
+            f"to {(max_islands or num_islands) - 1}; correct island or num_islands (for an island that joins later "
+            "through an object store: max_islands)"
+        )
+    if min_islands is not None and min_islands > num_islands:
+        raise ValueError(
+            f"min_islands={min_islands} is more than num_islands={num_islands}: no round would take place"
+        )
+
+
+def check_meeting(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings ask for what is not possible where the islands meet."""
+    if config.rendezvous is None:
+        return
+    if is_object_store(config.rendezvous):
+        return
+    wanted = _wants_store(config)
+    if wanted:
+        raise ValueError(
+            f"{wanted} needs islands that meet in an object store: set rendezvous to s3://BUCKET/PREFIX, gs://…, "
+            f"az://… or file:///DIR, or leave {wanted.partition('=')[0]} out"
+        )
+
+
+def _wants_store(config: DiLoCoConfig) -> str:
+    """The setting that promises what only islands in an object store can keep; "" if there is none."""
+    if config.exchange == "bucket":
+        return "exchange=bucket"
+    if config.max_islands is not None and config.max_islands > config.num_islands:
+        return f"max_islands={config.max_islands}"
+    if config.min_islands is not None and config.min_islands < config.num_islands:
+        return f"min_islands={config.min_islands}"
+    return f"key_file={config.key_file}" if config.key_file is not None else ""
+
+
+def split_tcp_url(url: str) -> tuple[str, int]:
+    """Returns host and port of a `tcp://HOST:PORT` address.
+
+    Raises:
+        ValueError: when it is anything else.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # an unclosed bracket, a port that is no number or too large
+        parts, port = None, None
+    if parts and parts.scheme != "tcp":
+        raise ValueError(
+            f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
+            f"{', '.join(STORE_SCHEMES)}"
+        )
+    if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
+    return parts.hostname, port
+
+
+def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """One line a problem: the setting, what is wrong, the value, and for unknown keys the nearest known one."""
+    return "; ".join(_describe_one(problem, model, prefix) for problem in error.errors())
+
+
+def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
+    name = prefix + ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        hint = _suggestion(str(problem["loc"][-1]), _fields_at(model, problem["loc"]))
+        return f"unknown setting {name}={problem['input']!r}{hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if problem["type"] == "value_error":  # the validator's own text names the value
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message}, got {problem['input']!r}{_origin(name, problem['input'])}"
+
+
+def _origin(name: str, value: Any) -> str:
+    """Where a value came from that nobody passed."""
+    variable = _ENVIRONMENT.get(name.rpartition(".")[2])
+    return f" (from {variable})" if variable and os.environ.get(variable) == value else ""
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """The known keys of the (nested) block that an unknown key was found in."""
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, known, n=1)
+    if close:
+        return f" (did you mean {close[0]}?)"
+    return f" (known: {', '.join(sorted(known))})" if known else ""

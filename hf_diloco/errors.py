@@ -1,0 +1,119 @@
+"""Every error that this package raises on purpose.
+
+    DiLoCoError
+     ├── ConfigError            a setting is wrong: name, value, remedy (also a ValueError)
+     ├── UnsupportedError       a model, optimizer or DeepSpeed setting that the outer loop cannot work with
+     ├── RendezvousError        the islands could not find each other
+     │    ├── DuplicateIslandError   two processes claim the same island number
+     │    └── FingerprintError       the islands do not train the same thing
+     ├── ExchangeError          a synchronisation failed; nothing was changed by it
+     │    ├── IslandLostError        an island is missing or late; names it
+     │    ├── MissedRoundError       a round passes without this island, which goes on training
+     │    ├── StoreError             the object store did not answer, or refused
+     │    └── PayloadError           an object is gone, or does not hold what its island announced
+     ├── ForgedError            a record was not written by an island of this run, for this place
+     ├── DivergedError          islands that should hold equal outer parameters do not
+     ├── CheckpointError        outer state is missing, incomplete or of another run
+     └── StopRequested          this island was asked to stop while it waited for the others
+
+An error never loses training state: a synchronisation that fails leaves the parameters as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class DiLoCoError(Exception):
+    """The root of all errors that hf_diloco raises on purpose."""
+
+
+class ConfigError(DiLoCoError, ValueError):
+    """A setting is wrong. The message names the setting, its value and the remedy."""
+
+
+class UnsupportedError(DiLoCoError):
+    """The model, optimizer or DeepSpeed configuration cannot be synchronised. The message says why."""
+
+
+class RendezvousError(DiLoCoError):
+    """The islands could not find each other within the time allowed."""
+
+
+class DuplicateIslandError(RendezvousError):
+    """Another process has already joined the run under this island number."""
+
+
+class FingerprintError(RendezvousError):
+    """The islands do not train the same thing: another model, tokenizer, algorithm or payload."""
+
+
+class ExchangeError(DiLoCoError):
+    """A synchronisation failed. No parameter and no outer state was changed by it."""
+
+
+class IslandLostError(ExchangeError):
+    """One or more islands did not take part in a round in time.
+
+    Attributes:
+        islands: the numbers of the missing islands.
+    """
+
+    def __init__(self, message: str, islands: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.islands = tuple(sorted(islands))
+
+
+class MissedRoundError(ExchangeError):
+    """A round passes without this island, which trains on and brings its progress to a later one."""
+
+
+class StoreError(ExchangeError):
+    """The object store did not answer in time, or refused."""
+
+
+class PayloadError(ExchangeError):
+    """An object is gone, or does not hold what the island that wrote it announced: cut short, altered, misshapen.
+
+    Attributes:
+        path: the object's.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class ForgedError(DiLoCoError):
+    """A record was not written with this run's key for the place where it lies."""
+
+
+class DivergedError(DiLoCoError):
+    """Islands that must hold bit-identical outer parameters do not."""
+
+
+class CheckpointError(DiLoCoError):
+    """Outer state on disk is missing, incomplete, or belongs to another run."""
+
+
+class StopRequested(DiLoCoError):
+    """This island was asked to stop while it waited for the others, and has told them so."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DiLoCoError",
+    "DivergedError",
+    "DuplicateIslandError",
+    "ExchangeError",
+    "FingerprintError",
+    "ForgedError",
+    "IslandLostError",
+    "MissedRoundError",
+    "PayloadError",
+    "RendezvousError",
+    "StopRequested",
+    "StoreError",
+    "UnsupportedError",
+]

@@ -1,0 +1,106 @@
+"""What a transport between islands does: average one lane's values, and copy them from one island to the others.
+
+A *lane* is the part of the outer state that one rank of each island owns. An `Exchange` joins the owners of one
+lane; it knows islands and numbers, nothing of models or algorithms. Transports differ in how bytes travel, not in
+what comes out: sums run in fp32, in the order of the islands' numbers, with operations that round the same way on
+every processor, so that all islands, and all transports, get the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_diloco.codecs import Codec
+
+Observer = Callable[[torch.Tensor, torch.Tensor], None]
+"""Is shown each block as (own values, average), in order, just before the average replaces the values."""
+
+BLOCK_VALUES = 1 << 18
+"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crossed the boundary of this process: payload bytes, counted where they are handed to the transport."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes_sent + other.bytes_sent, self.bytes_received + other.bytes_received)
+
+
+class Exchange(ABC):
+    """The owners of one lane, one for each island.
+
+    Every method is collective over the islands and blocks until this island's part is done. An `ExchangeError`
+    leaves `values` undefined and the exchange closed.
+    """
+
+    island: int
+    num_islands: int
+
+    @abstractmethod
+    def average(
+        self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
+    ) -> Traffic:
+        """Replaces `values` (fp32, host, 1-D, equal length everywhere) by the weighted mean over the islands.
+
+        Args:
+            values: this island's values; overwritten.
+            weights: one non-negative weight an island, equal on all; an island of weight 0 takes part in the
+                transfer, but its values are never looked at, not even if they are not numbers.
+            codec: how values travel.
+            observe: see `Observer`.
+
+        Raises:
+            IslandLostError: an island did not send or receive in time.
+            ExchangeError: the transfer failed otherwise.
+        """
+
+    @abstractmethod
+    def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
+        """Replaces `values` (fp32, host, 1-D) by those of island `source`, exactly.
+
+        Raises:
+            IslandLostError: an island did not send or receive in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all connections at once; may be called more than once."""
+
+
+def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
+    """The mean of fp32 `parts`, summed in the order given.
+
+    Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
+    body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
+
+    Args:
+        parts: one an island, of equal length; all but one are overwritten.
+        weights: one non-negative weight an island, not all 0.
+        keep: the index of the part that is left as it is, unless it is the only one that counts.
+
+    Returns:
+        The mean, in one of the parts.
+    """
+    counted = [island for island, weight in enumerate(weights) if weight > 0]
+    if len(counted) == 1:
+        return parts[counted[0]]
+    values = list(parts)
+    total = sum(weights)
+    uniform = len({weights[island] for island in counted}) == 1
+    if not uniform:
+        for island in counted:
+            share = weights[island] / total
+            values[island] = values[island] * share if island == keep else values[island].mul_(share)
+    first, second, *others = counted
+    mean = torch.add(values[first], values[second], out=values[second if first == keep else first])
+    for island in others:
+        mean.add_(values[island])
+    return mean.mul_(1.0 / len(counted)) if uniform else mean

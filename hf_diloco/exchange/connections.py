@@ -1,0 +1,265 @@
+"""The sockets of one lane: a Gloo group outside the default world, and waiting on it that ends when a peer is lost.
+
+Gloo wakes what is queued on a connection that breaks, but not the transfer that is half through: its `wait` lasts
+until its timeout, however long ago the peer's machine said goodbye (`Pair::signalException` in Gloo's tcp transport
+passes over the operation being read or written). So a thread of its own does the waiting, and who asked looks now and
+then whether the connection of the transfer that takes so long still stands.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import re
+import threading
+import time
+import weakref
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.exchange.base import Traffic
+
+PROBE_SECONDS = 0.5
+"""How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
+
+PROBE_TAG = 0
+"""Transfers are tagged from 1."""
+
+
+class Work(NamedTuple):
+    """One send or receive under way."""
+
+    handle: Any
+    peer: int
+
+
+class Transfers:
+    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._traffic = Traffic()
+
+    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
+        self.works.append(work)
+        self._traffic += Traffic(sent, received)
+
+    def drop(self) -> None:
+        """Lets go of all that are under way: they hold the group, and the group its sockets."""
+        self.works.clear()
+
+    def take_traffic(self) -> Traffic:
+        """What was moved since the last call."""
+        traffic, self._traffic = self._traffic, Traffic()
+        return traffic
+
+
+class Deadline:
+    """One limit for a whole exchange: Gloo's own timeouts are per step, and a trickle could go on for ever."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+class Connections:
+    """The owners of one lane, each joined to each.
+
+    Args:
+        store: where the owners find each other's ports; reachable from all islands.
+        name: the lane's name, unique in the run.
+        island: this island's number.
+        num_islands: islands in the run.
+        address: local address to listen on, as the other islands see it.
+        timeout: seconds that connecting may take.
+
+    Raises:
+        IslandLostError: the others did not connect in time.
+    """
+
+    def __init__(self, store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> None:
+        self._peers = [peer for peer in range(num_islands) if peer != island]
+        self._group: ProcessGroupGloo | None = None
+        if self._peers:
+            self._group = _connect(store, name, island, num_islands, address, timeout)
+        self._waiter = _Waiter()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        """Starts sending; the tensor stays as it is until the transfer has been waited for."""
+        if tensor.numel():
+            transfers.add(self._start("send", tensor, peer, tag), sent=tensor.nbytes)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        """Starts receiving; the tensor is whole once the transfer has been waited for."""
+        if tensor.numel():
+            transfers.add(self._start("recv", tensor, peer, tag), received=tensor.nbytes)
+
+    def wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
+        """Blocks until all are done; returns what they moved.
+
+        Raises:
+            IslandLostError: a peer's connection broke, or it did not send or receive in time.
+        """
+        works, transfers.works = transfers.works, []
+        if works:
+            self._wait(works, deadline)
+        return transfers.take_traffic()
+
+    def close(self) -> None:
+        """Closes the sockets at once, which wakes the peers; may be called more than once."""
+        if self._group is None:
+            return
+        if self._waiter.is_busy:
+            self._break()
+        self._waiter.end()
+        self._group = None  # dropping the last reference closes Gloo's sockets; abort() does not
+
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        if self._group is None:
+            raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
+        try:
+            return Work(getattr(self._group, operation)([tensor], peer, tag), peer)
+        except RuntimeError as error:
+            raise lost(peer, reason(error)) from None
+
+    def _wait(self, works: list[Work], deadline: Deadline) -> None:
+        self._waiter.start(works, deadline)
+        suspect: int | None = None
+        while True:
+            try:
+                error = self._waiter.result(PROBE_SECONDS)
+            except Empty:
+                position = self._waiter.position
+                if position == suspect:
+                    raise lost(works[position].peer, "its connection broke") from None
+                suspect = position if position < len(works) and self._is_broken(works[position].peer) else None
+                continue
+            if error:
+                works.clear()  # the error's traceback would keep them, and they the sockets
+                raise error
+            return
+
+    def _is_broken(self, peer: int) -> bool:
+        """A receive cannot be posted on a broken connection; on one that stands it waits for nothing."""
+        try:
+            self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG)
+        except IslandLostError:
+            return True
+        return False
+
+    def _break(self) -> None:
+        """Closes the sockets although the waiter, stuck, holds the group: Gloo does when any receive times out."""
+        for peer in self._peers:
+            try:
+                self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).handle.wait(
+                    timedelta(milliseconds=1)
+                )
+            except (RuntimeError, IslandLostError):
+                continue
+
+
+class _Waiter:
+    """A thread that blocks on transfers, so that nobody else must."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[tuple[list[Work], Deadline] | None] = SimpleQueue()
+        self._results: SimpleQueue[IslandLostError | None] = SimpleQueue()
+        self._progress = _Progress()
+        self.is_busy = False
+        thread = threading.Thread(
+            target=_wait_for_all,
+            args=(self._requests, self._results, self._progress),
+            name="hf-diloco-transfers",
+            daemon=True,  # a transfer that Gloo does not wake must not keep the process
+        )
+        thread.start()
+        self.end = weakref.finalize(self, self._requests.put, None)
+
+    @property
+    def position(self) -> int:
+        """The number of the transfer that is waited for."""
+        return self._progress.position
+
+    def start(self, works: list[Work], deadline: Deadline) -> None:
+        self.is_busy = True
+        self._progress.position = 0
+        self._requests.put((works, deadline))
+
+    def result(self, timeout: float) -> IslandLostError | None:
+        """None once all are done, or the error of the first that failed; raises `Empty` while neither is known."""
+        result = self._results.get(timeout=timeout)
+        self.is_busy = False
+        return result
+
+
+class _Progress:
+    position = 0
+
+
+def _wait_for_all(
+    requests: SimpleQueue[tuple[list[Work], Deadline] | None],
+    results: SimpleQueue[IslandLostError | None],
+    progress: _Progress,
+) -> None:
+    while (request := requests.get()) is not None:
+        error = _first_failure(*request, progress)
+        del request  # or it would keep the works, and through them the sockets, until the next
+        results.put(error)
+
+
+def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> IslandLostError | None:
+    for work in works:
+        try:
+            work.handle.wait(deadline.remaining())
+        except RuntimeError as error:
+            return lost(work.peer, reason(error))
+        progress.position += 1
+    return None
+
+
+@functools.cache
+def _outlive_threads() -> None:
+    """Gloo's threads may still want the interpreter while it shuts down, which aborts the process."""
+    atexit.register(time.sleep, 0.2)
+
+
+def _connect(store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> ProcessGroupGloo:
+    _outlive_threads()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 2
+    try:
+        return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
+    except RuntimeError as error:
+        raise IslandLostError(
+            f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "
+            "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
+            f"{reason(error)}"
+        ) from None
+
+
+def lost(peer: int, reason: str) -> IslandLostError:
+    """The error for a peer that is gone or late."""
+    return IslandLostError(
+        f"island {peer} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
+        "exchange_timeout; else start all islands again: the run resumes from the newest round that all hold",
+        [peer],
+    )
+
+
+def reason(error: Exception) -> str:
+    """What Gloo says, without the place in its source and its general advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")

@@ -1,0 +1,63 @@
+"""How islands reach each other: a shared store for small records, and an `Exchange` for every lane."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch.distributed import HashStore, Store
+
+from hf_diloco.agreement.rendezvous import connect_store
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.exchange.base import Exchange
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.mesh import MeshExchange
+
+
+class Transport(ABC):
+    """One rank's access to the other islands."""
+
+    store: Store
+
+    @abstractmethod
+    def open(self, lane: int) -> Exchange:
+        """Joins the owners of `lane`. Every island's owner must call it; a rank opens its lanes in ascending order."""
+
+
+class MemoryTransport(Transport):
+    """Islands that are threads of this process. All share one `network` and one `store`."""
+
+    def __init__(self, network: MemoryNetwork, store: Store, island: int) -> None:
+        self.store = store
+        self._network = network
+        self._island = island
+
+    @classmethod
+    def alone(cls) -> MemoryTransport:
+        """For a run of a single island."""
+        return cls(MemoryNetwork(1), HashStore(), 0)
+
+    def open(self, lane: int) -> Exchange:
+        return self._network.lane(str(lane), self._island)
+
+
+class MeshTransport(Transport):
+    """Direct connections, found through a TCP store that island 0's leader keeps.
+
+    Raises:
+        RendezvousError: the rendezvous cannot be opened or reached.
+    """
+
+    def __init__(self, config: DiLoCoConfig, is_leader: bool) -> None:
+        self._config = config
+        self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0)
+
+    def open(self, lane: int) -> Exchange:
+        config = self._config
+        return MeshExchange(
+            self.store, f"lane{lane}", config.island, config.num_islands, self._address, config.exchange_timeout
+        )
+
+
+def open_transport(config: DiLoCoConfig, is_leader: bool) -> Transport:
+    """The transport that the rendezvous calls for."""
+    return MeshTransport(config, is_leader) if config.num_islands > 1 else MemoryTransport.alone()

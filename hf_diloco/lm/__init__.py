@@ -1,0 +1,1 @@
+"""Causal language models: pre-training and continued training from one run file."""

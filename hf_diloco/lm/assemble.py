@@ -1,0 +1,267 @@
+"""Puts an island together: tokenizer, data, model, TrainingArguments, outer loop, Trainer."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from hf_diloco.callback import DiLoCoCallback, examples_per_step
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.data.build import Datasets, build_datasets
+from hf_diloco.data.position import DataPositionCallback, read_position
+from hf_diloco.data.stream import PackedStream
+from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.island import IslandGroup
+from hf_diloco.lm.arguments import training_arguments
+from hf_diloco.lm.environment import ENV_DEBUG
+from hf_diloco.lm.model import build_config, build_model
+from hf_diloco.lm.plain import PlainCallback
+from hf_diloco.lm.run_files import STOP_FILE, Progress, RunFilesCallback
+from hf_diloco.lm.runfile import RunFile
+from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 makes a new model in parts
+LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
+
+
+@dataclass(frozen=True)
+class Island:
+    """Everything that one rank trains with.
+
+    Attributes:
+        checkpoint: where training goes on from; None: from the beginning.
+    """
+
+    run: RunFile
+    trainer: Trainer
+    callback: DiLoCoCallback | PlainCallback
+    data: Datasets
+    checkpoint: Path | None
+
+
+def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> Island:
+    """Builds everything and meets the other islands. Collective over the ranks of the island.
+
+    Args:
+        run: the run file.
+        config: the outer loop; None trains without one.
+        progress: told what is being done.
+
+    Raises:
+        DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.
+    """
+    args = training_arguments(run)
+    _check_world(args)
+    _tame_deepspeed(args)
+    ranks = IslandGroup(timeout=LONGEST_PREPARATION)
+    progress.update(message="preparing the tokenizer")
+    tokenizer = build_tokenizer(run, ranks)
+    progress.update(message="preparing the data")
+    with _leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
+        data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
+    _check_data(run, args, data)
+    progress.update(message="building the model")
+    model = _model(run, args, tokenizer)
+    callback = _outer_loop(run, config, data, tokenizer)
+    progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
+    checkpoint = _checkpoint(run, callback)
+    trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
+    return Island(run, trainer, callback, data, checkpoint)
+
+
+@contextmanager
+def _leader_first(ranks: IslandGroup) -> Iterator[None]:
+    """Lets the other ranks begin when the leader has ended."""
+    if not ranks.is_leader:
+        ranks.barrier()
+    yield
+    if ranks.is_leader:
+        ranks.barrier()
+
+
+def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model. Under ZeRO-3 transformers makes it in parts, with other random numbers than a whole one.
+
+    What is small enough is therefore made whole: every ZeRO stage then starts from the same weights.
+    """
+    config = getattr(args, "hf_deepspeed_config", None)
+    if not _is_built_in_parts(run, tokenizer):
+        unset_hf_deepspeed_config()
+    try:
+        return build_model(run.model, tokenizer, run.data.sequence_length, run.seed)
+    finally:
+        if config is not None:
+            set_hf_deepspeed_config(config)
+
+
+def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the weights are read from files, or are too many for every rank to hold them all."""
+    if run.model.path is not None:
+        return True
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(run.model, tokenizer, run.data.sequence_length)
+    try:
+        with torch.device("meta"):
+            return bool(AutoModelForCausalLM.from_config(config).num_parameters() > ZERO_INIT_FROM)
+    except Exception:  # whatever is wrong with the model shows, with its message, when it is made
+        return False
+
+
+def _check_world(args: TrainingArguments) -> None:
+    """The launcher's idea of the island must be accelerate's."""
+    launched = int(os.environ["WORLD_SIZE"])
+    if args.world_size != launched:
+        raise UnsupportedError(
+            f"the launcher started {launched} ranks but accelerate sees {args.world_size}: start the island with "
+            "torchrun, deepspeed, or accelerate launch without --cpu"
+        )
+    if torch.distributed.is_initialized():
+        # torch 2.13's Gloo threads may want the interpreter while it ends, which aborts the process.
+        atexit.register(time.sleep, 0.2)
+
+
+def _tame_deepspeed(args: TrainingArguments) -> None:
+    """Keeps DeepSpeed quiet, and from compiling an extension for shared memory that a CPU island does without."""
+    if args.deepspeed is None:
+        return
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.DEBUG if os.environ.get(ENV_DEBUG) else logging.WARNING)
+    if args.use_cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
+    if isinstance(data.train, PackedStream):
+        if args.dataloader_num_workers:
+            raise ConfigError(
+                f"training.dataloader_num_workers: {args.dataloader_num_workers}, but a stream is read by rank 0 "
+                "itself, which knows its position; set it to 0, or data.streaming to false"
+            )
+        return
+    at_once = args.train_batch_size * args.world_size
+    if len(data.train) < at_once:
+        raise ConfigError(
+            f"data: island {run.diloco.island}'s share has {len(data.train)} sequences of {run.data.sequence_length} "
+            f"tokens, fewer than the {at_once} of one batch; use more text, fewer islands or a smaller batch"
+        )
+
+
+def _outer_loop(
+    run: RunFile, config: DiLoCoConfig | None, data: Datasets, tokenizer: PreTrainedTokenizerBase
+) -> DiLoCoCallback | PlainCallback:
+    stop_file = run.island_folder() / STOP_FILE
+    if config is None:
+        return PlainCallback(run.diloco, run.data.sequence_length, stop_file)
+    facts: dict[str, str | int | float | bool | None] = {
+        "tokenizer": tokenizer_hash(tokenizer),
+        "sequence_length": run.data.sequence_length,
+        "evaluation_data": data.eval_hash,
+        "max_steps": run.max_steps,
+        "seed": run.seed,
+    }
+    given = None if run.launch.resume in ("auto", "never") else _given_checkpoint(run)
+    return DiLoCoCallback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
+
+
+def _checkpoint(run: RunFile, callback: DiLoCoCallback | PlainCallback) -> Path | None:
+    if run.launch.resume == "auto":
+        return callback.common_checkpoint(run.island_folder())
+    return None if run.launch.resume == "never" else _given_checkpoint(run)
+
+
+def _given_checkpoint(run: RunFile) -> Path:
+    path = Path(run.launch.resume.replace("{island}", str(run.diloco.island)))
+    if not (path / "trainer_state.json").exists():
+        raise CheckpointError(
+            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
+        )
+    return path
+
+
+def _trainer(
+    run: RunFile,
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Datasets,
+    callback: DiLoCoCallback | PlainCallback,
+    checkpoint: Path | None,
+    progress: Progress,
+) -> Trainer:
+    sync_every = run.diloco.sync_every if run.diloco.enabled else 0
+    tokens = examples_per_step(args) * run.data.sequence_length
+    files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
+    is_finished = checkpoint is not None and _step_of(checkpoint) >= run.max_steps
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=_one_step(data, args) if is_finished else data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        callbacks=[callback, files],
+    )
+    if isinstance(data.train, PackedStream) and not is_finished:
+        _continue_stream(trainer, data.train, checkpoint)
+    if run.deepspeed is not None:
+        trainer.add_callback(_EngineCheck(trainer))
+    return trainer
+
+
+def _step_of(checkpoint: Path) -> int:
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return int(state["global_step"])
+
+
+def _one_step(data: Datasets, args: TrainingArguments) -> Dataset[Any]:
+    """Data of one step an epoch, with which the Trainer, resuming after the last step, sees that none is left.
+
+    With data of another length it would train one step too many.
+    """
+    return Subset(data.evaluation, [0] * examples_per_step(args))
+
+
+def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:
+    """Lets the stream begin where the checkpoint stands; without a position the Trainer reads and skips the rest."""
+    position = read_position(checkpoint) if checkpoint else None
+    restore = None
+    if position is not None:
+        stream.seek(position)
+        trainer.args.ignore_data_skip = True
+        restore = lambda: trainer._load_rng_state(str(checkpoint))  # noqa: E731
+    trainer.add_callback(DataPositionCallback(stream, restore))
+
+
+class _EngineCheck(TrainerCallback):
+    """DeepSpeed was asked for; plain DDP must not train in its place."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at what the Trainer made of the model."""
+        from deepspeed import DeepSpeedEngine
+
+        wrapped = self._trainer.model_wrapped
+        if not isinstance(wrapped, DeepSpeedEngine):
+            raise UnsupportedError(
+                f"deepspeed is set, but the Trainer made a {type(wrapped).__name__}: is ACCELERATE_USE_CPU or another "
+                "launcher's setting in the environment?"
+            )

@@ -1,0 +1,94 @@
+"""The end of a run: the final model as a plain Hugging Face folder, a sample of its text, and summary.json."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.files import write_json
+from hf_diloco.lm.runfile import RunFile, SampleBlock
+from hf_diloco.report.island import summarise_island
+from hf_diloco.report.read import load_run
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+MODEL_FOLDER = "model"
+
+
+def save_final_model(trainer: Trainer, folder: Path) -> Path:
+    """Writes the model and its tokenizer to `folder`/model, whole before an older one goes. Collective over the ranks.
+
+    Returns:
+        The folder, which `AutoModelForCausalLM.from_pretrained` loads.
+    """
+    final, temporary, old = (folder / name for name in (MODEL_FOLDER, f".{MODEL_FOLDER}.tmp", f".{MODEL_FOLDER}.old"))
+    if trainer.is_world_process_zero():
+        shutil.rmtree(temporary, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(temporary))
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_world_process_zero():
+        (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says the same
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
+    """Text that the saved model continues the prompt with (prompt included), the same for the same seed."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # else ZeRO-3 would divide this copy among ranks that do not load it
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(seed)
+    tokens = model.generate(
+        **prompt,
+        min_new_tokens=sample.num_tokens,
+        max_new_tokens=sample.num_tokens,
+        do_sample=True,
+        temperature=0.7,
+        top_k=50,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def write_summary(run: RunFile, evaluation: dict[str, float], sample: str | None) -> dict[str, Any]:
+    """Writes `summary.json` of this island, from its record and the last evaluation.
+
+    Args:
+        run: the run file.
+        evaluation: what the Trainer measured after training.
+        sample: text of the final model.
+    """
+    number = run.diloco.island
+    record = next(island for island in load_run(run.folder).islands if island.island == number)
+    figures = summarise_island(record)
+    loss = evaluation["eval_loss"]
+    summary = {
+        "island": number,
+        "eval_loss": loss,
+        "eval_weights": "outer" if figures.on_boundary else "inner",
+        "perplexity": math.exp(min(loss, 700.0)),
+        "num_tokens": figures.num_tokens,
+        "seconds": sum(figures.seconds.parts().values()) if figures.seconds else None,
+        "tokens_per_second": figures.tokens_per_second,
+        "bytes_sent": figures.bytes_sent,
+        "bytes_received": figures.bytes_received,
+        "rounds": figures.num_rounds,
+        "seconds_waiting": figures.seconds.waiting if figures.seconds else None,
+        "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
+        "sample": sample,
+    }
+    write_json(run.island_folder() / "summary.json", summary)
+    return summary

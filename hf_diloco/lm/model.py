@@ -1,0 +1,136 @@
+"""The model: a Llama shape of the DiLoCo paper, any transformers configuration, or a checkpoint to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.runfile import ModelBlock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Layers, width, heads and head size of 60M to 400M are the paper's (arXiv 2311.08105). Its feed-forward layers are not
+# gated; the widths of the gated ones here give, with tied embeddings and 32,000 tokens, the size in the name. 1B has
+# the shape of Llama 3.2 1B.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 352},
+    "llama-60m": {
+        "num_hidden_layers": 3, "hidden_size": 896, "num_attention_heads": 16, "head_dim": 64,
+        "intermediate_size": 2432,
+    },
+    "llama-150m": {
+        "num_hidden_layers": 12, "hidden_size": 896, "num_attention_heads": 16, "head_dim": 64,
+        "intermediate_size": 2432,
+    },
+    "llama-400m": {
+        "num_hidden_layers": 12, "hidden_size": 1536, "num_attention_heads": 12, "head_dim": 128,
+        "intermediate_size": 4096,
+    },
+    "llama-1b": {
+        "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 8192,
+    },
+}  # fmt: skip
+
+
+def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> PreTrainedConfig:
+    """The configuration of a model that is trained from scratch, for this vocabulary and length.
+
+    Raises:
+        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+    """
+    from transformers import AutoConfig
+
+    if model.preset is not None:
+        given = {"model_type": "llama", "tie_word_embeddings": True, **_SHAPES[model.preset]}
+        given["max_position_embeddings"] = max(2048, sequence_length)
+    else:
+        given = dict(model.config or {})
+    model_type = given.pop("model_type")
+    known = _known_settings(model_type)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"model.config: unknown setting {key}={value!r} of {model_type}{_nearest(key, known)}")
+    ours = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
+    settings = {**{key: value for key, value in ours.items() if key in known}, **given}
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # each configuration class checks in its own way
+        raise ConfigError(f"model.config: transformers refuses this {model_type}: {error}") from error
+    _check_fits(config, tokenizer, sequence_length)
+    return config
+
+
+def build_model(
+    model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
+) -> PreTrainedModel:
+    """A model with fp32 weights: initialised from `seed`, or loaded from `model.path`.
+
+    Raises:
+        ConfigError: when it cannot be made or loaded, or does not fit the tokenizer or the sequence length.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+
+    if model.path is None:
+        config = build_config(model, tokenizer, sequence_length)
+        set_seed(seed)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            raise ConfigError(
+                f"model: no causal language model can be made of {config.model_type}: {error}"
+            ) from error
+    return load_model(model.path, tokenizer, sequence_length)
+
+
+def load_model(path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> PreTrainedModel:
+    """A pre-trained model whose training goes on, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except Exception as error:  # of the Hub, the file system or the checkpoint's format
+        raise ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+    _check_fits(model.config, tokenizer, sequence_length)
+    return model
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    return {
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _known_settings(model_type: str) -> set[str]:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = _nearest(model_type, CONFIG_MAPPING_NAMES)
+        raise ConfigError(f"model.config.model_type: transformers has no {model_type!r}{near}")
+    config = AutoConfig.for_model(model_type)
+    return {*config.to_dict(), *config.attribute_map}
+
+
+def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> None:
+    text_config = config.get_text_config()
+    if text_config.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"tokenizer: it has {len(tokenizer)} tokens but the model's vocab_size is {text_config.vocab_size}; use "
+            "the model's own tokenizer (leave the tokenizer block out) or another model"
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        raise ConfigError(f"data.sequence_length: {sequence_length} is more than the {longest} positions of the model")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,195 @@
+"""Trains one island: from a run file to a trained, evaluated and saved language model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.lm.commandline import parse_command_line
+from hf_diloco.lm.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader, prepare_environment
+from hf_diloco.lm.runfile import RunFile
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_diloco.lm.assemble import Island
+    from hf_diloco.lm.run_files import Progress
+
+STOPPED = 3  # exit code: ended on request, with a checkpoint
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
+    try:
+        run = parse_command_line(argv)
+        sys.exit(train(run))
+    except DiLoCoError as error:
+        if os.environ.get(ENV_DEBUG):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def train(run: RunFile) -> int:
+    """Trains one island.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DiLoCoError: a setting is wrong, an island was lost, ...
+    """
+    config = run.diloco.resolve() if run.diloco.enabled else None
+    _check_folder(run)
+    prepare_environment(run.deepspeed is not None)
+    from hf_diloco.lm.arguments import check_training
+    from hf_diloco.lm.run_files import Progress
+
+    check_training(run.training)
+    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader())
+    if is_leader():
+        _prepare_folder(run)
+    try:
+        progress.update(message="loading libraries")
+        _set_up_logging()
+        if config is not None and config.meets_in_store:
+            _check_store(config)
+        from hf_diloco.lm.assemble import assemble
+
+        return _train(assemble(run, config, progress), progress)
+    except BaseException as error:
+        progress.update(state="failed", message=str(error) or type(error).__name__)
+        raise
+
+
+def _train(island: Island, progress: Progress) -> int:
+    run, trainer = island.run, island.trainer
+    if is_leader():
+        _print_plan(island)
+    try:
+        trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
+    except ValidationError as error:  # by which DeepSpeed refuses its configuration
+        raise ConfigError(f"deepspeed: {error}") from error
+    if island.callback.stopped:
+        step = trainer.state.global_step
+        _say(f"stopped at step {step} as asked; checkpoint-{step} is in {run.island_folder()}")
+        progress.update(state="done", message=f"stopped on request at step {step}")
+        return STOPPED
+    _finish(island, progress)
+    return 0
+
+
+def _finish(island: Island, progress: Progress) -> None:
+    """Evaluates, saves (island 0), writes a sample and the summary."""
+    from hf_diloco.lm.finish import save_final_model, write_sample, write_summary
+
+    run, trainer = island.run, island.trainer
+    progress.update(state="evaluating")
+    last = None if island.callback.moved_at_end else _last_evaluation(trainer)
+    evaluation = last or trainer.evaluate()
+    sample = None
+    if run.diloco.island == 0:
+        progress.update(state="saving")
+        model_folder = save_final_model(trainer, run.folder)
+        if run.sample is not None and is_leader():
+            progress.update(message="writing a sample")
+            sample = write_sample(model_folder, run.sample, run.seed)
+    if not is_leader():
+        return
+    summary = write_summary(run, evaluation, sample)
+    _say(f"evaluation loss of the {summary['eval_weights']} weights: {summary['eval_loss']:.4f}")
+    if run.diloco.island == 0:
+        _say(f"model: {run.folder / 'model'}")
+    if sample is not None:
+        _say(f"the model writes: {sample}")
+    progress.update(state="done", message="")
+
+
+def _check_folder(run: RunFile) -> None:
+    """Refuses to mix a new run into an old one's folder."""
+    folder = run.island_folder()
+    if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
+        raise ConfigError(
+            f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
+            "or use resume: auto to go on"
+        )
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise ConfigError(f"output: {folder} cannot be written to")
+
+
+def _check_store(config: DiLoCoConfig) -> None:
+    """What keeps this island out of the object store shows here, not when all the data has been prepared."""
+    from hf_diloco.agreement.objects import open_object_store
+    from hf_diloco.agreement.seal import load_key
+
+    assert config.rendezvous is not None
+    load_key(config.key_file)
+    if is_leader():
+        open_object_store(config.rendezvous)
+
+
+def _prepare_folder(run: RunFile) -> None:
+    from hf_diloco.lm.run_files import STOP_FILE, write_run_json
+
+    folder = run.island_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        if run.diloco.island == 0 or not (run.folder / "run.json").exists():
+            write_run_json(run)
+    except OSError as error:
+        raise ConfigError(f"output: {folder} cannot be made: {error}") from None
+
+
+def _set_up_logging() -> None:
+    import datasets
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("hf_diloco").setLevel(logging.INFO if is_leader() else logging.ERROR)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if is_leader() else logging.ERROR)
+    if os.environ.get(ENV_LAUNCHED) or not is_leader():
+        datasets.disable_progress_bars()
+
+
+def _last_evaluation(trainer: Trainer) -> dict[str, float] | None:
+    """The evaluation of these very weights, if the Trainer has just made one."""
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry:
+            return dict(entry) if entry.get("step") == trainer.state.global_step else None
+    return None
+
+
+def _print_plan(island: Island) -> None:
+    """What is about to happen, with the batch of one island and of all."""
+    from transformers.trainer_pt_utils import get_model_param_count
+
+    from hf_diloco.callback import examples_per_step
+    from hf_diloco.data.stream import PackedStream
+
+    run, data, args = island.run, island.data, island.trainer.args
+    number, total, length = run.diloco.island, run.diloco.num_islands, run.data.sequence_length
+    examples, accumulated = examples_per_step(args), args.gradient_accumulation_steps
+    amount = "a stream" if isinstance(data.train, PackedStream) else f"{len(data.train):,} sequences"
+    _say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
+    _say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
+    batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {args.world_size} ranks"
+    _say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
+    if total > 1:
+        together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"
+        _say(f"global batch of {total} such islands: {together}")
+    if run.diloco.enabled:
+        every = run.diloco.sync_every
+        _say(f"{run.max_steps:,} steps, a round every {every} ({examples * length * every:,} tokens of this island)")
+
+
+def _say(text: str) -> None:
+    if is_leader():
+        print(text, flush=True)

@@ -1,0 +1,142 @@
+"""YAML files that people write: line numbers for errors, no YAML 1.1 surprises, overrides from the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_diloco.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are words."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's way
+        first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[-1] in ("null", "merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_DIGITS = r"[-+]?[0-9][0-9_]*"
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", rf"{_DIGITS}\.[0-9]*([eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?\.[0-9]+([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Reads a YAML mapping.
+
+    Returns:
+        The mapping, and the line (from 1) of every key by its path.
+
+    Raises:
+        ConfigError: when the file is missing, is not YAML (with the line), repeats a key, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_neighbours(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        values = loader.construct_document(node) if node is not None else {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_where(error)}: not valid YAML: {_problem(error)}") from None
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
+    return values, _lines(node)
+
+
+def parse_override(item: str) -> tuple[KeyPath, Any]:
+    """Parses `a.b=value` (the value as YAML).
+
+    Raises:
+        ConfigError: when it has another form.
+    """
+    key, separator, text = item.partition("=")
+    path = tuple(key.strip().split("."))
+    if not separator or not all(path):
+        raise ConfigError(f"{item!r}: expected KEY=VALUE, as in training.max_steps=200")
+    try:
+        return path, yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{item!r}: the value is not valid YAML: {_problem(error)}") from None
+
+
+def set_at(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Sets a nested value in place, making the blocks on the way.
+
+    Raises:
+        ConfigError: when a part of the path holds something other than a block.
+    """
+    block: Any = values
+    for depth, key in enumerate(path[:-1], 1):
+        if block.get(key) is None:
+            block[key] = {}
+        block = block[key]
+        if not isinstance(block, dict):
+            name = ".".join(path[:depth])
+            raise ConfigError(f"{'.'.join(path)}={value!r}: {name} is {block!r} here, which has no settings inside")
+    block[path[-1]] = value
+
+
+def _lines(node: yaml.Node | None, prefix: KeyPath = ()) -> dict[KeyPath, int]:
+    if not isinstance(node, yaml.MappingNode):
+        return {}
+    lines: dict[KeyPath, int] = {}
+    for key, value in node.value:
+        path = (*prefix, str(key.value))
+        lines[path] = key.start_mark.line + 1
+        lines.update(_lines(value, path))
+    return lines
+
+
+def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | None:
+    """The entry of the setting at `path`, else of the closest block around it."""
+    names = tuple(str(part) for part in path)
+    for length in range(len(names), 0, -1):
+        if names[:length] in lines:
+            return lines[names[:length]]
+    return None
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f", line {mark.line + 1}" if mark else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or str(error)
+
+
+def _neighbours(path: Path) -> str:
+    """Names a file that the user may have meant."""
+    import difflib
+
+    if not path.parent.is_dir():
+        return f", nor a folder {path.parent}"
+    close = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""

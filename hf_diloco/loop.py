@@ -1,0 +1,160 @@
+"""The seam to a hand-written Accelerate loop, in the shape of Accelerate's `LocalSGD`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.checkpoint import read_index
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import SyncReport
+from hf_diloco.meeting import Facts
+from hf_diloco.sessions import BaseSession, open_session
+from hf_diloco.shards import open_shards
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger("hf_diloco")
+
+
+class OuterLoop:
+    """Synchronises a model with the other islands every `sync_every` optimizer steps of a hand-written loop.
+
+        with OuterLoop(accelerator, model, optimizer, config) as outer:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...; optimizer.step(); optimizer.zero_grad(); outer.step()
+
+    Args:
+        accelerator: what prepared `model` and `optimizer`.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        config: the outer loop's settings; default: `DiLoCoConfig()`.
+        fingerprint: further facts that must be equal on all islands.
+        output_dir: where this island writes checkpoints, different on every island of a machine.
+        resume_from: a folder that `save_state` wrote to; call `accelerator.load_state` first.
+        num_rounds: rounds that the run is to have, where islands come and go; see `is_over`.
+
+    Raises:
+        RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
+
+    Attributes:
+        report: the last round's figures, or None before the first.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: Any,
+        config: DiLoCoConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        output_dir: str | Path | None = None,
+        resume_from: str | Path | None = None,
+        num_rounds: int | None = None,
+    ) -> None:
+        self.config = config or DiLoCoConfig()
+        self.report: SyncReport | None = None
+        self._accelerator = accelerator
+        self._model = accelerator.unwrap_model(model)
+        self._optimizer = optimizer
+        self._facts: Facts = dict(fingerprint or {})
+        self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
+        self._resume_from = Path(resume_from) if resume_from else None
+        self._num_rounds = num_rounds
+        self._global_step = 0
+        self._session: BaseSession | None = None
+
+    def __enter__(self) -> OuterLoop:
+        island = IslandGroup(timeout=self.config.longest_wait)
+        shards = open_shards(self._model, self._optimizer, island.size)
+        self._session = open_session(self.config, island)
+        self._session.num_rounds = self._num_rounds
+        self._session.join(shards, self._folder, self._facts, self._resume_from)
+        if self._resume_from is not None:
+            self._global_step = read_index(self._resume_from).global_step
+        if self._session.outer.is_due:  # the checkpoint was written when this round could not take place
+            try:
+                self._sync()
+            except MissedRoundError as error:
+                logger.warning("%s", error)
+            except DiLoCoError:
+                self._session.leave(finished=False)
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        session = self._need_session()
+        if kind is None and not session.outer.on_boundary:
+            logger.warning(
+                "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
+                session.outer.steps,
+            )
+        session.leave(finished=kind is None)
+
+    @property
+    def round(self) -> int:
+        """Rounds completed."""
+        return self._session.outer.round if self._session else 0
+
+    @property
+    def on_boundary(self) -> bool:
+        """Whether the model holds the outer parameters, equal on all islands."""
+        return self._need_session().outer.on_boundary
+
+    def step(self, weight: float | None = None) -> SyncReport | None:
+        """Counts an optimizer step and, when the round is due, synchronises. Call it after `optimizer.step()`.
+
+        Steps that only accumulate gradients do not count.
+
+        Args:
+            weight: examples or tokens that this step saw on all ranks; required unless `weight_by` is "uniform".
+
+        Returns:
+            The round's figures if one took place.
+
+        Raises:
+            ExchangeError: an island was lost; nothing was changed, `save_state` still works.
+        """
+        if weight is None and self.config.weight_by != "uniform":
+            raise ConfigError(
+                f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
+            )
+        outer = self._need_session().outer
+        outer.weight += weight or 0.0
+        if not self._accelerator.sync_gradients:
+            return None
+        self._global_step += 1
+        if not outer.count_step():
+            return None
+        try:
+            return self._sync()
+        except MissedRoundError as error:
+            logger.warning("%s", error)
+            return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's last round is complete: time to end the loop."""
+        return self._need_session().is_over
+
+    def save_state(self, folder: str | Path) -> None:
+        """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`."""
+        self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step})
+
+    def _sync(self) -> SyncReport:
+        self.report = report = self._need_session().sync()
+        if self._accelerator.trackers:
+            names = ("round", "seconds_exchanging", "bytes_sent", "bytes_received", "pseudo_gradient_norm")
+            self._accelerator.log({f"diloco/{name}": getattr(report, name) for name in names}, step=self._global_step)
+        return report
+
+    def _need_session(self) -> BaseSession:
+        if self._session is None:
+            raise ConfigError("OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`")
+        return self._session

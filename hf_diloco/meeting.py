@@ -1,0 +1,93 @@
+"""What islands must have in common before they train together, and the checkpoint that they all can resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hf_diloco.agreement.records import CheckpointsRecord, JoinRecord, parse_records
+from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import CheckpointError, FingerprintError, RendezvousError
+from hf_diloco.shards.base import Shards
+
+PROTOCOL = 1
+"""Raised when what islands tell each other changes its form or meaning."""
+
+Facts = Mapping[str, str | int | float | bool | None]
+
+_AGREED_SETTINGS = ("sync_every", "outer_lr", "outer_momentum", "nesterov", "payload", "weight_by")
+
+
+def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict[str, Any]:
+    """What must be equal on all islands, by the name that an error message gives it."""
+    return {
+        "protocol": PROTOCOL,
+        "algorithm": "diloco",
+        **{name: getattr(config, name) for name in _AGREED_SETTINGS},
+        **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
+        "trainable parameters": shards.num_parameters,
+        "model (names and sizes)": model_digest(shards),
+        **facts,
+    }
+
+
+def _agreed_in_store(config: DiLoCoConfig) -> dict[str, Any]:
+    return {"max_islands": config.num_shares, "exchange": "mesh" if config.is_direct else "bucket"}
+
+
+def model_digest(shards: Shards) -> str:
+    """Digest of the trainable parameters' names and sizes."""
+    listing = "\n".join(f"{name} {size}" for name, size in shards.sizes.items())
+    return xxhash.xxh3_128_hexdigest(listing.encode())
+
+
+def check_fingerprints(records: Sequence[JoinRecord]) -> None:
+    """Raises `FingerprintError`, with all islands' values, for the first fact that differs."""
+    for name in dict.fromkeys(name for record in records for name in record.fingerprint):
+        values = [record.fingerprint.get(name) for record in records]
+        if any(value != values[0] for value in values):
+            listing = ", ".join(f"island {island}: {value}" for island, value in enumerate(values))
+            raise FingerprintError(
+                f"the islands do not train the same thing: {name} differs ({listing}); make it equal"
+            )
+
+
+def check_folders(records: Sequence[JoinRecord]) -> None:
+    """Raises `RendezvousError` if two islands write to one folder of one machine."""
+    seen: dict[tuple[str, str], int] = {}
+    for island, record in enumerate(records):
+        other = seen.setdefault((record.host, record.folder), island)
+        if other != island:
+            raise RendezvousError(
+                f"islands {other} and {island} both write to {record.folder} on {record.host} and would overwrite "
+                "each other's checkpoints: give each its own output_dir"
+            )
+
+
+def find_common(output_dir: Path, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> str | None:
+    """This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+
+    Args:
+        output_dir: where this island's checkpoints are.
+        share: posts this island's record under a topic and returns all islands'.
+
+    Raises:
+        CheckpointError: the islands hold checkpoints, but of no common round.
+    """
+    mine = complete_checkpoints(output_dir)
+    held = share("checkpoints", {"rounds": sorted({index.round for _, index in mine})})
+    rounds = [set(record.rounds) for record in parse_records(CheckpointsRecord, held)]
+    common = set.intersection(*rounds)
+    if common:
+        return str([path for path, index in mine if index.round == max(common)][-1])
+    if any(rounds):
+        listing = ", ".join(f"island {island}: {sorted(some) or 'none'}" for island, some in enumerate(rounds))
+        raise CheckpointError(
+            f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back, or "
+            "start anew in another run folder"
+        )
+    return None

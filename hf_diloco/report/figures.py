@@ -1,0 +1,223 @@
+"""The page's figures: loss, traffic, time, and how far the islands agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_diloco.report import text
+from hf_diloco.report.read import Run
+from hf_diloco.report.records import Eval, Train
+from hf_diloco.report.summary import Report
+from hf_diloco.report.svg import INK, MUTED, NUM_COLOURS, colour, css_colour, draw
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_POINTS = 800  # a line has no more points, nor a bar chart ...
+MAX_BARS = 100  # ... more bars: beyond, neighbours are averaged
+MAX_ROUND_LINES = 60
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """One line of a figure's legend; `mark` is the CSS class of its swatch: line, dashed, dot, ring or box."""
+
+    label: str
+    colour: str
+    mark: str = "line"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of the page. `svg` is None when nothing was recorded to draw; `caption` then says what is lacking."""
+
+    title: str
+    caption: str
+    svg: str | None
+    legend: tuple[LegendEntry, ...] = ()
+
+
+def plots(run: Run, report: Report) -> list[Plot]:
+    """All figures, in the page's order."""
+    return [loss_plot(run, report), traffic_plot(report), time_plot(report), agreement_plot(report)]
+
+
+def loss_plot(run: Run, report: Report) -> Plot:
+    """Training loss of each island, evaluation loss of the outer weights, and where the rounds end."""
+    title = "Loss"
+    train = {island.island: _train_losses(island.of(Train)) for island in run.islands}
+    train = {island: points for island, points in train.items() if points}
+    outer, inner = _evaluations(run, "outer"), _evaluations(run, "inner")
+    if not train and not outer and not inner:
+        return Plot(title, "No loss was recorded.", None)
+
+    def paint(axes: Axes) -> None:
+        if len(report.rounds) <= MAX_ROUND_LINES:
+            for entry in report.rounds:
+                axes.axvline(entry.step, color=MUTED, linewidth=0.5, alpha=0.35)
+        for number, points in train.items():
+            axes.plot(*_columns(_thinned(points, MAX_POINTS)), color=colour(number), linewidth=1.1, alpha=0.85)
+        if inner:
+            axes.plot(*_columns(inner), "o", color=INK, markersize=3.5, markerfacecolor="none")
+        if outer:
+            axes.plot(*_columns(outer), "-o", color=INK, markersize=3.5, linewidth=1.6)
+        axes.grid(visible=False, axis="x")
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="inner step", ylabel="loss (nats per token)")
+
+    legend = _island_legend(list(train), "training, ")
+    legend += [LegendEntry("evaluation, outer weights", css_colour(INK), "dot")] if outer else []
+    legend += [LegendEntry("evaluation, inner weights", css_colour(INK), "ring")] if inner else []
+    rounds = "Upright lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
+    longest = max((len(points) for points in train.values()), default=0)
+    group = -(-longest // MAX_POINTS)
+    mean = f" Each point of training is the mean of {group} records." if group > 1 else ""
+    return Plot(title, (rounds + mean).strip(), draw("loss", paint), tuple(legend))
+
+
+def traffic_plot(report: Report) -> Plot:
+    """Bytes sent so far, beside what synchronising every step would have sent."""
+    title = "Traffic between islands"
+    sent = _cumulative((entry.step, entry.bytes_sent) for entry in report.rounds)
+    per_step, steps = report.bytes_per_step_sync, report.steps
+    if report.num_islands == 1:
+        return Plot(title, "A single island has nothing to exchange.", None)
+    if not sent or not sent[-1][1]:
+        return Plot(title, "No exchanged bytes were recorded.", None)
+
+    def paint(axes: Axes) -> None:
+        if per_step and steps:
+            line = [(step, per_step * step / steps) for step in _spread(1, steps, 200)]
+            axes.plot(*_columns(line), color=colour(1), linestyle="--")
+        axes.step(*_columns(_thinned(sent, MAX_POINTS)), where="post", color=colour(0), linewidth=1.8)
+        if len(sent) <= MAX_ROUND_LINES:
+            axes.plot(*_columns(sent), "o", color=colour(0), markersize=3)
+        few_decades = max(per_step or 0, sent[-1][1]) < 100 * max(sent[0][1], 1)
+        axes.set_yscale("log", subs=(2, 5) if few_decades else ())
+        axes.yaxis.set_major_formatter(lambda value, _: text.size(value))
+        axes.yaxis.set_minor_formatter(lambda value, _: text.size(value))
+        axes.tick_params(axis="y", which="minor", labelsize=9)
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="inner step", ylabel="bytes sent, cumulative")
+
+    legend = [LegendEntry(f"sent: {text.size(sent[-1][1])}", css_colour(colour(0)))]
+    if per_step:
+        label = f"every step synchronised: {text.size(per_step)}"
+        legend.append(LegendEntry(label, css_colour(colour(1)), "dashed"))
+    caption = "Logarithmic scale. Measured payload, summed over the islands on record."
+    compared = " The comparison is a ring all-reduce of fp32 gradients at every step." if per_step else ""
+    return Plot(title, caption + compared, draw("traffic", paint), tuple(legend))
+
+
+def time_plot(report: Report) -> Plot:
+    """Where the time of each round went."""
+    title = "Time of each round"
+    names = ("computing", "waiting", "exchanging", "applying")
+    parts = {name: [(r.round, getattr(r.seconds, name)) for r in report.rounds] for name in names}
+    known = {name: [p for p in points if p[1] is not None] for name, points in parts.items()}
+    known = {name: points for name, points in known.items() if points and len(points) == len(report.rounds)}
+    if not known:
+        return Plot(title, "No times were recorded.", None)
+
+    def paint(axes: Axes) -> None:
+        bottom: list[float] = []
+        for name, points in known.items():
+            rounds, heights = _columns(_thinned(points, MAX_BARS))
+            bottom = bottom or [0.0] * len(rounds)
+            width = 0.8 * (rounds[1] - rounds[0] if len(rounds) > 1 else 1)
+            axes.bar(rounds, heights, width, bottom, color=colour(names.index(name)), linewidth=0)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.grid(visible=False, axis="x")
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="round", ylabel="seconds")
+
+    legend = [LegendEntry(_part_label(name, report), css_colour(colour(names.index(name))), "box") for name in known]
+    caption = "Mean over the islands on record; shares are of all training time." if report.shares else ""
+    if len(report.rounds) > MAX_BARS:
+        caption += f" Each bar is the mean of {-(-len(report.rounds) // MAX_BARS)} rounds."
+    return Plot(title, caption, draw("time", paint), tuple(legend))
+
+
+def agreement_plot(report: Report) -> Plot:
+    """Cosine between an island's pseudo-gradient and the others' average, and the pseudo-gradient's norm."""
+    title = "Pseudo-gradients"
+    cosine = [(r.round, r.cosine) for r in report.rounds if r.cosine is not None]
+    norm = [(r.round, r.pseudo_gradient_norm) for r in report.rounds if r.pseudo_gradient_norm is not None]
+    if not cosine and not norm:
+        return Plot(title, "No pseudo-gradients were recorded.", None)
+    series = [(norm, 0, "norm")] * bool(norm) + [(cosine, 2, "cosine to the other islands' average")] * bool(cosine)
+
+    def paint(axes: Axes) -> None:
+        axes.grid(visible=False, axis="x")
+        for index, (points, number, label) in enumerate(series):
+            side = axes.twinx() if index else axes
+            side.plot(*_columns(_thinned(points, MAX_POINTS)), "-o", color=colour(number), markersize=2.5)
+            side.set_ylabel(label, color=colour(number))
+            side.spines["right"].set_visible(bool(index))
+            side.set_ylim(*((0, None) if points is norm else (min(0, *(y for _, y in points)), 1.03)))
+            if index:
+                side.grid(visible=False)
+        axes.locator_params(axis="x", integer=True)
+        axes.set_xlabel("round")
+
+    legend = tuple(LegendEntry(label, css_colour(colour(number)), "dot") for _, number, label in series)
+    meaning = " Cosine 1: they would move the same way; 0: unrelated." if cosine else ""
+    caption = "Mean over the islands on record." + meaning
+    return Plot(title, caption, draw("agreement", paint), legend)
+
+
+def _part_label(name: str, report: Report) -> str:
+    part = report.shares.parts().get(name) if report.shares else None
+    return name if part is None else f"{name} {text.share(part)}"
+
+
+def _train_losses(records: Iterable[Train]) -> list[tuple[float, float]]:
+    return [(float(record.step), record.loss) for record in records if record.loss is not None]
+
+
+def _evaluations(run: Run, weights: str) -> list[tuple[float, float]]:
+    """Evaluation losses of one kind of weights by step: the mean over the islands that evaluated there."""
+    by_step: dict[int, list[float]] = {}
+    for island in run.islands:
+        for record in island.of(Eval):
+            if record.eval_loss is not None and record.weights == weights:
+                by_step.setdefault(record.step, []).append(record.eval_loss)
+    return [(float(step), sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
+
+
+def _cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:
+    """Running sums; nothing at all when an increment is unknown, for the sum would be wrong from there on."""
+    points, reached = [], 0
+    for step, value in increments:
+        if value is None:
+            return []
+        reached += value
+        points.append((float(step), float(reached)))
+    return points
+
+
+def _thinned(points: Points, limit: int) -> Points:
+    """At most `limit` points: each the mean of its neighbours."""
+    if len(points) <= limit:
+        return points
+    group = -(-len(points) // limit)
+    groups = [points[i : i + group] for i in range(0, len(points), group)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def _spread(first: int, last: int, num: int) -> list[float]:
+    return [first + (last - first) * i / (num - 1) for i in range(num)]
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _island_legend(islands: Sequence[int], prefix: str) -> list[LegendEntry]:
+    if len(islands) > NUM_COLOURS:
+        return [LegendEntry(f"{prefix}each of {len(islands)} islands", css_colour(colour(islands[0])))]
+    return [LegendEntry(f"{prefix}island {number}", css_colour(colour(number))) for number in islands]

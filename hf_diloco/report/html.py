@@ -1,0 +1,105 @@
+"""The report as one self-contained page: no script, and nothing that is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_diloco import __version__
+from hf_diloco.errors import ConfigError
+from hf_diloco.report import figures, rows
+from hf_diloco.report.read import Run
+from hf_diloco.report.records import Start
+from hf_diloco.report.summary import Report, summarise
+
+TEMPLATE = "report.html.j2"
+
+
+def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path:
+    """Writes the page of a run.
+
+    Args:
+        run: what `load_run` returned.
+        path: the file to write; its folder is made if need be.
+        report: what `summarise(run)` returned, if it is at hand.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+    page = render(run, report or summarise(run))
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"cannot write the report to {target}: {error.strerror}; give another file") from None
+    return target
+
+
+def render(run: Run, report: Report) -> str:
+    """Returns the page as text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("hf_diloco", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        report=report,
+        version=__version__,
+        subtitle=rows.subtitle(report),
+        tiles=rows.tiles(report),
+        overview=rows.overview(report),
+        columns=rows.ISLAND_COLUMNS,
+        island_rows=[rows.island_row(island) for island in report.islands],
+        round_columns=rows.ROUND_COLUMNS,
+        round_rows=[rows.round_row(entry) for entry in report.rounds],
+        plots=figures.plots(run, report),
+        settings=setting_groups(run),
+    )
+
+
+def setting_groups(run: Run) -> dict[str, dict[str, str]]:
+    """The run's settings by block (`diloco`, `training`, ...); without a `run.json`, what the last start recorded."""
+    if not run.settings:
+        start = next((island.start for island in run.islands if island.start), None)
+        return {"diloco": _start_settings(start)} if start else {}
+    groups: dict[str, dict[str, str]] = {}
+    for key, value in run.settings.items():
+        block, prefix = (key, "") if isinstance(value, Mapping) else ("run", key)
+        groups.setdefault(block, {}).update(_flat(prefix, value))
+    return {name: group for name, group in groups.items() if group}
+
+
+def _start_settings(start: Start) -> dict[str, str]:
+    left_out = {"event", "step", "time", "island"}
+    return {name: _plain(value) for name, value in start.model_dump(exclude=left_out, exclude_none=True).items()}
+
+
+def _flat(prefix: str, value: Any) -> dict[str, str]:
+    """Nested settings with dotted names; what was left unset is left out."""
+    if isinstance(value, Mapping):
+        inner = ((f"{prefix}.{key}" if prefix else str(key), part) for key, part in value.items())
+        return {name: shown for key, part in inner for name, shown in _flat(key, part).items()}
+    return {} if value is None or value == [] else {prefix: _plain(value)}
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

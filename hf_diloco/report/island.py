@@ -1,0 +1,244 @@
+"""The figures of one island, computed from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from hf_diloco.report.read import IslandRun, Section
+from hf_diloco.report.records import End, Eval, Record, Start, Sync, Train
+
+BYTES_PER_GRADIENT = 4  # fp32
+LARGEST = 1e18  # a number beyond it is no count, rate or loss
+_Number = TypeVar("_Number", int, float)
+
+
+class TimeSplit(BaseModel):
+    """Where time went: seconds, or shares of their sum.
+
+    Attributes:
+        computing: everything between rounds: inner steps, and evaluations and checkpoints if there were any.
+        waiting: for the other islands to arrive at the synchronisation.
+        exchanging: moving pseudo-gradients.
+        applying: reading and writing the master weights, and the outer step.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    computing: float | None = None
+    waiting: float | None = None
+    exchanging: float | None = None
+    applying: float | None = None
+
+    def parts(self) -> dict[str, float]:
+        """The parts that are known."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+    def shares(self) -> TimeSplit | None:
+        """Each part over their sum; None when one of the three main parts is unknown or no time passed."""
+        whole = sum(self.parts().values())
+        if None in (self.computing, self.waiting, self.exchanging) or whole <= 0:
+            return None
+        return TimeSplit(**{name: value / whole for name, value in self.parts().items()})
+
+    @classmethod
+    def combined(cls, splits: Iterable[TimeSplit | None]) -> TimeSplit | None:
+        """Part by part; a part that one of them lacks is unknown in the sum."""
+        known = [split for split in splits if split is not None]
+        parts = {name: total(getattr(split, name) for split in known) for name in cls.model_fields}
+        return cls(**parts) if known else None
+
+
+class IslandReport(BaseModel):
+    """What one island did; None is what was not recorded. See `Report` for the meaning of the figures.
+
+    Attributes:
+        ended: whether its last section ended in order; False while it runs or when it was killed.
+        num_rounds: its rounds that stand.
+        inner_eval_loss: a last evaluation that was taken off a boundary, thus of this island's own weights.
+        on_boundary: whether its final weights are the outer ones.
+        num_sections: times it started or resumed.
+        run_is_over: the run's last round is complete, however many steps this island took.
+        comes_and_goes: it may miss rounds, and catches up.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    island: int
+    num_islands: int | None
+    num_ranks: int | None
+    shards: str | None
+    ended: bool
+    steps: int | None
+    max_steps: int | None
+    num_rounds: int
+    train_loss: float | None
+    eval_loss: float | None
+    eval_step: int | None
+    inner_eval_loss: float | None
+    inner_eval_step: int | None
+    on_boundary: bool | None
+    steps_since_sync: int | None
+    num_tokens: int | None
+    tokens_per_second: float | None
+    bytes_sent: int | None
+    bytes_received: int | None
+    bytes_repeated: int | None
+    bytes_per_step_sync: int | None
+    seconds: TimeSplit | None
+    shares: TimeSplit | None
+    num_sections: int
+    run_is_over: bool
+    comes_and_goes: bool
+    sample: str | None
+
+
+def summarise_island(island: IslandRun) -> IslandReport:
+    """Computes the figures of one island over all its sections."""
+    start, syncs = island.start, island.of(Sync)
+    end = island.sections[-1].of(End)[-1:] if island.sections else []
+    steps = max((record.step for record in island.of(Record)), default=None)
+    num_steps = _num_recorded_steps(island, steps)
+    outer, inner = _last_evaluations(island, steps if end else None)
+    nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
+    bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
+    bytes_received = total(sync.bytes_received for sync in syncs) if syncs else nothing
+    seconds = TimeSplit.combined(_section_seconds(section) for section in island.sections)
+    train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
+    sample = island.summary.get("sample")
+    return IslandReport(
+        island=island.island,
+        num_islands=start.num_islands if start else None,
+        num_ranks=start.num_ranks if start else None,
+        shards=start.shards if start else None,
+        ended=bool(end),
+        steps=steps,
+        max_steps=start.max_steps if start else None,
+        num_rounds=len(syncs),
+        train_loss=train_losses[-1] if train_losses else None,
+        eval_loss=outer.eval_loss if outer else None,
+        eval_step=outer.step if outer else None,
+        inner_eval_loss=inner.eval_loss if inner else None,
+        inner_eval_step=inner.step if inner else None,
+        on_boundary=end[0].on_boundary if end else None,
+        steps_since_sync=end[0].steps_since_sync if end else None,
+        num_tokens=_num_tokens(island, start, num_steps),
+        tokens_per_second=_tokens_per_second(island),
+        bytes_sent=bytes_sent,
+        bytes_received=bytes_received,
+        bytes_repeated=_bytes_repeated(island, bytes_sent),
+        bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
+        seconds=seconds,
+        shares=seconds.shares() if seconds else None,
+        num_sections=len(island.sections),
+        run_is_over=bool(end) and end[0].run_is_over,
+        comes_and_goes=start is not None and start.comes_and_goes,
+        sample=sample if isinstance(sample, str) else None,
+    )
+
+
+def total(values: Iterable[_Number | None]) -> _Number | None:
+    """The sum; None when a value is missing, or there is none: a part is not the whole."""
+    values = list(values)
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known and len(known) == len(values) else None
+
+
+def _num_recorded_steps(island: IslandRun, steps: int | None) -> int | None:
+    """Steps that the record covers: it may begin at a resume, when the earlier part was left behind."""
+    first = island.sections[0].start if island.sections else None
+    return None if first is None or steps is None else max(0, steps - first.step)
+
+
+def _bytes_repeated(island: IslandRun, bytes_sent: int | None) -> int | None:
+    """What rounds sent that a resume threw away."""
+    everything = total([0, *(sync.bytes_sent for section in island.sections for sync in section.of(Sync))])
+    return None if everything is None or bytes_sent is None else everything - bytes_sent
+
+
+def _bytes_per_step_sync(start: Start | None, num_steps: int | None) -> int | None:
+    if start is None or num_steps is None or start.num_parameters is None or not start.num_islands:
+        return None
+    # exact in integers but for the last division: counts may pass 2**53
+    gradients = num_steps * 2 * (start.num_islands - 1) * start.num_parameters
+    return gradients * BYTES_PER_GRADIENT // start.num_islands
+
+
+def _last_evaluations(island: IslandRun, end: int | None) -> tuple[Eval | None, Eval | None]:
+    """The last evaluation of the outer weights, and a later one of the inner weights if there is any."""
+    evaluations = [record for record in island.of(Eval) if record.eval_loss is not None]
+    if end is not None and not any(record.step == end for record in evaluations):
+        evaluations += _from_summary(island, end)
+    outer = next((record for record in reversed(evaluations) if record.weights == "outer"), None)
+    latest = evaluations[-1] if evaluations else None
+    return outer, latest if latest is not None and latest.weights == "inner" else None
+
+
+def _from_summary(island: IslandRun, step: int) -> list[Eval]:
+    """The evaluation after the end of training, if `summary.json` has one."""
+    loss, weights = _number(island.summary, "eval_loss"), island.summary.get("eval_weights")
+    if loss is None or not isinstance(weights, str):
+        return []
+    return [Eval(event="eval", step=step, eval_loss=loss, weights=weights)]
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    """A sane number of `summary.json`, or None."""
+    value = values.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) <= LARGEST else None  # NaN compares false
+
+
+def _num_tokens(island: IslandRun, start: Start | None, num_steps: int | None) -> int | None:
+    if start and start.tokens_per_step is not None and num_steps is not None:
+        return round(num_steps * start.tokens_per_step)
+    tokens = _number(island.summary, "num_tokens")
+    return None if tokens is None else round(tokens)
+
+
+def _tokens_per_second(island: IslandRun) -> float | None:
+    """All tokens trained on, repeated steps too, over all time spent, evaluation and saving included."""
+    tokens = total(_section_tokens(section) for section in island.sections)
+    seconds = total(_section_elapsed(section) for section in island.sections)
+    if tokens is None or not seconds:
+        return _number(island.summary, "tokens_per_second")
+    return tokens / seconds
+
+
+def _section_tokens(section: Section) -> float | None:
+    start = section.start
+    if start is None or start.tokens_per_step is None:
+        return None
+    return (max(record.step for record in section.records) - start.step) * start.tokens_per_step
+
+
+def _section_elapsed(section: Section) -> float | None:
+    """Seconds of training: measured by the island, or for a killed one between its first and last line."""
+    end = section.of(End)
+    if end and end[-1].seconds_total is not None:
+        return end[-1].seconds_total
+    times = [record.time for record in section.records if record.time is not None]
+    return max(times) - min(times) if times else None
+
+
+def _section_seconds(section: Section) -> TimeSplit | None:
+    """What the rounds took, and as computing the rest of the time; a killed section is followed to its last round."""
+    syncs, end = section.of(Sync), section.of(End)
+    if not syncs and not end:
+        return None
+    waiting = _spent(sync.seconds_waiting for sync in syncs)
+    exchanging = _spent(sync.seconds_exchanging for sync in syncs)
+    applying = _spent(sync.seconds_applying for sync in syncs)
+    computing = _spent(sync.seconds_computing for sync in syncs)
+    whole = end[-1].seconds_total if end else None
+    if whole is not None and waiting is not None and exchanging is not None:
+        computing = max(0.0, whole - waiting - exchanging - (applying or 0.0))
+    return TimeSplit(computing=computing, waiting=waiting, exchanging=exchanging, applying=applying)
+
+
+def _spent(seconds: Iterable[float | None]) -> float | None:
+    """The sum, which is nothing for no rounds, and unknown when one is."""
+    return total([0.0, *seconds])

@@ -1,0 +1,217 @@
+"""A run folder as typed records: tolerant of torn lines, resumed sections and islands that ran elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.report.records import AnyRecord, Record, Start, parse_line
+
+METRICS = "metrics.jsonl"
+_ISLAND_FOLDER = re.compile(r"island-(\d{1,9})")
+_R = TypeVar("_R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One stretch of training between a start (or resume) and its end, exactly as recorded."""
+
+    records: tuple[AnyRecord, ...]
+
+    def of(self, kind: type[_R]) -> list[_R]:
+        """The records of one kind, in the order written."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def start(self) -> Start | None:
+        return next(iter(self.of(Start)), None)
+
+
+@dataclass(frozen=True)
+class IslandRun:
+    """What one island recorded.
+
+    Attributes:
+        island: its number.
+        folder: where its record lies.
+        sections: every stretch of training, also the parts that a resume threw away.
+        num_bad_lines: unreadable lines, apart from a section's torn last one (which a killed process leaves).
+        progress: the last `progress.json`; empty when there is none.
+        summary: `summary.json`; empty when there is none.
+    """
+
+    island: int
+    folder: Path
+    sections: tuple[Section, ...]
+    num_bad_lines: int = 0
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, kind: type[_R]) -> list[_R]:
+        """The records of one kind that stand, sorted by step: none that a resumed section superseded."""
+        return [record for record in self._standing if isinstance(record, kind)]
+
+    @cached_property
+    def _standing(self) -> list[AnyRecord]:
+        return _standing(self.sections)
+
+    @property
+    def start(self) -> Start | None:
+        """The settings of the last start."""
+        return next((section.start for section in reversed(self.sections) if section.start), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Attributes:
+        name: the run's name.
+        folder: the run folder.
+        islands: the islands whose records are here, by number.
+        settings: `run.json`: the resolved configuration; empty when there is none.
+        model: the folder of the final model, if the run has written it.
+    """
+
+    name: str
+    folder: Path
+    islands: tuple[IslandRun, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: Path | None = None
+
+
+def load_run(path: str | Path) -> Run:
+    """Reads a run folder (`runs/NAME`), or the folder of a single island that holds `metrics.jsonl`.
+
+    Raises:
+        ConfigError: when the folder is neither; the message says which folder to give.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"no run folder at {folder}: give the folder that the run wrote, such as runs/NAME")
+    found = _island_folders(folder)
+    if found:
+        islands = [_read_island(entry, number) for number, entry in sorted(found.items())]
+        model = folder / "model"
+        settings = _read_json(folder / "run.json")
+        return Run(_name(folder), folder, tuple(islands), settings, model if model.is_dir() else None)
+    if (folder / METRICS).is_file():
+        return _single_island(folder)
+    raise ConfigError(_not_a_run(folder))
+
+
+def _single_island(folder: Path) -> Run:
+    match = _ISLAND_FOLDER.fullmatch(folder.resolve().name)
+    parent = folder.resolve().parent
+    island = _read_island(folder, int(match[1]) if match else None)
+    name = f"{parent.name}/{folder.resolve().name}" if match else _name(folder)
+    return Run(name, folder, (island,), _read_json(parent / "run.json") if match else {})
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _island_folders(folder: Path) -> dict[int, Path]:
+    """The `island-N` folders that hold a record, or will: an island may not have started to train yet."""
+    matches = ((_ISLAND_FOLDER.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
+    return {int(match[1]): entry for match, entry in matches if match}
+
+
+def _not_a_run(folder: Path) -> str:
+    runs = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _island_folders(entry))
+    if runs:
+        shown = ", ".join(str(folder / name) for name in runs[:5]) + (", ..." if len(runs) > 5 else "")
+        return f"{folder} is not a run folder but holds {len(runs)}: give one of them ({shown})"
+    if (folder / "run.json").is_file():
+        return f"{folder} holds no island's record yet: the run has not begun to train; try again when it has"
+    return (
+        f"{folder} is not a run folder: it holds neither island-0, island-1, ... nor {METRICS}; "
+        "give the folder that the run wrote, such as runs/NAME"
+    )
+
+
+def _read_island(folder: Path, number: int | None) -> IslandRun:
+    records, num_bad_lines = _read_records(folder / METRICS)
+    sections = tuple(Section(tuple(part)) for part in _split(records))
+    if number is None:  # a folder of another name: the record says which island it is
+        number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
+    progress, summary = _read_json(folder / "progress.json"), _read_json(folder / "summary.json")
+    return IslandRun(number, folder, sections, num_bad_lines, progress, summary)
+
+
+def _read_records(path: Path) -> tuple[list[AnyRecord], int]:
+    """All readable records of a file, and the number of unreadable lines.
+
+    A line torn by the end of its process, the last of the file or the one before a new start, is not counted.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; make it readable and try again") from None
+    records: list[AnyRecord] = []
+    num_bad_lines, torn = 0, False
+    for line in filter(bytes.strip, lines):
+        try:
+            record = parse_line(line)
+        except ValueError:
+            num_bad_lines += torn
+            torn = True
+            continue
+        num_bad_lines += torn and not isinstance(record, Start)
+        torn = False
+        if record is not None:
+            records.append(record)
+    return records, num_bad_lines
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing when the file is missing or unreadable: the report does without it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
+    """Cuts a record before every start."""
+    section: list[AnyRecord] = []
+    for record in records:
+        if isinstance(record, Start) and section:
+            yield section
+            section = []
+        section.append(record)
+    if section:
+        yield section
+
+
+def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
+    """The records that count, by step.
+
+    A section that resumes at step s supersedes what earlier ones recorded after s, and the last of several records of
+    one event and step wins. Within a section such records complete each other: a Trainer may log twice in a step.
+    """
+    kept: dict[tuple[str, int], AnyRecord] = {}
+    for section in sections:
+        start = section.start
+        if start is not None:
+            kept = {key: record for key, record in kept.items() if record.step <= start.step}
+        latest: dict[tuple[str, int], AnyRecord] = {}
+        for record in section.records:
+            key = (record.event, record.step)
+            latest[key] = _complete(latest[key], record) if key in latest else record
+        kept.update(latest)
+    return sorted(kept.values(), key=lambda record: record.step)
+
+
+def _complete(earlier: AnyRecord, later: AnyRecord) -> AnyRecord:
+    return earlier.model_copy(update=later.model_dump(exclude_none=True, exclude_unset=True))

@@ -1,0 +1,110 @@
+"""The lines of `metrics.jsonl` as types: one class an event, every measured value optional.
+
+A value that was not recorded stays None and is shown as missing; nothing is filled in. A loss recorded as null is one
+that was not finite, which JSON cannot hold: it is read as NaN.
+Times are seconds, traffic is bytes, both island totals.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+# The upper limits keep every sum and product of such values finite; no real run comes near them.
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=10**18)]
+Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Loss = Annotated[float | None, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class Record(BaseModel):
+    """What every line has: the optimizer step it belongs to, and when it was written (unix seconds)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: Count
+    time: Seconds | None = None
+
+
+class Start(Record):
+    """An island began to train, or continued from a checkpoint of step `step`."""
+
+    event: Literal["start"]
+    island: Count | None = None
+    num_islands: Count | None = None
+    num_ranks: Count | None = None
+    shards: str | None = None
+    num_parameters: Count | None = None
+    payload: str | None = None
+    sync_every: Count | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    max_steps: int | None = None
+    tokens_per_step: Rate | None = None
+    comes_and_goes: bool = False
+
+
+class Train(Record):
+    """What the Trainer logged: the inner loss is that of the island's own batch."""
+
+    event: Literal["train"]
+    loss: Loss = None
+
+
+class Eval(Record):
+    """An evaluation, of the outer weights when it was taken on a synchronisation boundary."""
+
+    event: Literal["eval"]
+    eval_loss: Loss = None
+    weights: str | None = None
+
+
+class Sync(Record):
+    """One completed round."""
+
+    event: Literal["sync"]
+    round: Annotated[int, Field(ge=1, le=10**18)]
+    participants: tuple[int, ...] | None = None
+    seconds_computing: Seconds | None = None
+    seconds_waiting: Seconds | None = None
+    seconds_exchanging: Seconds | None = None
+    seconds_applying: Seconds | None = None
+    bytes_sent: Count | None = None
+    bytes_received: Count | None = None
+    pseudo_gradient_norm: float | None = None
+    cosine: float | None = None
+    outer_hash: str | None = None
+
+
+class End(Record):
+    """Training ended in order; times are of the section since its `start`. A run ends for all with its last round."""
+
+    event: Literal["end"]
+    seconds_total: Seconds | None = None
+    on_boundary: bool | None = None
+    steps_since_sync: Count | None = None
+    run_is_over: bool = False
+
+
+AnyRecord = Start | Train | Eval | Sync | End
+
+_ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="event")])
+
+
+def parse_line(line: bytes) -> AnyRecord | None:
+    """Reads one line of `metrics.jsonl`.
+
+    Returns:
+        The record; None for an event that the report has no use for (`save`, or one of a later version).
+
+    Raises:
+        ValueError: when the line is torn, is no JSON, or holds a value that cannot be one of its kind.
+    """
+    try:
+        return _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        if error.errors(include_input=False)[0]["type"] == "union_tag_invalid":
+            return None
+        raise ValueError(f"not a metrics record: {error.errors(include_input=False)[0]['msg']}") from None

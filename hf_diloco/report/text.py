@@ -1,0 +1,94 @@
+"""Figures as a person reads them; what was not measured is a dash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+MISSING = "—"
+
+
+def count(value: float | None) -> str:
+    """A count with thousands separators."""
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def short_count(value: float | None) -> str:
+    """A count in three digits: 151M parameters."""
+    return MISSING if value is None else _scaled(value, ("", "k", "M", "B", "T"), "")
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units, as networks are measured."""
+    return MISSING if value is None else _scaled(value, ("B", "kB", "MB", "GB", "TB", "PB", "EB"), " ")
+
+
+def share(value: float | None) -> str:
+    """A part of 1 as per cent."""
+    return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def loss(value: float | None) -> str:
+    """A loss, in nats."""
+    return MISSING if value is None else f"{value:.4f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Significant digits."""
+    return MISSING if value is None else f"{value:.{digits}g}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times less: 20.0x, 512x."""
+    if value is None:
+        return MISSING
+    return f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
+
+
+def perplexity(value: float | None) -> str:
+    """exp(loss): three digits are enough, whole above 1000."""
+    if value is None or not math.isfinite(value):
+        return MISSING if value is None else str(value)
+    if value >= 1e6:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: 0.4 s, 42 s, 3 min 20 s, 5 h 12 min."""
+    if value is None:
+        return MISSING
+    if value < 59.5:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def plural(noun: str, num: int) -> str:
+    """The noun in its number."""
+    return noun if num == 1 else f"{noun}s"
+
+
+def numbers(values: Iterable[int], limit: int = 10) -> str:
+    """A set of numbers in order, runs of them as spans (`1-3, 7, 9-12`); a long list is cut."""
+    spans: list[list[int]] = []
+    for value in sorted(values):
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans[:limit]]
+    return ", ".join(shown) + (", ..." if len(spans) > limit else "")
+
+
+def _scaled(value: float, units: tuple[str, ...], space: str) -> str:
+    """Three significant digits and a unit in steps of 1000."""
+    index = 0
+    while value >= 999.5 and index < len(units) - 1:
+        value, index = value / 1000, index + 1
+    if value >= 99.95 or (index == 0 and value == int(value)):
+        return f"{value:,.0f}{space}{units[index]}"
+    return f"{value:.1f}{space}{units[index]}" if value >= 9.995 else f"{value:.2f}{space}{units[index]}"

@@ -1,0 +1,104 @@
+"""What the Trainer's callback and the Accelerate loop ask of a run of several islands."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import SyncReport
+from hf_diloco.meeting import Facts
+from hf_diloco.outer import OuterState
+from hf_diloco.shards.base import Shards
+
+
+class BaseSession(ABC):
+    """One rank's part in the run: meeting the other islands, the rounds, leaving.
+
+    Every method is collective over the island's ranks. A round that fails changes nothing: parameters and outer state
+    are touched only after all who take part have agreed on the average.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+
+    Attributes:
+        outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
+        has_left: `leave` was called; figures stay readable.
+        num_rounds: rounds that the run is to have, if known; set before `join`.
+        tokens_per_step: of the whole island, if known; set before `join`.
+    """
+
+    def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
+        self.config = config
+        self.island = island
+        self.outer = OuterState(config, island)
+        self.has_left = False
+        self.num_rounds: int | None = None
+        self.tokens_per_step: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other islands have ended the run: there will be no further round."""
+        return False
+
+    @abstractmethod
+    def common_checkpoint(self, output_dir: Path) -> Path | None:
+        """The checkpoint in `output_dir` that this island is to resume from; None to start afresh.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints that do not go together.
+        """
+
+    @abstractmethod
+    def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
+        """Meets the other islands, checks that all train the same thing, and makes their weights equal.
+
+        Args:
+            shards: this rank's master weights.
+            folder: where this island writes; no two islands may share it.
+            facts: further things that must be equal on all islands, by name.
+            checkpoint: continue from its outer state; the masters must have been restored already.
+
+        Returns:
+            Whether the masters were replaced by the run's.
+
+        Raises:
+            FingerprintError, RendezvousError, CheckpointError, IslandLostError.
+        """
+
+    @abstractmethod
+    def sync(self) -> SyncReport:
+        """Runs one round: afterwards the masters hold the new outer parameters, bit-identical on all islands.
+
+        Raises:
+            IslandLostError: an island did not come, left, or was lost on the way. Nothing was changed.
+            StopRequested: this island was asked to stop while it waited. Nothing was changed.
+            ExchangeError: the round was aborted for another reason. Nothing was changed.
+            DivergedError: islands that should be equal are not.
+        """
+
+    @abstractmethod
+    def leave(self, finished: bool) -> None:
+        """Says goodbye, so that nobody waits for this island, and lets go of all connections.
+
+        Args:
+            finished: this island has done all it was to do; otherwise it stops early.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all connections."""
+
+    @contextmanager
+    def _leave_on_error(self) -> Iterator[None]:
+        """Says goodbye before an error is raised: the others have then read what they, too, will find wrong."""
+        try:
+            yield
+        except DiLoCoError:
+            self.leave(finished=False)
+            raise

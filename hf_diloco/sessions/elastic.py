@@ -1,0 +1,395 @@
+"""Islands that meet in an object store and come and go.
+
+    pseudo-gradient -> publish -> offer -> plan -> average what the plan names -> vote
+        -> outcome -> outer step -> masters
+
+What a plan names lies in the store, so every island carries out every round by itself, at its own time: in the round,
+late, or after it was away. Therefore catching up is the same loop as taking part: as long as there is a plan for the
+next round, carry it out; when there is none, offer. An island without a part in a round keeps its own progress on top
+of the new outer parameters, and brings it to a later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_diloco.agreement.council import Council, Rules, author_of
+from hf_diloco.agreement.members import Members, Phase
+from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.run import RunRecord, enter_run, open_log
+from hf_diloco.agreement.seal import load_key
+from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import (
+    CheckpointError,
+    DiLoCoError,
+    IslandLostError,
+    MissedRoundError,
+    RendezvousError,
+    StopRequested,
+    StoreError,
+)
+from hf_diloco.exchange.bucket import BucketExchange
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import SyncReport
+from hf_diloco.meeting import Facts, make_fingerprint
+from hf_diloco.sessions.base import BaseSession
+from hf_diloco.sessions.engines import Engine
+from hf_diloco.sessions.open import open_engine
+from hf_diloco.sessions.pace import Pace
+from hf_diloco.sessions.planned import PlannedRound, SyncClock
+from hf_diloco.sessions.rounds import Rounds
+from hf_diloco.sessions.snapshots import Snapshots, round_of
+from hf_diloco.shards.base import Shards
+from hf_diloco.shards.cover import check_cover
+from hf_diloco.shards.partition import LanePartition
+
+logger = logging.getLogger("hf_diloco")
+
+NUM_LANES = 64
+"""The canonical index space is cut in as many lanes on all islands, whatever their ranks: digests are per lane."""
+
+_LOOK_SECONDS = 0.2
+_STORE_SECONDS = 30.0
+"""After so long without an answer the store counts as lost; sooner, if an exchange may not take as long."""
+
+
+class ElasticSession(BaseSession):
+    """One rank's part in a run whose islands meet in an object store.
+
+    Args:
+        config: the outer loop's settings; `rendezvous` names the store.
+        island: the ranks of this island.
+        should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+    """
+
+    _run: RunRecord
+    _rounds: Rounds
+    _pace: Pace
+    _snapshots: Snapshots
+    _engine: Engine
+    _council: Council | None = None  # this and the next: on the leader
+    _members: Members | None = None
+
+    def __init__(
+        self, config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__(config, island)
+        assert config.rendezvous is not None
+        self._should_stop = should_stop
+        self._is_training = False
+        self._key = island.on_all(lambda: load_key(config.key_file))
+        url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
+        island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
+        self._store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
+        self._last_end = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_training and self._has_last_round
+
+    @property
+    def _has_last_round(self) -> bool:
+        return self._run.num_rounds is not None and self.outer.round >= self._run.num_rounds
+
+    # Joining
+
+    def common_checkpoint(self, output_dir: Path) -> Path | None:
+        def newest() -> str | None:
+            found = complete_checkpoints(output_dir)
+            return str(found[-1][0]) if found else None
+
+        path = self.island.on_leader(newest)
+        return Path(path) if path else None
+
+    def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
+        with self._leave_on_error():
+            check_cover(shards, self.island)
+            self.outer.open(shards, LanePartition(shards, self.island, NUM_LANES))
+            if checkpoint is not None:
+                self.outer.restore(checkpoint)
+            else:
+                self.outer.begin()
+            parent = self.outer.run
+            is_new = self._enter(shards, folder, facts or {})
+            replaced = self._take_state(is_new, parent, from_checkpoint=checkpoint is not None)
+            self._await_islands()
+            self._let_round_pass()
+            self._pace.align_to_others()
+            self._is_training = True
+            self._stand("training")
+        self._last_end = time.monotonic()
+        return replaced
+
+    def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
+        """Finds or begins the run, and takes this island's number in it."""
+        fingerprint = make_fingerprint(self.config, shards, facts)
+
+        def enter() -> tuple[dict[str, Any], bool, int]:
+            run, is_new = enter_run(
+                self._store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint
+            )
+            log = open_log(self._store, self._key, run)
+            self._members = Members(log, self.config.island, os.path.realpath(folder))
+            self._members.enter()
+            self._refresh()
+            self._members.start_beating(self._refresh)
+            self._council = Council(log, self._members, self._rules(), self._should_stop)
+            return run.model_dump(), is_new, self._members.claim
+
+        raw, is_new, claim = self.island.on_leader(enter)
+        self._run = RunRecord.model_validate(raw)
+        intervals = self.outer.partition.intervals
+        bucket = BucketExchange(self._store, intervals[0][0] if intervals else 0, self.outer.partition.numel)
+        log = open_log(self._store, self._key, self._run)
+        author = author_of(self.config.island, claim)
+        self._snapshots = Snapshots(log, bucket, author, self.island.rank, self.island.size)
+        self._engine = open_engine(self.config, self.island, log, bucket, author, self._key)
+        self._rounds = Rounds(self.config, self.outer, self._engine, self._snapshots, self._council, claim)
+        self._pace = Pace(self.config, self.outer, self._members)
+        return is_new
+
+    def _rules(self) -> Rules:
+        config = self.config
+        return Rules(config.quorum, config.grace, config.sync_timeout, config.outlier_factor, config.is_direct)
+
+    def _take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
+        """Comes to the newest outer state of the run; returns whether the masters were replaced."""
+        before = self.outer.outer_hash
+        self.outer.run = self._run.run
+        if is_new:
+            self._offer_start()
+        if from_checkpoint and parent == self._run.run:
+            self._catch_up(is_resuming=True)
+        elif from_checkpoint and not is_new and parent != self._run.parent:
+            raise CheckpointError(
+                f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "
+                f"{self._run.run}: resume with the rendezvous of that run, or start in another run folder"
+            )
+        else:
+            self._start_from_snapshot()
+        return self.outer.outer_hash != before
+
+    def _start_from_snapshot(self) -> None:
+        """As an island without a part in the run so far."""
+        before = self.outer.round, self.outer.outer_hash
+        if not self._rounds.take_over(self._find_snapshot):
+            self._offer_start()
+            self._rounds.take_over(self._snapshots.start)
+        if (self.outer.round, self.outer.outer_hash) != before:
+            self.outer.write_masters()
+        self._catch_up()
+
+    def _catch_up(self, is_resuming: bool = False) -> None:
+        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own."""
+        while (planned := self._rounds.find()) is not None:
+            self._rounds.carry_out(planned, SyncClock(), is_resuming)
+
+    def _find_snapshot(self) -> str | None:
+        """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
+        while True:
+            start = self._snapshots.start()
+            if start is not None:
+                newest = self._snapshots.newest()
+                return newest.folder if newest and newest.round > round_of(start) else start
+            if self._run.by not in self._need_members().alive() or self._run.by == self.config.island:
+                return None
+            if self._should_stop():
+                raise StopRequested
+            time.sleep(_LOOK_SECONDS)
+
+    def _offer_start(self) -> None:
+        """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
+        state = self.outer.strategy.state_dict()
+        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, state))
+        self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
+
+    def _await_islands(self) -> None:
+        """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
+        if self._has_last_round:
+            return
+        config = self.config
+        deadline = time.monotonic() + config.join_timeout
+
+        def wait() -> None:
+            members = self._need_members()
+            while True:
+                beats = members.look()
+                alive = members.alive()
+                ended = {island for island, beat in beats.items() if beat.phase == "finished"}
+                under_way = any(beat.phase in ("training", "syncing") for beat in alive.values())
+                if under_way or len(alive.keys() | ended) >= config.num_islands:
+                    return
+                if self._should_stop():
+                    raise StopRequested
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK_SECONDS)
+            if len(alive) < config.quorum:
+                missing = sorted(set(range(config.num_islands)) - alive.keys())
+                raise RendezvousError(
+                    f"islands {missing} have not joined within {config.join_timeout:g} s (join_timeout), and no round "
+                    f"takes place with fewer than {config.quorum} (min_islands): start them, with the same rendezvous"
+                )
+            logger.warning("starting with islands %s of %d", sorted(alive), config.num_islands)
+
+        self.island.on_leader(wait)
+
+    # Rounds
+
+    def sync(self) -> SyncReport:
+        """Carries out all rounds that are planned; if this island has no part in them, it offers, and waits for one.
+
+        Afterwards the masters hold the outer parameters if `outer.on_boundary`; else this island's own progress on top
+        of them, which it brings to the next round.
+
+        Raises:
+            MissedRoundError: no quorum, or the store does not answer. Training may go on.
+            StopRequested: this island was asked to stop while it waited. The others may use what it has offered.
+            DivergedError, ForgedError, DuplicateIslandError: this island must end.
+        """
+        self._stand("syncing")
+        try:
+            return self._sync()
+        except (StoreError, IslandLostError) as error:
+            if isinstance(error, StoreError):  # which would not say either where the others are
+                self.outer.due_at = self.outer.steps + self.config.sync_every
+            else:
+                self._pace.align()
+            raise MissedRoundError(
+                f"round {self.outer.round + 1} is missed, and training goes on for {self._steps_left} steps: {error}"
+            ) from None
+        finally:
+            self._stand("training")
+            self._last_end = time.monotonic()
+
+    def _sync(self) -> SyncReport:
+        clock = SyncClock(self._last_end)
+        round_before = self.outer.round
+        report = None
+        while True:
+            planned = self._rounds.find()
+            if planned is None and (self._has_last_round or self._has_caught_up(round_before)):
+                if report is None:
+                    raise MissedRoundError(
+                        f"holds the outer parameters of round {self.outer.round} without a part in it"
+                    )
+                return report
+            if planned is None:
+                self._rescue_average()
+                offer = self._rounds.publish(clock)
+                planned = clock.wait(lambda: self._rounds.convene(offer))  # noqa: B023 - called at once
+            report = self._rounds.carry_out(planned, clock) or report
+            if report is not None and self.outer.on_boundary:
+                self._after_round(planned)
+                return report
+
+    def _rescue_average(self) -> None:
+        """Where nobody has put the last average into the store, a snapshot takes its place."""
+        self._engine.rest()
+        if self.island.on_leader(self._rounds.is_average_missing):
+            logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
+            self._snapshots.wait()
+            state = self.outer.strategy.state_dict()
+            self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, state))
+
+    def _has_caught_up(self, round_before: int) -> bool:
+        """Whether this island has come to where the others are in the middle of their inner steps."""
+        return self.outer.round > round_before and (self._pace.align() or self.outer.on_boundary)
+
+    @property
+    def _steps_left(self) -> int:
+        return self.outer.due_at - self.outer.steps
+
+    def _let_round_pass(self) -> None:
+        """Others that are about to plan a round would wait until an island that begins now has trained for it too."""
+        if self.outer.round == 0:  # where the run begins, all take part
+            return
+        deadline = time.monotonic() + self.config.grace  # after which they plan it anyway, if they can
+
+        def wait() -> bool:
+            while self._pace.others_convene() and time.monotonic() < deadline:
+                if self._need_members().standing.phase != "passing":
+                    self._stand("passing")
+                if self._need_council().current(self.outer.round + 1).plan:
+                    return True
+                if self._should_stop():
+                    raise StopRequested
+                time.sleep(_LOOK_SECONDS)
+            return False
+
+        while self.island.on_leader(wait):
+            self._catch_up()
+
+    # Between rounds
+
+    def _after_round(self, planned: PlannedRound) -> None:
+        participants = [participant.island for participant in planned.plan.participants]
+        is_time = self.outer.round % self.config.snapshot_every == 0
+        if is_time and min(participants) == self.config.island and self.outer.on_boundary:
+            self._snapshots.write_behind(
+                self.outer.round, self.outer.outer_hash, self.outer.strategy.state_dict(), self.config.keep_rounds
+            )
+
+    def _stand(self, phase: Phase) -> None:
+        """What the next sign of life says; it is given at once, because others may wait to hear it."""
+        if self._members is not None:
+            self._members.standing.phase = phase
+            self._refresh()
+            self._members.nudge()
+
+    def _refresh(self) -> None:
+        if self._members is None:
+            return
+        standing = self._members.standing
+        standing.round, standing.steps = self.outer.round, self.outer.steps
+        standing.num_ranks = self.island.size
+        standing.tokens_per_second = self._speed()
+
+    def _speed(self) -> float:
+        elapsed = time.monotonic() - self._last_end
+        return self.outer.steps * (self.tokens_per_step or 0) / elapsed if elapsed > 0 else 0.0
+
+    # Leaving
+
+    def leave(self, finished: bool) -> None:
+        """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
+        if not finished and self._is_training and self.outer.steps:
+            try:
+                self._rounds.bequeath()
+            except DiLoCoError as error:
+                logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
+        self.has_left = True
+        self.close()
+        if finished:
+            self._note_missing_rounds()
+        if self._members is not None:
+            self._members.leave("finished" if finished else "left")
+
+    def _note_missing_rounds(self) -> None:
+        if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
+            logger.warning(
+                "this island's steps are done after round %d of the run's %d: it missed some, and brought their "
+                "steps to later ones",
+                self.outer.round,
+                self._run.num_rounds,
+            )
+
+    def close(self) -> None:
+        if hasattr(self, "_engine"):
+            self._snapshots.wait()
+            self._engine.rest()
+            self._engine.close()
+
+    def _need_council(self) -> Council:
+        assert self._council is not None
+        return self._council
+
+    def _need_members(self) -> Members:
+        assert self._members is not None
+        return self._members

@@ -1,0 +1,59 @@
+"""Which kind of session a run calls for, and which engine a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_diloco.agreement.log import RunLog
+from hf_diloco.agreement.rendezvous import find_address
+from hf_diloco.codecs import CODECS
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.exchange.bucket import BucketExchange
+from hf_diloco.island import IslandGroup
+from hf_diloco.sessions.base import BaseSession
+from hf_diloco.sessions.direct import DirectEngine
+from hf_diloco.sessions.engines import BucketEngine, Engine
+from hf_diloco.sessions.fixed import FixedSession
+
+
+def open_session(
+    config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool] = lambda: False
+) -> BaseSession:
+    """Reaches the other islands in the way that the rendezvous calls for. Collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+
+    Raises:
+        RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
+    """
+    if config.meets_in_store:
+        from hf_diloco.sessions.elastic import ElasticSession
+
+        return ElasticSession(config, island, should_stop)
+    return FixedSession(config, island, should_stop)
+
+
+def open_engine(
+    config: DiLoCoConfig, island: IslandGroup, log: RunLog, bucket: BucketExchange, author: str, key: bytes
+) -> Engine:
+    """How islands that meet in an object store exchange. Collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        log: of the run.
+        bucket: this rank's range of the object store.
+        author: names the island and its process, as "00001-000002".
+        key: of the run.
+
+    Raises:
+        RendezvousError: the address to listen on is a public one.
+    """
+    if not config.is_direct:
+        return BucketEngine(bucket, CODECS[config.payload], island.rank)
+    (size,) = island.sum([bucket.length])
+    address = island.on_all(lambda: find_address(config))
+    return DirectEngine(config, island, log, bucket, int(size), author, address, key)

@@ -1,0 +1,400 @@
+"""One rank's part in carrying out rounds: putting its pseudo-gradient into the store, and taking the outer steps.
+
+What a plan names lies in the store, so a round is carried out in the same way in time or late: average what the plan
+names, see that the average is the one agreed on, take the outer step. What differs is what becomes of this island's
+own progress since it last took part:
+
+    it is in the round          used up: the masters become the outer parameters
+    part of it is               the rest stays, on top of the new outer parameters
+    none of it is               it stays, on top of the new outer parameters, and comes to a later round
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_diloco.agreement.council import Attempt, Council, author_of
+from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.digests import digest_vector
+from hf_diloco.errors import CheckpointError, DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import CosineSums, SyncReport, cosine_to_others
+from hf_diloco.outer import OuterState
+from hf_diloco.sessions.engines import Engine
+from hf_diloco.sessions.planned import Offered, Part, PlannedRound, SyncClock
+from hf_diloco.sessions.snapshots import Snapshot, Snapshots
+
+logger = logging.getLogger("hf_diloco")
+
+_LOOK_SECONDS = 0.2
+
+
+class Rounds:
+    """Offers and carries out rounds. Every method is collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        engine: how values get from island to island.
+        snapshots: of the run.
+        council: decides rounds; on the island's leader only.
+        claim: of this process.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        outer: OuterState,
+        engine: Engine,
+        snapshots: Snapshots,
+        council: Council | None,
+        claim: int,
+    ) -> None:
+        self.config = config
+        self.outer = outer
+        self.island: IslandGroup = outer.island
+        self._engine = engine
+        self._snapshots = snapshots
+        self._council = council
+        self._claim = claim
+        self._author = author_of(config.island, claim)
+        self._offered: Offered | None = None
+        self._last: tuple[PlannedRound, OutcomeRecord] | None = None
+
+    # Which round
+
+    def find(self) -> PlannedRound | None:
+        """The next round, if it has a plan already."""
+
+        def find() -> dict[str, Any] | None:
+            attempt = self._need_council().current(self.outer.round + 1)
+            return self._with_offers(attempt).dump() if attempt.plan else None
+
+        raw = self.island.on_leader(find)
+        return PlannedRound.load(raw) if raw else None
+
+    def convene(self, offer: OfferRecord) -> PlannedRound:
+        """Offers, and waits for the plan."""
+
+        def convene() -> dict[str, Any]:
+            council = self._need_council()
+            attempt = council.current(offer_round)
+            if attempt.plan is None:
+                attempt = council.convene(attempt, offer)
+            return self._with_offers(attempt).dump()
+
+        offer_round = self.outer.round + 1
+        return PlannedRound.load(self.island.on_leader(convene))
+
+    def _with_offers(self, attempt: Attempt) -> PlannedRound:
+        assert attempt.plan is not None
+        offers = self._need_council().offers_of(attempt.plan)
+        return PlannedRound(attempt.round, attempt.number, attempt.plan, attempt.outcome, offers)
+
+    def publish(self, clock: SyncClock) -> OfferRecord:
+        """Puts this island's pseudo-gradient into the store, unless it is there."""
+        number = self.outer.round + 1
+        self._engine.rest()
+        delta, square = self.outer.pseudo_gradient()
+        if not self.has_offered(number):
+            (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
+            said, traffic = self.island.on_all(lambda: self._engine.announce(delta, number, tag))
+            clock.traffic += traffic
+            serial = self._offered.serial + 1 if self._offered else 0
+            objects = self.island.gather(said)
+            self._offered = Offered(serial, number, self.outer.steps, objects)
+        assert self._offered is not None
+        is_finite = math.isfinite(square)
+        return OfferRecord(
+            island=self.config.island,
+            claim=self._claim,
+            serial=self._offered.serial,
+            steps=self._offered.steps,
+            weight=self.weight if is_finite else 0.0,
+            norm=math.sqrt(square) if is_finite else None,
+            state=self.outer.outer_hash,
+            objects=self._offered.objects,
+            links=self._engine.links,
+        )
+
+    def bequeath(self) -> None:
+        """Offers this island's progress to the next round without waiting for it: it leaves."""
+        if self._engine.needs_presence or self.has_offered(self.outer.round + 1):
+            return
+        offer = self.publish(SyncClock())
+
+        def hand_over() -> None:
+            council = self._need_council()
+            attempt = council.current(self.outer.round + 1)
+            if attempt.plan is None:
+                council.offer(attempt, offer)
+
+        self.island.on_leader(hand_over)
+
+    def has_offered(self, number: int) -> bool:
+        """Whether all of this island's progress is in the store, for round `number`."""
+        offered = self._offered
+        return offered is not None and offered.round == number and offered.steps == self.outer.steps
+
+    @property
+    def weight(self) -> float:
+        """Tokens or examples; or, where all count alike, the share of a whole round's steps."""
+        if self.config.weight_by == "uniform":
+            return self.outer.steps / self.config.sync_every
+        return self.outer.weight
+
+    def carry_out(self, planned: PlannedRound, clock: SyncClock, is_resuming: bool = False) -> SyncReport | None:
+        """Averages what the plan names, settles the attempt, and takes the outer step; None if it was aborted.
+
+        Args:
+            planned: the attempt.
+            clock: what this synchronisation takes.
+            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+        """
+        if planned.plan.state != self.outer.outer_hash:
+            raise self._diverged(planned, "outer parameters", self.outer.outer_hash, planned.plan.state)
+        self._engine.rest()  # from here on the last round's average may be overwritten
+        part = self._part_in(planned, is_resuming)
+        own = planned.place_of(self.config.island)
+        is_here = own is not None and self._is_newest(planned.offers[own])
+        if self._engine.needs_presence and planned.outcome is None and not is_here:
+            self._await_outcome(planned)
+            return None
+        if planned.is_committed and not self.island.on_leader(lambda: self._await_average(planned)):
+            gone = PayloadError(f"the average of round {planned.number} is not in the store")
+            self._on_bad_payload(planned, gone, Part.WHOLE if is_resuming else part)
+            return None
+        delta, square = self.outer.pseudo_gradient()
+        # The average may replace progress that is used up; other progress must outlast it.
+        mean = delta if part is Part.WHOLE else torch.empty_like(delta)
+        sums = CosineSums()
+        own_values = delta if is_here else None
+        try:
+            clock.traffic += self.island.on_all(
+                lambda: self._engine.average(planned, mean, own, own_values, sums.observe)
+            )
+            used = self._used_of(planned, own) if part is Part.SOME else None
+        except PayloadError as error:
+            self._engine.close()
+            self._on_bad_payload(planned, error, Part.WHOLE if is_resuming else part)
+            return None
+        except IslandLostError as error:
+            self._engine.close()
+            self._on_lost(planned, error)
+            return None
+        except DiLoCoError:
+            self._engine.close()
+            raise
+        digest = digest_vector(mean, self.outer.partition, self.island)
+        outcome = planned.outcome or clock.wait(lambda: self._commit(planned, digest))
+        if outcome.kind == "abort":
+            self._engine.settled(planned, outcome, None)
+            self._note_abort(outcome)
+            return None
+        if outcome.mean != digest:
+            raise self._diverged(planned, "average", digest, outcome.mean)
+        clock.averaged()
+        weight = self.weight
+        self._snapshots.wait()
+        self._install(planned, mean, part, used)
+        self._engine.settled(planned, outcome, mean)
+        self._last = planned, outcome
+        self.island.on_leader(lambda: self._need_council().remember(planned.plan))
+        return self._report(planned, clock, sums, square, weight, own)
+
+    def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
+        """How much of this island's progress a round uses up."""
+        own = planned.place_of(self.config.island)
+        if own is None:
+            return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
+        is_of_another_process = planned.offers[own].claim != self._claim  # whose steps this one has made again
+        is_all = is_resuming or is_of_another_process or self._is_newest(planned.offers[own])
+        return Part.WHOLE if is_all else Part.SOME
+
+    def _is_newest(self, offer: OfferRecord) -> bool:
+        """Whether an offer holds just the progress that this island has made."""
+        offered = self._offered
+        is_last = offered is not None and (offer.claim, offer.serial) == (self._claim, offered.serial)
+        return is_last and self.has_offered(self.outer.round + 1)
+
+    def _diverged(self, planned: PlannedRound, what: str, mine: str, agreed: str) -> DivergedError:
+        return DivergedError(
+            f"round {planned.number}: this island does not come to what all agreed on ({what} {mine[:12]}, "
+            f"agreed {agreed[:12]}): suspect memory or a changed library. It ends before it spoils the others; "
+            "started again, it resumes from its last checkpoint"
+        )
+
+    def _note_abort(self, outcome: OutcomeRecord) -> None:
+        """What was of no use is published anew."""
+        if self._offered is not None and f"/{self._author}-{self._offered.serial:06d}." in outcome.unusable:
+            self._offered.round = -1
+
+    def _commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
+        attempt = Attempt(planned.number, planned.attempt, planned.plan)
+        raw = self.island.on_leader(lambda: self._need_council().commit(attempt, digest).model_dump())
+        return OutcomeRecord.model_validate(raw)
+
+    def _on_bad_payload(self, planned: PlannedRound, error: PayloadError, part: Part) -> None:
+        """Before the round is decided: aborts the attempt. After that: comes to a later state by a snapshot."""
+        if planned.is_committed:
+            self._jump(planned, error)
+            self._give_up(planned, part)
+            return
+        named = [
+            participant.offer
+            for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
+            if any(info.get("path") == error.path for info in offer.objects)
+        ]
+        if not named:
+            raise error
+        if self.island.is_leader:
+            logger.warning("round %d is tried again: %s", planned.number, error)
+        attempt = Attempt(planned.number, planned.attempt, planned.plan)
+        raw = self.island.on_leader(lambda: self._need_council().abort(attempt, named[0], str(error)).model_dump())
+        self._note_abort(OutcomeRecord.model_validate(raw))
+
+    def _on_lost(self, planned: PlannedRound, error: IslandLostError) -> None:
+        """A participant did not answer: the attempt is aborted, unless others have completed it all the same."""
+        if self.island.is_leader:
+            logger.warning("round %d is tried again: %s", planned.number, error)
+        places = [place for place in map(planned.place_of, error.islands) if place is not None]
+        offer = planned.plan.participants[places[0]].offer if places else ""
+        attempt = Attempt(planned.number, planned.attempt, planned.plan)
+        self.island.on_leader(lambda: self._need_council().abort(attempt, offer, str(error)).model_dump())
+
+    def _await_outcome(self, planned: PlannedRound) -> None:
+        """Returns when an attempt that this island has no part in is decided.
+
+        Raises:
+            IslandLostError: that takes too long.
+        """
+        attempt = Attempt(planned.number, planned.attempt, planned.plan)
+        self.island.on_leader(
+            lambda: self._need_council().await_outcome(attempt, planned.offers, self.config.exchange_timeout)
+        )
+
+    def _await_average(self, planned: PlannedRound) -> bool:
+        """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
+        deadline = time.monotonic() + self.config.exchange_timeout
+        while not self._engine.has_average(planned):
+            if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def _jump(self, planned: PlannedRound, error: PayloadError) -> None:
+        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
+            if self._engine.needs_presence:  # it may come yet
+                raise IslandLostError(str(error))
+            raise CheckpointError(
+                f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "
+                f"{planned.number} are gone ({error}), and no later snapshot is there. Start it in an empty run "
+                "folder once there is one, and raise keep_rounds"
+            )
+
+    def _give_up(self, planned: PlannedRound, part: Part) -> None:
+        """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
+        own = planned.place_of(self.config.island)
+        if part is Part.WHOLE:
+            self.outer.write_masters()
+        elif part is Part.SOME and own is not None:
+            self.outer.shrink(planned.offers[own].steps)
+
+    def is_average_missing(self) -> bool:
+        """Whether nobody can catch up with the last round, and it is on this island, of those left, to change that.
+
+        Asked on the leader only.
+        """
+        if self._last is None or not self._engine.needs_presence:
+            return False
+        planned, outcome = self._last
+        alive = self._need_council().processes()
+        left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.claim}
+        if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
+            return False
+        return not self._engine.has_average(planned)
+
+    def take_over(self, find: Callable[[], str | None]) -> bool:
+        """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
+
+        A snapshot may be cleared up while it is read: then there is a newer one.
+        """
+        damaged = None
+        while (folder := self.island.on_leader(find)) is not None:
+            try:
+                self._load_snapshot(folder)
+                return True
+            except PayloadError:
+                if folder == damaged:
+                    raise
+                damaged = folder
+        return False
+
+    def _load_snapshot(self, folder: str) -> None:
+        def fetch() -> tuple[Snapshot, dict[str, torch.Tensor] | None]:
+            snapshot = self._snapshots.at(folder)
+            holds_it = (snapshot.round, snapshot.state) == (self.outer.round, self.outer.outer_hash)
+            return snapshot, None if holds_it else self._snapshots.fetch(snapshot)
+
+        snapshot, state = self.island.on_all(fetch)
+        if state is None:
+            return
+        if self.island.is_leader:
+            logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
+        self._snapshots.wait()
+        self.outer.jump(state, snapshot.round)
+        if self.outer.outer_hash != snapshot.state:
+            raise DivergedError(
+                f"the snapshot {folder} does not hold the outer parameters that it announces "
+                f"({self.outer.outer_hash[:12]} instead of {snapshot.state[:12]}): delete it, and start again"
+            )
+
+    def _install(self, planned: PlannedRound, mean: torch.Tensor, part: Part, used: torch.Tensor | None) -> None:
+        """Takes the outer step; this island's progress is used up, partly used, or stays its own."""
+        if part is Part.WHOLE:
+            self.outer.install(mean)
+            return
+        own = planned.place_of(self.config.island)
+        steps = planned.offers[own].steps if part is Part.SOME and own is not None else 0
+        if steps and used is None:
+            self.outer.shrink(steps)
+        self.outer.install_beside(mean, used)
+        if steps and used is not None:  # it had offered that before it gave up waiting and trained on
+            self.outer.count_down(steps)
+
+    def _used_of(self, planned: PlannedRound, own: int | None) -> torch.Tensor | None:
+        """The part of this island's progress that a round uses."""
+        assert own is not None
+        return self.island.on_all(lambda: self._engine.values_of(planned.offers[own]))
+
+    def _report(
+        self, planned: PlannedRound, clock: SyncClock, sums: CosineSums, square: float, weight: float, own: int | None
+    ) -> SyncReport:
+        traffic = clock.traffic
+        sent, received, dot, mean = self.island.sum([traffic.bytes_sent, traffic.bytes_received, sums.dot, sums.mean])
+        weights = [participant.weight for participant in planned.plan.participants]
+        return SyncReport(
+            round=self.outer.round,
+            participants=[participant.island for participant in planned.plan.participants],
+            seconds_computing=clock.computing,
+            seconds_waiting=clock.waiting,
+            seconds_exchanging=clock.exchanging,
+            seconds_applying=clock.applying,
+            bytes_sent=int(sent),
+            bytes_received=int(received),
+            pseudo_gradient_norm=math.sqrt(square) if math.isfinite(square) else math.nan,
+            cosine=None if own is None else cosine_to_others(dot, square, mean, weights[own] / sum(weights)),
+            weight=weight,
+            outer_hash=self.outer.outer_hash,
+        )
+
+    def _need_council(self) -> Council:
+        assert self._council is not None, "only the leader asks"
+        return self._council

@@ -1,0 +1,275 @@
+"""Looks at a run from outside, reading only. No clock but this machine's and the store's is ever used."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from hf_diloco.agreement import members
+from hf_diloco.agreement.log import MAX_RECORD_BYTES, Record
+from hf_diloco.agreement.members import BeatRecord, ClaimRecord
+from hf_diloco.agreement.objects import Entry, ObjectStore
+from hf_diloco.agreement.run import open_run
+from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
+from hf_diloco.errors import ForgedError, PayloadError
+from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
+from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
+
+R = TypeVar("R", bound=Record)
+
+_ENDED = ("left", "finished")
+_POLL_SECONDS = 0.5
+_USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
+
+
+@dataclass
+class _Life:
+    """The last beat of an island's newest process as this observer saw it, and since when it has not changed."""
+
+    claim: int
+    beat: BeatRecord | None
+    since: float
+    has_changed: bool = False
+
+
+class Observer:
+    """Looks at the run in a store, as often as it is asked.
+
+    Args:
+        store: where its islands meet.
+        key: the run's; empty for none.
+        num_rounds: how many of the last rounds to describe.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
+
+    Raises:
+        RendezvousError: there is no run, or it was begun with another key.
+        StoreError: the store does not answer.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: bytes,
+        num_rounds: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._has_key = bool(key)
+        self._num_rounds = num_rounds
+        self._clock = clock
+        self._sleep = sleep
+        self._run, self._log = open_run(store, key)
+        self._lives: dict[int, _Life] = {}
+        self._refused: dict[str, str] = {}
+        # What no longer changes is read once.
+        self._claims: dict[str, ClaimRecord] = {}
+        self._rounds: dict[int, tuple[int, RoundStatus]] = {}
+        self._snapshots: dict[tuple[str, ...], Snapshot] = {}
+
+    def settle(self) -> RunStatus:
+        """Looks for as long as it takes to tell which islands live: a little more than two beats at most.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        status = self.look()
+        while any(island.presence == "unknown" for island in status.islands):
+            self._sleep(_POLL_SECONDS)
+            self._refused = {}
+            by_folder = _by_folder(self._store.entries("claims")), _by_folder(self._store.entries("beats"))
+            if all(island.presence != "unknown" for island in self._islands(*by_folder, newest_round=0)):
+                status = self.look()
+        return status
+
+    def look(self) -> RunStatus:
+        """One look. Which islands live shows only from the second one on.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        self._refused = {}
+        entries = self._store.entries()
+        below: dict[str, list[Entry]] = {}
+        for entry in entries:
+            below.setdefault(entry.path.partition("/")[0], []).append(entry)
+        rounds = self._last_rounds(group_rounds(below.get("rounds", [])))
+        snapshot = self._newest_snapshot(below.get("snapshots", []))
+        committed = [status.round for status in rounds if status.state == "committed"]
+        newest = max([*committed, snapshot.round if snapshot else 0])
+        claims, beats = _by_folder(below.get("claims", [])), _by_folder(below.get("beats", []))
+        islands = self._islands(claims, beats, newest)
+        begun = self._claim(claims.get(self._run.by, {}).get(1))
+        num_rounds = self._run.num_rounds
+        return RunStatus(
+            url=self._store.url,
+            run=self._run.run,
+            begun_by=self._run.by,
+            begun_on=begun.host if begun else "",
+            has_key=self._has_key,
+            settings=self._run.fingerprint,
+            num_rounds=num_rounds,
+            round=newest,
+            seconds_per_round=_median([status.seconds for status in rounds]),
+            is_over=num_rounds is not None
+            and newest >= num_rounds
+            and all(island.presence in ("ended", "silent") for island in islands),
+            islands=islands,
+            rounds=rounds[: self._num_rounds],
+            snapshot=snapshot,
+            stored=_stored(entries),
+            refused=dict(sorted(self._refused.items())),
+        )
+
+    # Islands
+
+    def _islands(
+        self,
+        claims: Mapping[int, Mapping[int, Entry]],
+        beats: Mapping[int, Mapping[int, Entry]],
+        newest_round: int,
+    ) -> list[IslandStatus]:
+        found = []
+        for island in sorted(claims.keys() | beats.keys()):
+            of_island, its_beats = claims.get(island, {}), beats.get(island, {})
+            number = max([*of_island, *its_beats])
+            claim = self._claim(of_island.get(number))
+            entry = its_beats.get(number)
+            beat = self._read(entry, BeatRecord) if entry else None
+            if claim or beat:
+                found.append(self._island(island, number, claim, beat, newest_round))
+        return found
+
+    def _island(
+        self, island: int, number: int, claim: ClaimRecord | None, beat: BeatRecord | None, newest_round: int
+    ) -> IslandStatus:
+        life = self._lives.get(island)
+        if life is None:
+            life = self._lives[island] = _Life(number, beat, self._clock())
+        elif (life.claim, life.beat) != (number, beat):
+            life = self._lives[island] = _Life(number, beat, self._clock(), has_changed=True)
+        return IslandStatus(
+            island=island,
+            claim=number,
+            host=claim.host if claim else "",
+            pid=claim.pid if claim else None,
+            folder=claim.folder if claim else "",
+            phase=beat.phase if beat else None,
+            presence=self._presence(life),
+            seconds_silent=round(self._clock() - life.since, 1),
+            round=beat.round if beat else None,
+            lag=max(0, newest_round - beat.round) if beat else None,
+            steps=beat.steps if beat else None,
+            tokens_per_second=beat.tokens_per_second if beat else None,
+            num_ranks=beat.num_ranks if beat else None,
+        )
+
+    def _presence(self, life: _Life) -> Presence:
+        if life.beat and life.beat.phase in _ENDED:
+            return "ended"
+        if self._clock() - life.since >= 2 * members.BEAT_SECONDS + 0.5:  # one beat may be late, as the store may be
+            return "silent"
+        return "alive" if life.has_changed else "unknown"
+
+    def _claim(self, entry: Entry | None) -> ClaimRecord | None:
+        if entry and entry.path not in self._claims:
+            record = self._read(entry, ClaimRecord)
+            if record:
+                self._claims[entry.path] = record
+        return self._claims.get(entry.path) if entry else None
+
+    # Rounds and snapshots
+
+    def _last_rounds(self, rounds: Mapping[int, Attempts]) -> list[RoundStatus]:
+        """The last rounds, the newest first: as many as are shown, or as it takes to know the usual time of one."""
+        found = (self._round(number, rounds[number]) for number in sorted(rounds, reverse=True))
+        wanted = max(self._num_rounds, _USUAL_ROUNDS)
+        last = list(islice((status for status in found if status is not None), wanted))
+        return [status.model_copy(update={"seconds": _seconds(status, rounds)}) for status in last]
+
+    def _round(self, number: int, attempts: Attempts) -> RoundStatus | None:
+        num_objects = sum(map(len, attempts.values()))
+        known = self._rounds.get(number)
+        if known and known[0] == num_objects:
+            return known[1]
+        num_refused = len(self._refused)
+        status = read_round(number, attempts, self._read)
+        if status and status.state == "committed" and len(self._refused) == num_refused:
+            self._rounds[number] = num_objects, status
+        return status
+
+    def _newest_snapshot(self, entries: Sequence[Entry]) -> SnapshotStatus | None:
+        folders: dict[str, list[Entry]] = {}
+        for entry in entries:
+            folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+        for folder in sorted(folders, reverse=True):
+            parts = [entry for entry in folders[folder] if entry.path.endswith(".json")]
+            found = self._snapshot(folder, parts) if round_of(f"{folder}/") >= 0 else None
+            if found:
+                author = folder.rpartition("/")[2].partition("-")[0]
+                return SnapshotStatus(
+                    round=found.round,
+                    island=int(author) if author.isdecimal() else None,
+                    num_parts=len(found.parts),
+                    num_bytes=sum(entry.size for entry in folders[folder]),
+                )
+        return None
+
+    def _snapshot(self, folder: str, parts: Sequence[Entry]) -> Snapshot | None:
+        """The snapshot in a folder, if it is whole."""
+        paths = tuple(entry.path for entry in parts)
+        if paths not in self._snapshots:
+            try:
+                found = assemble(folder, [self._read(entry, SnapshotRecord) for entry in parts])
+            except PayloadError as error:
+                self._refused[folder] = str(error)
+                return None
+            if found is None:
+                return None
+            self._snapshots[paths] = found
+        return self._snapshots[paths]
+
+    def _read(self, entry: Entry, kind: type[R]) -> R | None:
+        """A record; None if it is gone, or not of this run, which is noted."""
+        if entry.size > MAX_RECORD_BYTES:
+            self._refused[entry.path] = f"{entry.size} bytes are more than a record may have ({MAX_RECORD_BYTES})"
+            return None
+        try:
+            return self._log.read(entry.path, kind)
+        except ForgedError as error:
+            self._refused[entry.path] = str(error)
+            return None
+
+
+def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
+    """Claims or beats, as claims/I/N.json, by island and number."""
+    found: dict[int, dict[int, Entry]] = {}
+    for entry in entries:
+        if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
+            found.setdefault(int(match[1]), {})[int(match[2])] = entry
+    return found
+
+
+def _seconds(status: RoundStatus, rounds: Mapping[int, Attempts]) -> float | None:
+    """From the commit of the round before to that of this one."""
+    before = decided_at(rounds[status.round - 1]) if status.round - 1 in rounds else None
+    return (status.committed_at - before).total_seconds() if status.committed_at and before else None
+
+
+def _stored(entries: Sequence[Entry]) -> StoredBytes:
+    sizes = {"payloads": 0, "snapshots": 0, "records": 0}
+    for entry in entries:
+        kind = entry.path.partition("/")[0]
+        sizes[kind if kind in ("payloads", "snapshots") else "records"] += entry.size
+    return StoredBytes(**sizes)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 3) if known else None

@@ -1,0 +1,97 @@
+"""What all tests share: no network, clean environment variables, fast tests first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.processes import ROOT, find_free_port
+
+DISTRIBUTED_TIMEOUT = 300  # seconds; a test's own `timeout` mark comes first
+
+# Before any library is imported, and inherited by every process that a test starts.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    WANDB_MODE="disabled",
+    TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="agg",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
+
+# Set by launchers and, within a process, by accelerate: ACCELERATE_USE_DEEPSPEED makes a later plain Trainer use ZeRO.
+LAUNCHER_VARIABLES = re.compile(
+    r"(ACCELERATE|DEEPSPEED|DS|FSDP|TORCHELASTIC|OMPI_COMM_WORLD|PMI)_.*"
+    r"|HF_DILOCO_(?!TEST_).*"
+    r"|(LOCAL_|GROUP_|ROLE_|CROSS_)?(RANK|SIZE|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
+)
+
+settings.register_profile("hf_diloco", deadline=None, print_blob=True)  # a shared machine has slow moments
+settings.load_profile("hf_diloco")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Caches of datasets and the hub go into a folder of this session; Ctrl-C works in processes started by tests."""
+    cache = tempfile.TemporaryDirectory(prefix="hf-diloco-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(cache.cleanup)
+    os.environ["HF_HOME"] = cache.name
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest runs in a shell's background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler, unlike SIG_IGN, is not inherited
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs fast tests first, those of several processes after them, slow ones last."""
+    for item in items:
+        if item.get_closest_marker("distributed") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(DISTRIBUTED_TIMEOUT))
+    items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("distributed"))))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    """Launchers' variables and accelerate's process-wide state leak neither into a test nor out of it."""
+    _forget_launchers()
+    yield
+    _forget_launchers()
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    if "transformers.integrations.deepspeed" in sys.modules:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+
+
+def _forget_launchers() -> None:
+    for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
+        del os.environ[name]
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    return find_free_port()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real text and images that are not part of the project; skips where they are missing.
+
+    `HF_DILOCO_TEST_DATA`, or else shared/data beside the project.
+    """
+    folder = Path(os.environ.get("HF_DILOCO_TEST_DATA") or ROOT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"needs the test data: no folder {folder}, and HF_DILOCO_TEST_DATA names no other")
+    return folder

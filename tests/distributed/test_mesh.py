@@ -1,0 +1,239 @@
+"""Exchanges and sessions between real processes on the loopback device: what they compute, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.mesh import CHUNK_VALUES
+from tests.islands import run_islands
+from tests.processes import Process, Processes
+from tests.programs.mesh_island import make_values
+
+pytestmark = pytest.mark.distributed
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+LOOP_VALUES = 16 << 20  # 64 MiB: long enough for a signal to come in the middle
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def spawn(processes: Processes, program: str, **settings: Any) -> Process:
+    return processes.spawn([sys.executable, PROGRAMS / f"{program}.py", json.dumps(settings)], env={"PYTHONPATH": "."})
+
+
+# What comes out
+
+SMALL_CHUNK = 100
+
+
+def make_cases(num_islands: int) -> list[tuple[str, int, list[float], int]]:
+    """Payload, size, weights and values a chunk."""
+    equal, unequal = [1.0] * num_islands, [3.0, 1.0, 0.25, 1e5][:num_islands]
+    sizes = [0, 1, num_islands - 1, 7]
+    small = [*sizes, SMALL_CHUNK - 1, SMALL_CHUNK, SMALL_CHUNK + 1, 10 * SMALL_CHUNK, 33 * SMALL_CHUNK + 5]
+    large = [*sizes, CHUNK_VALUES - 1, CHUNK_VALUES + 1]
+    return [
+        (payload, size, weights, chunk)
+        for payload in ("fp32", "bf16", "fp16")
+        for weights in (equal, unequal)
+        for chunk, chosen in ((SMALL_CHUNK, small), (CHUNK_VALUES, large))
+        for size in chosen
+    ]
+
+
+@pytest.mark.parametrize("num_islands", [2, 3, 4])
+def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: TCPStore, tmp_path: Path) -> None:
+    cases = make_cases(num_islands)
+    with Processes() as processes:
+        started = [
+            spawn(
+                processes,
+                "mesh_island",
+                store=store.port,
+                island=island,
+                num_islands=num_islands,
+                timeout=60,
+                cases=cases,
+                result=str(tmp_path / f"{island}.pt"),
+            )
+            for island in range(num_islands)
+        ]
+        for process in started:
+            process.wait()
+    network = MemoryNetwork(num_islands)
+
+    def run(island: int) -> list[torch.Tensor]:
+        exchange = network.lane("0", island)
+        results = []
+        for case, (payload, size, weights, _) in enumerate(cases):
+            values = make_values(case, island, size)
+            exchange.average(values, weights, CODECS[payload])
+            results.append(values)
+        return results
+
+    expected = run_islands(num_islands, run)[0]
+    totals = [0] * len(cases)
+    for island in range(num_islands):
+        for case, (values, sent, received) in enumerate(torch.load(tmp_path / f"{island}.pt")):
+            assert torch.equal(values, expected[case]), (island, cases[case])
+            assert sent == received
+            totals[case] += sent
+    for (payload, size, _, _), total in zip(cases, totals, strict=True):
+        num_bytes = CODECS[payload].num_bytes(size)
+        assert total == 2 * (num_islands - 1) * num_bytes, "2 (n-1)/n of the payload, for each of n islands"
+
+
+# What ends it
+
+
+def start_loop(processes: Processes, store: TCPStore, num_islands: int, timeout: float) -> list[Process]:
+    islands = [
+        spawn(
+            processes,
+            "mesh_island",
+            store=store.port,
+            island=island,
+            num_islands=num_islands,
+            timeout=timeout,
+            loop=LOOP_VALUES,
+        )
+        for island in range(num_islands)
+    ]
+    for process in islands:
+        process.wait_for("exchange 1$")
+    return islands
+
+
+def read_loss(process: Process) -> dict[str, Any]:
+    line = process.wait(30).output.splitlines()[-1]
+    loss: dict[str, Any] = json.loads(line)
+    return loss
+
+
+@pytest.mark.parametrize(("num_islands", "victim"), [(3, 1), (4, 3)])
+def test_a_killed_island_is_named_by_all_others_within_seconds(num_islands: int, victim: int, store: TCPStore) -> None:
+    with Processes() as processes:
+        islands = start_loop(processes, store, num_islands, timeout=60)
+        islands[victim].kill()
+        killed = time.monotonic()
+        for island, process in enumerate(islands):
+            if island != victim:
+                loss = read_loss(process)
+                assert loss["lost"] == [victim], loss
+                assert f"island {victim} was lost" in loss["text"]
+                assert "start all islands again" in loss["text"]
+        assert time.monotonic() - killed < 10
+
+
+@pytest.mark.parametrize(("num_islands", "victim"), [(2, 0), (3, 1)])
+def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds(
+    num_islands: int, victim: int, store: TCPStore
+) -> None:
+    """Gloo does not wake a transfer that is half through when its connection breaks."""
+    with Processes() as processes:
+        islands = start_loop(processes, store, num_islands, timeout=60)
+        os.kill(islands[victim].pid, signal.SIGSTOP)
+        time.sleep(1)  # the others fill the buffers between them and go no further
+        islands[victim].kill()
+        killed = time.monotonic()
+        for island, process in enumerate(islands):
+            if island != victim:
+                loss = read_loss(process)
+                assert loss["lost"] == [victim], loss
+        assert time.monotonic() - killed < 10
+
+
+@pytest.mark.parametrize(("num_islands", "victim"), [(2, 1), (3, 0)])
+def test_a_stopped_island_is_named_by_all_others_at_the_deadline(
+    num_islands: int, victim: int, store: TCPStore
+) -> None:
+    with Processes() as processes:
+        islands = start_loop(processes, store, num_islands, timeout=4)
+        os.kill(islands[victim].pid, signal.SIGSTOP)
+        for island, process in enumerate(islands):
+            if island != victim:
+                loss = read_loss(process)
+                assert loss["lost"] == [victim], loss
+                assert 3.5 < loss["seconds"] < 9
+        os.kill(islands[victim].pid, signal.SIGCONT)
+        assert read_loss(islands[victim])["seconds"] < 30
+
+
+# Sessions
+
+
+def session_settings(port: int, tmp_path: Path, num_islands: int, island: int, **config: Any) -> dict[str, Any]:
+    whole = {
+        "num_islands": num_islands,
+        "island": island,
+        "rendezvous": f"tcp://127.0.0.1:{port}",
+        "sync_every": 2,
+        "join_timeout": 30,
+        "sync_timeout": 10,
+        "exchange_timeout": 10,
+        **config,
+    }
+    return {"config": whole, "folder": str(tmp_path / f"island-{island}"), "steps": 6}
+
+
+def test_a_second_process_with_the_number_of_an_island_is_refused(free_port: int, tmp_path: Path) -> None:
+    with Processes() as processes:
+        first = spawn(processes, "mesh_session", **session_settings(free_port, tmp_path, 2, 0))
+        others = [
+            spawn(processes, "mesh_session", **session_settings(free_port, tmp_path / str(copy), 2, 1))
+            for copy in range(2)
+        ]
+        ended = [process.wait(60, expect=None) for process in others]
+        refused, joined = sorted(ended, key=lambda completed: completed.returncode, reverse=True)
+        assert (refused.returncode, joined.returncode) == (1, 0)
+        assert "DuplicateIslandError: another process has already joined this run as island 1" in refused.output
+        assert "give every island its own number" in refused.output
+        first.wait(30)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_run_that_loses_an_island_ends_with_its_name(victim: int, free_port: int, tmp_path: Path) -> None:
+    with Processes() as processes:
+        settings = [session_settings(free_port, tmp_path, 3, island, sync_timeout=4) for island in range(3)]
+        islands = [spawn(processes, "mesh_session", **{**one, "steps": 10_000, "pause": 0.05}) for one in settings]
+        for process in islands:
+            process.wait_for("round 2 ")
+        islands[victim].kill()
+        killed = time.monotonic()
+        for island, process in enumerate(islands):
+            if island != victim:
+                output = process.wait(30, expect=1).output
+                assert re.search(r"^IslandLostError: ", output, re.MULTILINE)
+                assert re.search(rf"island {victim} ", output.splitlines()[-1]), output
+                assert "start all islands again" in output.lower()
+        assert time.monotonic() - killed < 30
+
+
+def test_a_rendezvous_that_hangs_is_given_up(free_port: int, tmp_path: Path) -> None:
+    """A machine that has stopped closes no connection, and torch's store waits for it for ever."""
+    with Processes() as processes:
+        settings = [session_settings(free_port, tmp_path, 2, island) for island in range(2)]
+        more = {"steps": 10_000, "pause": 0.05, "answer_seconds": 2}
+        islands = [spawn(processes, "mesh_session", **{**one, **more}) for one in settings]
+        for process in islands:
+            process.wait_for("round 2 ")
+        os.kill(islands[0].pid, signal.SIGSTOP)
+        output = islands[1].wait(30, expect=1).output
+    assert "IslandLostError: " in output
+    assert "island 0" in output.splitlines()[-1]

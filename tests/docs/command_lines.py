@@ -1,0 +1,144 @@
+"""Takes shell text apart into commands, and asks each program's own parser whether it would understand its arguments.
+
+For commands that a test cannot run: they need two machines, GPUs, a scheduler, the Hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+from tests.processes import run
+
+_ASSIGNMENT = re.compile(r"\w+=")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The simple commands of shell text, without assignments and `&`; `export` and `wait` are left out."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and _ASSIGNMENT.match(words[0]):
+            words.pop(0)
+        if words and words[-1] == "&":
+            words.pop()
+        if words and words[0] not in ("export", "wait"):
+            found.append(words)
+    return found
+
+
+def check(words: Sequence[str]) -> None:
+    """Raises `AssertionError` if the command would not be understood, or is of a program that is not known here."""
+    program = words[0]
+    assert program in _CHECKS, f"no check of {program!r}: run the block, or add a check"
+    _CHECKS[program](list(words[1:]))
+
+
+def check_shell(text: str) -> None:
+    """Raises if bash does not understand the text."""
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, capture_output=True)
+
+
+def _hf_diloco(words: list[str]) -> None:
+    dry = ["--dry-run"] if words[0] == "launch" else []
+    run([sys.executable, "-m", "hf_diloco.cli", *words, *dry])
+
+
+def _train_lm(words: list[str]) -> None:
+    from hf_diloco.lm.commandline import parse_command_line
+
+    assert words[0] == "train_lm.py"
+    parse_command_line([str(ROOT / word) if word.endswith(".yaml") else word for word in words[1:]])
+
+
+def _torchrun(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    parsed = _parse(get_args_parser(), words)
+    _train_lm([parsed.training_script, *parsed.training_script_args])
+
+
+def _accelerate(words: list[str]) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    assert words[0] == "launch"
+    parsed = _parse(launch_command_parser(), words[1:])
+    if parsed.config_file:
+        assert load_config_from_file(str(ROOT / parsed.config_file)).num_processes
+    _train_lm([parsed.training_script, *parsed.training_script_args])
+
+
+def _deepspeed(words: list[str]) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    parsed = parse_args(words)
+    _train_lm([parsed.user_script, *parsed.user_args])
+
+
+def _python(words: list[str]) -> None:
+    program = words[:2] if words[0] == "-m" else words[:1]
+    _flags(words[len(program) :], run([sys.executable, *program, "--help"], cwd=ROOT).output)
+
+
+def _hub(words: list[str]) -> None:
+    from huggingface_hub.cli.hf import main
+
+    program = f"import sys; from {main.__module__} import main; sys.argv[0] = 'hf'; main()"
+    _flags(words[1:], run([sys.executable, "-c", program, words[0], "--help"], env={"COLUMNS": 200}).output)
+
+
+def _make(words: list[str]) -> None:
+    run(["make", "--dry-run", *words])
+
+
+def _pip(words: list[str]) -> None:
+    assert words == ["install", "."]
+
+
+def _sbatch(words: list[str]) -> None:
+    script = next(index for index, word in enumerate(words) if word.endswith(".sh"))
+    options = words[:script]
+    assert options[::2] == ["--nodes", "--gpus-per-node"]
+    check_shell((ROOT / words[script]).read_text())
+    assert (ROOT / words[script + 1]).is_file()
+
+
+def _two_clusters(words: list[str]) -> None:
+    path = ROOT / "scripts" / "two_clusters.sh"
+    check_shell(path.read_text())
+    assert (ROOT / words[0]).is_file()
+    assert all("@" in place and ":" in place for place in words[1:3])
+    assert words[3].startswith("tcp://")
+
+
+def _flags(words: Sequence[str], help_text: str) -> None:
+    unknown = [word for word in words if word.startswith("--") and word not in help_text]
+    assert not unknown
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    try:
+        return parser.parse_args(words)
+    except SystemExit as error:
+        raise AssertionError(f"{parser.prog} does not understand {shlex.join(words)}") from error
+
+
+_CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "hf": _hub,
+    "hf-diloco": _hf_diloco,
+    "make": _make,
+    "pip": _pip,
+    "python": _python,
+    "sbatch": _sbatch,
+    str(Path("scripts/two_clusters.sh")): _two_clusters,
+    "torchrun": _torchrun,
+}

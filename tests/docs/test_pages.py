@@ -1,0 +1,212 @@
+"""README and docs say what is so: links lead somewhere, and lists are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from hf_diloco import config, errors
+from hf_diloco.agreement.seal import ENV_KEY
+from hf_diloco.lm.runfile import RunFile
+from hf_diloco.lm.yaml_file import read_yaml
+from tests.docs import run_file_tables
+from tests.docs.pages import PAGES, ROOT, Block, all_blocks, anchors, blocks, links
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+
+
+def by_name(value: Any) -> str:
+    return value.name if isinstance(value, Block) else str(value.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_blocks_have_a_language(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= {"bash", "json", "python", "text", "yaml"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{link} leads nowhere"
+        assert file.is_relative_to(ROOT), f"{link} leads out of the project"
+        assert not anchor or anchor in anchors(file), f"{link}: no such heading; there are {sorted(anchors(file))}"
+
+
+def test_readme_lists_every_page() -> None:
+    linked = {link for link in links(README) if link.startswith("docs/")}
+    assert linked == {f"docs/{page.name}" for page in PAGES if page != README}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_named_files_exist(page: Path) -> None:
+    named = re.findall(r"\b(?:configs|scripts|examples|benchmarks|docs|hf_diloco|tests)/[\w./-]*\w", page.read_text())
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("block", all_blocks("python"), ids=by_name)
+def test_python_compiles(block: Block) -> None:
+    compile(block.text, block.name, "exec")
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=by_name)
+def test_json_is_valid(block: Block) -> None:
+    json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=by_name)
+def test_yaml_is_of_a_run_file(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(block.text)
+    values, _ = read_yaml(path)
+    if "distributed_type" in values:  # an accelerate configuration
+        assert yaml.safe_load(block.text)["distributed_type"] == "DEEPSPEED"
+        return
+    if isinstance(values.get("deepspeed"), str):
+        values["deepspeed"] = str(ROOT / values["deepspeed"])
+    RunFile.model_validate({"name": "run", "training": {"max_steps": 1}, **values})
+
+
+def test_training_blocks_are_trainings_arguments(tmp_path: Path) -> None:
+    from hf_diloco.lm.arguments import check_training
+
+    checked = 0
+    for block in all_blocks("yaml"):
+        path = tmp_path / "run.yaml"
+        path.write_text(block.text)
+        values, _ = read_yaml(path)
+        if "training" in values:
+            check_training(values["training"])
+            checked += 1
+    assert checked >= 2
+
+
+# run-file.md
+
+
+def test_run_file_tables_are_the_schema() -> None:
+    text = run_file_tables.PAGE.read_text()
+    assert text == run_file_tables.with_tables(text), "run: python -m tests.docs.run_file_tables"
+
+
+def test_every_block_of_the_schema_has_a_table() -> None:
+    found = run_file_tables.blocks_with_tables(run_file_tables.PAGE.read_text())
+    assert sorted(found) == sorted([*run_file_tables.blocks(), run_file_tables.REFUSED])
+
+
+def test_every_key_has_a_meaning() -> None:
+    for block in run_file_tables.blocks():
+        rows = run_file_tables.table(block).splitlines()[2:]
+        assert rows
+        assert not [row for row in rows if row.endswith("|  |")]
+
+
+# errors.md
+
+
+def test_every_error_has_its_section() -> None:
+    sections = re.findall(r"^## (\w+)$", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert sorted(sections) == sorted(errors.__all__)
+
+
+def test_the_tree_of_errors_is_the_codes() -> None:
+    drawn = re.compile(r"^( *[ ├└─│]*)(\w+Error|StopRequested)\b", re.MULTILINE)
+    (tree,) = [block.text for block in blocks(DOCS / "errors.md", "text")]
+    in_code = "\n".join(line.removeprefix("    ") for line in str(errors.__doc__).splitlines())
+    assert drawn.findall(tree) == drawn.findall(in_code)
+    assert sorted(name for _, name in drawn.findall(tree)) == sorted(errors.__all__)
+
+
+# metrics.md
+
+
+def named_metrics() -> set[str]:
+    return set(re.findall(r"^\| `(diloco/\w+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+
+
+def test_metrics_are_those_that_the_callback_logs() -> None:
+    from hf_diloco.callback import _LOGGED
+
+    assert named_metrics() == {f"diloco/{name}" for name in _LOGGED} | {"diloco/outer_loss"}
+
+
+# protocol.md, deepspeed.md, launching.md, benchmarks.md
+
+
+def test_every_record_of_a_round_is_explained() -> None:
+    from hf_diloco.agreement import ledger
+
+    text = (DOCS / "protocol.md").read_text()
+    keys = re.findall(r"^    (round/R/\S+)", str(ledger.__doc__), re.MULTILINE)
+    assert len(keys) == 4
+    assert not [key for key in keys if f"`{key}`" not in text]
+    assert not [word for word in (ledger._GO, ledger._LATE, ledger._LEAVES, ledger._COMMIT) if f'"{word}"' not in text]
+
+
+def test_every_record_in_an_object_store_is_explained() -> None:
+    from hf_diloco.agreement import council, log, members, round_records
+
+    text = (DOCS / "protocol.md").read_text()
+    paths = re.findall(r"^    (\S+\.json) ", str(log.__doc__), re.MULTILINE)
+    assert len(paths) == 11
+    assert not [path for path in paths if f"| `{path}` |" not in text]
+    kinds = get_args(round_records.OutcomeRecord.model_fields["kind"].annotation)
+    assert not [kind for kind in kinds if f"`{kind}`" not in text]
+    assert f"After {council.MAX_ATTEMPTS} attempts" in text
+    assert f"every {members.BEAT_SECONDS:g} s" in text
+    assert f"for {members.LEASE_SECONDS:g} s (the lease)" in text
+
+
+def test_every_deepspeed_layout_is_listed() -> None:
+    from hf_diloco.shards import zero
+
+    text = (DOCS / "deepspeed.md").read_text()
+    assert not [name for name in zero._LAYOUTS if f"`{name}`" not in text]
+    oldest, too_new = zero.TESTED_VERSIONS
+    assert f"checked against DeepSpeed {oldest}" in text
+    assert f"from {too_new} on" in text
+
+
+def test_environment_variables_are_listed() -> None:
+    rows = set(re.findall(r"^\| `(HF_DILOCO_\w+)` \|", (DOCS / "launching.md").read_text(), re.MULTILINE))
+    assert rows == {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY, "HF_DILOCO_DEBUG"}
+
+
+def test_defaults_in_prose_are_the_codes() -> None:
+    fresh = config.DiLoCoConfig()
+    tuning = (DOCS / "tuning.md").read_text()
+    for name in ("sync_every", "outer_lr"):
+        assert f"`{name}: {getattr(fresh, name)}`" in tuning
+    assert f"`outer_momentum: {fresh.outer_momentum}`" in tuning.replace("\n", " ")
+    assert fresh.join_timeout == 600
+    assert "`join_timeout` (ten minutes)" in (DOCS / "launching.md").read_text()
+    assert fresh.sync_timeout == 1800
+    assert "`sync_timeout` (30 minutes)" in README.read_text()
+
+
+def test_benchmark_columns_are_the_programs() -> None:
+    program = (ROOT / "benchmarks" / "quality_c4.py").read_text()
+    section = (DOCS / "benchmarks.md").read_text().split("## Whether it learns")[1].split("Measured on")[0]
+    columns = re.findall(r"^\| ([a-zA-Z ]+) \|", section, re.M)
+    assert columns[0] == "column"
+    assert len(columns) > 4
+    assert all(f'"{name}"' in program for name in columns[1:])
+    overhead = (ROOT / "benchmarks" / "overhead.py").read_text()
+    assert all(f'"{name}": {name}' in overhead for name in ("training", "sync", "memory"))
+
+
+def test_make_demo_is_the_command_that_readme_names() -> None:
+    recipe = re.search(r"^demo:.*\n\t(?P<line>.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    command = re.sub(r"^.*/(hf-diloco)", r"\1", recipe["line"]).removesuffix(" $(ARGS)")
+    assert command in [line for block in blocks(README, "bash") for line in block.text.splitlines()]

@@ -1,0 +1,107 @@
+"""What must be equal to what, shown with real runs of several processes through the real command line."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.runs import (
+    Runs,
+    assert_identical,
+    assert_islands_agree,
+    events,
+    largest_difference,
+    losses,
+    zero,
+)
+
+pytestmark = pytest.mark.distributed
+
+# AdamW divides by the root of tiny second moments in the first steps: a last-bit difference of a gradient may grow to
+# 1e-4 of the learning rate's size, and eight steps add up.
+ROUNDING = 2e-4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def plain(runs: Runs) -> Path:
+    return runs.command("plain", [sys.executable], diloco={"enabled": False})
+
+
+def test_no_synchronisation_in_reach_is_the_plain_trainer(runs: Runs) -> None:
+    callback = runs.command("out-of-reach", [sys.executable], diloco={"sync_every": 1000})
+    assert_identical_weights_and_losses(plain(runs), callback)
+
+
+def assert_identical_weights_and_losses(first: Path, second: Path) -> None:
+    assert largest_difference(first, second) == 0.0
+    assert losses(second)  # the plain run has no record of ours: its losses are compared through the weights
+
+
+def test_one_island_with_lr_1_and_no_momentum_is_the_plain_trainer(runs: Runs) -> None:
+    fedavg = runs.command("identity", [sys.executable], diloco={"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0})
+    assert events(fedavg, "sync")
+    assert largest_difference(plain(runs), fedavg) < 1e-5
+
+
+def test_two_islands_with_equal_data_are_one_island(runs: Runs) -> None:
+    one = runs.launch("one", diloco={"num_islands": 1}, data={"shares": "same"})
+    two = runs.launch("two-same", data={"shares": "same"})
+    assert_identical(one, two)
+    assert_islands_agree(two)
+
+
+def two_by_two(runs: Runs, name: str, stage: int | None) -> Path:
+    return runs.launch(
+        name,
+        deepspeed=None if stage is None else zero(stage),
+        training={"per_device_train_batch_size": 2},
+        launch={"num_processes": 2, "threads": 1},
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_are_ddp(runs: Runs, stage: int) -> None:
+    ddp = two_by_two(runs, "ddp", None)
+    sharded = two_by_two(runs, f"zero{stage}", stage)
+    assert f"ZeRO-{stage}, 2 ranks" in events(sharded, "start")[0]["shards"]
+    assert_islands_agree(sharded)
+    assert largest_difference(ddp, sharded) < ROUNDING
+
+
+def test_two_ranks_are_one_rank_with_the_same_data(runs: Runs) -> None:
+    one_rank = runs.launch("two-by-one")
+    two_ranks = two_by_two(runs, "ddp", None)
+    assert_islands_agree(one_rank)
+    assert_islands_agree(two_ranks)
+    assert largest_difference(one_rank, two_ranks) < ROUNDING
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
+    """Stopped at step 6, in the middle of a round, and started again with the same command."""
+    changes = {
+        "deepspeed": None if stage is None else zero(stage),
+        "training": {"save_strategy": "steps", "save_steps": 6, "save_total_limit": 3},
+    }
+    name = "plain" if stage is None else "zero"
+    whole = runs.launch(f"whole-{name}", **changes)
+    broken = runs.folder / f"resumed-{name}"
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    for island in range(2):
+        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
+        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    resumed = runs.launch(f"resumed-{name}", **changes)
+    assert events(resumed, "start")[0]["resumed"] is True
+    assert events(resumed, "start")[0]["step"] == 6
+    assert largest_difference(whole, resumed) == 0.0
+    assert losses(resumed) == losses(whole)[6:]
+    assert [r["outer_hash"] for r in events(resumed, "sync")] == [r["outer_hash"] for r in events(whole, "sync")][1:]
+    assert_islands_agree(resumed)

@@ -1,0 +1,69 @@
+"""An island is killed: the others say so, keep a checkpoint, and all go on from the newest common round."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import ROOT, Processes, find_free_port
+
+pytestmark = pytest.mark.distributed
+
+PROGRAM = ROOT / "tests" / "programs" / "trainer_island.py"
+
+
+def start(processes: Processes, folder: Path, island: int, rendezvous: str, **settings: Any) -> Any:
+    whole = {
+        "output_dir": str(folder / f"island-{island}"),
+        "result": str(folder / f"result-{island}.json"),
+        "data_seed": island,
+        "max_steps": 8,
+        "save_steps": 2,
+        "diloco": {"sync_every": 2, "sync_timeout": 6, "exchange_timeout": 20, "join_timeout": 60},
+        **settings,
+    }
+    environment = {
+        "HF_DILOCO_ISLAND": island,
+        "HF_DILOCO_NUM_ISLANDS": 2,
+        "HF_DILOCO_RENDEZVOUS": rendezvous,
+        "MASTER_PORT": find_free_port(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": ROOT,
+    }
+    return processes.spawn([sys.executable, PROGRAM, json.dumps(whole)], env=environment)
+
+
+def run_both(folder: Path, resume: bool = False) -> None:
+    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    with Processes() as processes:
+        islands = [start(processes, folder, i, rendezvous, resume="common" if resume else None) for i in range(2)]
+        for island in islands:
+            island.wait(timeout=150)
+
+
+def test_a_killed_island_is_named_and_the_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_both(whole)
+    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    with Processes() as processes:
+        survivor = start(processes, broken, 0, rendezvous)
+        start(processes, broken, 1, rendezvous, fail_at=5)
+        ended = survivor.wait(timeout=150, expect=None)
+    assert ended.returncode != 0
+    assert "IslandLostError: island 1 did not reach round 3 within sync_timeout (6 s)" in ended.output
+    assert "resumes from the newest round" in ended.output
+    pending = json.loads((broken / "island-0" / "checkpoint-6" / "diloco" / "outer.json").read_text())
+    assert (pending["round"], pending["steps_since_sync"]) == (
+        2,
+        2,
+    )  # the round that could not take place is still due
+    run_both(broken, resume=True)
+    for island in range(2):
+        first = torch.load(whole / f"result-{island}.json.pt", weights_only=True)
+        second = torch.load(broken / f"result-{island}.json.pt", weights_only=True)
+        assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,305 @@
+"""Islands as threads that a schedule runs one store operation at a time, in virtual time, and kills where it likes.
+
+What runs is the package's own `Members` and `Council`; only the payload is left out: an island's outer state is a hash
+of the plans that it has carried out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hf_diloco.agreement.council import Attempt, Council, Rules
+from hf_diloco.agreement.log import RunLog
+from hf_diloco.agreement.members import Members
+from hf_diloco.agreement.objects import ObjectStore
+from hf_diloco.agreement.round_records import OfferRecord, PlanRecord
+from hf_diloco.agreement.seal import Seal
+from hf_diloco.errors import DuplicateIslandError, IslandLostError
+
+OPERATION_SECONDS = 0.01
+BEAT, LEASE = 1.0, 4.0
+
+
+class Killed(BaseException):
+    """The schedule has killed this island."""
+
+
+class Turn:
+    """One island's thread: waits for its turns, of which each is one operation on the store or one sleep."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.granted = threading.Semaphore(0)
+        self.yielded = threading.Semaphore(0)
+        self.wakes_at = 0.0
+        self.is_killed = False
+        self.has_ended = False
+
+    def wait(self) -> None:
+        """Gives the turn back, and returns when the schedule grants the next one."""
+        self.yielded.release()
+        self.granted.acquire()
+        if self.is_killed:
+            raise Killed
+
+    def sleep(self, seconds: float) -> None:
+        self.wakes_at = self._world.now + seconds
+        self.wait()
+
+
+class ScheduledStore:
+    """A store of which every operation is a turn of its own; an island may be killed before it or after it."""
+
+    def __init__(self, store: ObjectStore, turn: Turn) -> None:
+        self._store = store
+        self._turn = turn
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        operation = getattr(self._store, name)
+
+        def run(*args: object) -> object:
+            self._turn.wait()
+            answer = operation(*args)
+            self._turn.wait()  # the answer is on its way: meanwhile others act, or this island dies
+            return answer
+
+        return run
+
+
+@dataclass
+class Disk:
+    """What survives an island's death: round and state of its last checkpoint."""
+
+    round: int = 0
+    state: str = "00"
+
+
+@dataclass
+class World:
+    """The islands, their store, virtual time, and what was seen of it all."""
+
+    store: ObjectStore
+    num_islands: int
+    rules: Rules
+    target: int
+    with_stranger: bool = False
+    """One more island offers pseudo-gradients that start from other outer parameters."""
+    faults: Callable[[int, Attempt], bool] = lambda island, attempt: (
+        attempt.number == 0 and attempt.round % 3 == 0 and island == attempt.round % 2
+    )
+    """Whether an island cannot read an object of an attempt: by default some cannot, once, in some rounds."""
+    exchanging: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    """Who has come to exchange directly in an attempt: island and claim."""
+    now: float = 0.0
+    states: dict[int, set[str]] = field(default_factory=dict)
+    """All states that any island has held after a round."""
+    decided: dict[str, set[str]] = field(default_factory=dict)
+    """All contents that any island has seen of a plan or outcome."""
+    plans: dict[int, PlanRecord] = field(default_factory=dict)
+    failures: list[BaseException] = field(default_factory=list)
+    num_missed: int = 0
+    num_aborted: int = 0
+
+    def run(self, choices: Iterator[int], kills: dict[int, int], max_turns: int = 40_000) -> None:
+        """Runs all islands to the last round.
+
+        Args:
+            choices: which of the islands that can act does so, turn by turn.
+            kills: turn -> island to kill then; it is started again at once, from its last checkpoint.
+            max_turns: more is a failure to make progress.
+        """
+        disks = [Disk() for _ in range(self.num_islands)]
+        turns = [self._start(island, disks[island]) for island in range(self.num_islands)]
+        if self.with_stranger:
+            turns.append(self._start(self.num_islands, Disk()))
+        for number in range(max_turns):
+            if kills.get(number, self.num_islands) < self.num_islands:
+                island = kills[number]
+                self._kill(turns[island])
+                turns[island] = self._start(island, disks[island])
+            active = [turn for turn in turns if not turn.has_ended]
+            if not active:
+                break
+            if all(turn.wakes_at > self.now for turn in active):
+                self.now = min(turn.wakes_at for turn in active)
+            ready = [turn for turn in active if turn.wakes_at <= self.now]
+            self._grant(ready[next(choices) % len(ready)])
+            self.now += OPERATION_SECONDS
+        stuck = [island for island, turn in enumerate(turns) if not turn.has_ended]
+        for turn in turns:
+            self._kill(turn)
+        if self.failures:
+            raise self.failures[0]
+        assert not stuck, f"islands {stuck} made no progress in {max_turns} turns"
+
+    def _start(self, island: int, disk: Disk) -> Turn:
+        turn = Turn(self)
+
+        def live() -> None:
+            try:
+                turn.wait()
+                kind = Stranger if island == self.num_islands else Life
+                kind(self, turn, island, disk).run()
+            except Killed:
+                pass
+            except BaseException as error:
+                self.failures.append(error)
+            finally:
+                turn.has_ended = True
+                turn.yielded.release()
+
+        threading.Thread(target=live, daemon=True).start()
+        turn.yielded.acquire()
+        return turn
+
+    def _grant(self, turn: Turn) -> None:
+        turn.granted.release()
+        turn.yielded.acquire()
+
+    def _kill(self, turn: Turn) -> None:
+        turn.is_killed = True
+        while not turn.has_ended:
+            self._grant(turn)
+
+
+class Life:
+    """One process of an island: joins, then offers and carries out plans until the last round."""
+
+    def __init__(self, world: World, turn: Turn, island: int, disk: Disk) -> None:
+        self._world = world
+        self._turn = turn
+        self._island = island
+        self._disk = disk
+        self._log = RunLog(ScheduledStore(world.store, turn), Seal(b"", "run"))  # type: ignore[arg-type]
+        clock = lambda: world.now  # noqa: E731
+        self._members = Members(self._log, island, lease=LEASE, clock=clock, sleep=turn.sleep)
+        self._council = Council(self._log, self._members, world.rules, clock=clock, sleep=self._sleep)
+        self._beat_at = world.now
+        self.round, self.state = disk.round, disk.state
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._members.enter()
+                break
+            except DuplicateIslandError:
+                self._turn.sleep(LEASE)  # the predecessor's last beat was seen late
+        self._stand("training")
+        try:
+            while self.round < self._world.target:
+                self._try_round()
+        except DuplicateIslandError:
+            return
+        self._members.leave("finished")
+
+    def _sleep(self, seconds: float) -> None:
+        """Who waits gives signs of life."""
+        self._turn.sleep(seconds)
+        if self._world.now - self._beat_at >= BEAT:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._members.beat()
+        self._beat_at = self._world.now
+
+    def _stand(self, phase: str) -> None:
+        self._members.standing.phase = phase  # type: ignore[assignment]
+        self._members.standing.round = self.round
+        self._beat()
+
+    def _try_round(self) -> None:
+        self._stand("syncing")
+        attempt = self._council.current(self.round + 1)
+        if attempt.plan is None:
+            try:
+                attempt = self._council.convene(attempt, self._offer())
+            except IslandLostError:
+                self._world.num_missed += 1
+                return
+        self._carry_out(attempt)
+
+    def _offer(self) -> OfferRecord:
+        return OfferRecord(
+            island=self._island,
+            claim=self._members.claim,
+            serial=0,
+            steps=1,
+            weight=1.0,
+            norm=1.0,
+            state=self.state,
+            objects=[{}],
+        )
+
+    def _carry_out(self, attempt: Attempt) -> None:
+        world, plan = self._world, attempt.plan
+        assert plan is not None
+        world.decided.setdefault(f"{attempt.path}/plan", set()).add(plan.model_dump_json())
+        assert plan.state == self.state
+        assert {offer.state for offer in self._council.offers_of(plan)} == {self.state}
+        mean = _hash("".join(participant.offer for participant in plan.participants))
+        outcome = attempt.outcome
+        if world.rules.needs_presence and outcome is None:
+            offers = self._council.offers_of(plan)
+            if (self._island, self._members.claim) not in {(offer.island, offer.claim) for offer in offers}:
+                try:
+                    self._council.await_outcome(attempt, offers, patience=20.0)
+                except IslandLostError:
+                    world.num_missed += 1
+                return
+            lost = self._exchange(attempt, offers)
+            if lost is not None:
+                outcome = self._council.abort(attempt, plan.participants[lost].offer, "lost")
+        if outcome is None and world.faults(self._island, attempt):
+            outcome = self._council.abort(attempt, plan.participants[-1].offer, "unreadable")
+        outcome = outcome or self._council.commit(attempt, mean)
+        world.decided.setdefault(f"{attempt.path}/outcome", set()).add(outcome.model_dump_json())
+        if outcome.kind == "abort":
+            world.num_aborted += 1
+            return
+        assert outcome.mean == mean
+        self._council.remember(plan)
+        self.round += 1
+        self.state = _hash(self.state + mean)
+        world.states.setdefault(self.round, set()).add(self.state)
+        known = world.plans.setdefault(self.round, plan)
+        assert known == plan
+        if self.round % 2 == 0:
+            self._disk.round, self._disk.state = self.round, self.state
+        self._stand("training")
+
+    def _exchange(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> int | None:
+        """Meets the other participants; returns the place of one that does not come."""
+        present = self._world.exchanging.setdefault(attempt.path, set())
+        present.add((self._island, self._members.claim))
+        deadline = self._world.now + self._world.rules.grace
+        while True:
+            missing = [place for place, offer in enumerate(offers) if (offer.island, offer.claim) not in present]
+            if not missing:
+                return None
+            if self._world.now >= deadline:
+                return missing[0]
+            self._sleep(0.3)
+
+
+class Stranger(Life):
+    """An island that believes that it holds the run's state, and does not."""
+
+    def run(self) -> None:
+        self._members.enter()
+        self.state = "ff"
+        while self.round < self._world.target:
+            self._stand("training")
+            attempt = self._council.current(self.round + 1)
+            if attempt.plan is None:
+                self._council.offer(attempt, self._offer())
+            if attempt.outcome is not None:
+                self.round += 1
+            self._turn.sleep(0.5)
+        self._members.leave("left")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,225 @@
+"""`hf-diloco launch` with real training on two islands: to the end, interrupted, an island killed, and resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.processes import Process, Processes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # two launches in a test, on few and busy cores
+
+PATIENCE = 400  # seconds for one launch
+
+PROGRAM = (sys.executable, "-m", "hf_diloco.cli", "launch")
+ZERO2 = {
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+RUN: Mapping[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
+    "tokenizer": {"train": {"vocab_size": 400, "max_megabytes": 0.2}},
+    "data": {"sequence_length": 32, "num_eval_sequences": 8},
+    "training": {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_steps": 1000,
+    },
+    "launch": {"use_cpu": True, "threads": 1},
+    "sample": {"prompt": "The", "num_tokens": 5},
+    "diloco": {"num_islands": 2, "sync_every": 4, "outer_momentum": 0.0, "join_timeout": 120, "sync_timeout": 60},
+}
+
+
+class Launches:
+    """Starts `hf-diloco launch` on one run file in a folder of its own."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self.processes = processes
+        self.run = folder / "runs" / "tiny"
+        self._file = folder / "tiny.yaml"
+        self._file.write_text(yaml.safe_dump({**RUN, "output": str(folder / "runs")}))
+
+    def start(self, max_steps: int, *arguments: str, deepspeed: bool = True, num_processes: int = 1) -> Process:
+        settings = [
+            f"training.max_steps={max_steps}",
+            f"deepspeed={json.dumps(ZERO2) if deepspeed else 'null'}",
+            f"launch.num_processes={num_processes}",
+        ]
+        return self.processes.spawn([*PROGRAM, self._file, *settings, *arguments])
+
+    def island(self, number: int) -> Path:
+        return self.run / f"island-{number}"
+
+    def wait_for_step(self, launched: Process, step: int) -> None:
+        """Until both islands have trained `step` steps."""
+        deadline = time.monotonic() + PATIENCE
+        for number in (0, 1):
+            while self._step(number) < step:
+                assert launched.popen.poll() is None, launched.output
+                assert time.monotonic() < deadline, launched.output
+                time.sleep(0.05)
+
+    def _step(self, number: int) -> int:
+        try:
+            progress = json.loads((self.island(number) / "progress.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return -1
+        return int(progress["step"]) if progress["state"] != "starting" else -1
+
+    def checkpoints(self, number: int) -> list[int]:
+        return sorted(int(path.name.split("-")[1]) for path in self.island(number).glob("checkpoint-*"))
+
+    def events(self, number: int, event: str) -> list[dict[str, Any]]:
+        lines = (self.island(number) / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+    def assert_finished(self, max_steps: int, num_islands: int = 2) -> None:
+        """The last section of all islands' records ends at `max_steps`, with equal outer parameters."""
+        for number in range(num_islands):
+            assert self.events(number, "end")[-1]["step"] == max_steps
+            assert json.loads((self.island(number) / "summary.json").read_text())["eval_loss"] > 0
+        assert len({self.events(number, "sync")[-1]["outer_hash"] for number in range(num_islands)}) == 1
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self) -> None:
+        left = [(process.pid, process.cmdline()) for process in self.processes.alive()]
+        assert not left, left
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    with Processes() as processes:
+        yield Launches(tmp_path, processes)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "num_processes", "num_islands"),
+    [(True, 1, 2), (False, 2, 2), (True, 2, 1), (False, 1, 1)],  # each takes another way through accelerate
+    ids=["ZeRO-2 x 1 rank, 2 islands", "DDP x 2 ranks, 2 islands", "ZeRO-2 x 2 ranks, 1 island", "1 rank, 1 island"],
+)
+def test_a_run_from_start_to_table(launches: Launches, deepspeed: bool, num_processes: int, num_islands: int) -> None:
+    launched = launches.start(8, "--num-islands", str(num_islands), deepspeed=deepspeed, num_processes=num_processes)
+    output = launched.wait(timeout=PATIENCE).output
+    launches.assert_finished(8, num_islands)
+    assert f"launcher │ island {num_islands - 1} finished" in output
+    for row in ("evaluation loss", "tokens/s", "bytes exchanged", "per-step sync", "it writes"):
+        assert row in output
+    assert str(launches.run / "model") in re.sub(r"\s", "", output)
+    assert launches.events(0, "start")[0]["num_ranks"] == num_processes
+    assert ("ZeRO-2" in launches.events(0, "start")[0]["shards"]) == deepspeed
+    assert not re.search(r"Traceback|Warning:|WARNING", output), "noise in the output"
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(launches.run / "model")
+    tokens = AutoTokenizer.from_pretrained(launches.run / "model")("The", return_tensors="pt")
+    assert model(input_ids=tokens["input_ids"]).logits.isfinite().all()
+
+
+def test_ctrl_c_and_resume(launches: Launches) -> None:
+    launched = launches.start(400)
+    launches.wait_for_step(launched, 6)
+    launched.interrupt()
+    output = launched.wait(timeout=60, expect=3).output
+    assert launches.checkpoints(0)
+    assert launches.checkpoints(1)
+    assert "to continue from the last checkpoint: hf-diloco launch" in output
+    launches.assert_nothing_left()
+
+    reached = launches.checkpoints(0)[-1]
+    launches.start(reached + 12).wait(timeout=PATIENCE)
+    launches.assert_finished(reached + 12)
+    starts = launches.events(0, "start")
+    assert [start["resumed"] for start in starts] == [False, True]
+    assert 0 < starts[1]["step"] <= reached
+
+
+def test_ctrl_c_before_training_ends_at_once(launches: Launches) -> None:
+    launched = launches.start(400)
+    launched.wait_for("launcher │ run")
+    time.sleep(1)
+    launched.interrupt()
+    assert launched.wait(timeout=15, expect=130).seconds < 15
+    launches.assert_nothing_left()
+
+
+def kill_in_island_1(launched: Process, module: str) -> None:
+    """SIGKILL for the one process of island 1 that runs `python -m module`."""
+    (victim,) = (
+        process
+        for process in psutil.Process(launched.pid).children(recursive=True)
+        if process.environ().get("HF_DILOCO_ISLAND") == "1"
+        and [word for word in process.cmdline()[1:] if word != "-u"][:2] == ["-m", module]
+    )
+    victim.kill()
+
+
+def test_a_killed_rank_and_resume(launches: Launches) -> None:
+    launched = launches.start(400, "training.save_steps=4", deepspeed=False)
+    launches.wait_for_step(launched, 10)
+    kill_in_island_1(launched, "hf_diloco.lm")
+    output = launched.wait(timeout=120, expect=1).output
+    assert "error: island 1 failed (SIGKILL)" in output
+    assert str(launches.island(1) / "log.txt") in output
+    assert launches.events(0, "save")[-1]["step"] == launches.events(0, "end")[-1]["step"], "the survivor saved"
+    launches.assert_nothing_left()
+
+    reached = launches.checkpoints(0)[-1]
+    launches.start(reached + 12, "training.save_steps=4", deepspeed=False).wait(timeout=PATIENCE)
+    launches.assert_finished(reached + 12)
+    assert launches.events(1, "start")[-1]["step"] > 0
+
+
+def test_a_killed_accelerate_leaves_no_orphan(launches: Launches) -> None:
+    launched = launches.start(400)
+    launches.wait_for_step(launched, 6)
+    kill_in_island_1(launched, "accelerate.commands.launch")
+    output = launched.wait(timeout=120, expect=1).output
+    assert "error: island 1 failed (SIGKILL)" in output
+    assert launches.checkpoints(0)
+    assert launches.checkpoints(1), "its rank was asked to end, not killed"
+    launches.assert_nothing_left()
+
+
+def test_a_killed_launcher_leaves_checkpoints_and_no_process(launches: Launches) -> None:
+    launched = launches.start(400, deepspeed=False)
+    launches.wait_for_step(launched, 6)
+    launched.kill()
+    deadline = time.monotonic() + 40
+    while launches.processes.alive() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    launches.assert_nothing_left()
+    assert launches.checkpoints(0)
+    assert launches.checkpoints(1)
+
+
+def test_a_mistake_that_only_the_islands_can_see(launches: Launches) -> None:
+    output = launches.start(8, "training.no_such_argument=1", "--num-islands", "1").wait(PATIENCE, expect=1).output
+    assert "no_such_argument" in output
+    assert "Traceback" not in output
+    launches.assert_nothing_left()

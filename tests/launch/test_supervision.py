@@ -1,0 +1,175 @@
+"""The launcher with real processes that stand in for training: islands end well, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_diloco.cli.guard import TERMINATE_GRACE
+from tests.launch.stand_in import PROGRAM
+from tests.processes import Process, Processes
+
+LONG: Mapping[str, object] = {"steps": 1200}  # a minute: longer than any of these tests
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+def launch(processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20) -> Process:
+    return processes.spawn([*PROGRAM, "launch", folder, json.dumps(behaviours), str(grace)])
+
+
+def checkpoints(folder: Path, island: int) -> list[str]:
+    return [path.name for path in (folder / f"island-{island}").glob("checkpoint-*")]
+
+
+def wait_until_training(folder: Path, *islands: int) -> None:
+    deadline = time.monotonic() + 20
+    for island in islands:
+        file = folder / f"island-{island}" / "progress.json"
+        while not (file.exists() and json.loads(file.read_text())["state"] == "training"):
+            assert time.monotonic() < deadline, f"island {island} never trained"
+            time.sleep(0.02)
+
+
+def pids(folder: Path, island: int) -> dict[str, int]:
+    """The agent (accelerate's place), its rank, and the guard above them."""
+    found: dict[str, int] = json.loads((folder / f"island-{island}" / "pids.json").read_text())
+    return found | {"guard": psutil.Process(found["agent"]).ppid()}
+
+
+def assert_nothing_left(processes: Processes) -> None:
+    left = [(process.pid, process.cmdline()) for process in processes.alive()]
+    assert not left, left
+
+
+def test_islands_finish(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {"steps": 20}, {"steps": 10})
+    output = launched.wait(expect=0).output
+    assert "island 0 │ round 2 done" in output
+    assert "island 1 │ done, step 10/10" in output
+    assert "noise" not in output, "library noise belongs into the log alone"
+    assert "noise" in (tmp_path / "island-0" / "log.txt").read_text()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", output), "control characters without a terminal"
+    assert_nothing_left(processes)
+
+
+def test_one_fails_and_the_others_save(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, LONG, {"fail_at": 5}, LONG)
+    output = launched.wait(expect=1).output
+    assert "failed: island 1: exit code 1: RuntimeError: the loss is not finite" in output
+    assert "launcher │ islands 0 and 2 finish the step and write a checkpoint" in output
+    assert checkpoints(tmp_path, 0)
+    assert checkpoints(tmp_path, 2)
+    assert_nothing_left(processes)
+
+
+def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {"starting": 60}, {"fail_at": 1})
+    completed = launched.wait(expect=1)
+    assert "training has not begun, ending island 0" in completed.output
+    assert completed.seconds < 10
+    assert_nothing_left(processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_stops_with_checkpoints(tmp_path: Path, processes: Processes, number: signal.Signals) -> None:
+    launched = launch(processes, tmp_path, LONG, LONG)
+    wait_until_training(tmp_path, 0, 1)
+    os.kill(launched.pid, number)
+    launched.wait(expect=3)
+    assert checkpoints(tmp_path, 0)
+    assert checkpoints(tmp_path, 1)
+    assert_nothing_left(processes)
+
+
+def test_an_island_that_saved_as_asked_has_not_failed(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, LONG, {**LONG, "misses_the_others": True})
+    wait_until_training(tmp_path, 0, 1)
+    launched.interrupt()
+    assert "island 1 stopped, with a checkpoint (round 3 did not take place" in launched.wait(expect=3).output
+
+
+def test_ctrl_c_while_waiting_after_a_failure(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, {**LONG, "fail_at": 20}, grace=100)
+    launched.wait_for("island 0 finishes the step")
+    launched.interrupt()
+    launched.wait_for("launcher │ ending island 0", timeout=5)
+    launched.wait(expect=1)
+    assert_nothing_left(processes)
+
+
+def test_ctrl_c_before_training(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {"starting": 60}, {"starting": 60})
+    launched.wait_for("island 1 │ starting")
+    launched.interrupt()
+    assert launched.wait(expect=130).seconds < 10
+    assert_nothing_left(processes)
+
+
+def test_second_ctrl_c_does_not_wait(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, LONG, {**LONG, "stubborn": True}, grace=100)
+    wait_until_training(tmp_path, 0, 1)
+    launched.interrupt()
+    launched.wait_for("island 0 stopped")
+    begin = time.monotonic()
+    launched.interrupt()
+    launched.wait(expect=130)
+    assert time.monotonic() - begin < TERMINATE_GRACE + 5
+    assert checkpoints(tmp_path, 0)
+    assert_nothing_left(processes)
+
+
+def test_patience_ends_after_the_grace(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, grace=1)
+    wait_until_training(tmp_path, 0)
+    launched.interrupt()
+    assert "no end after 1 s, ending island 0" in launched.wait(expect=130).output
+    assert_nothing_left(processes)
+
+
+def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, LONG, LONG)
+    wait_until_training(tmp_path, 0, 1)
+    (tmp_path / "island-1" / "stop").touch()
+    assert "launcher │ island 0 finishes the step and writes a checkpoint" in launched.wait(expect=3).output
+    assert checkpoints(tmp_path, 0)
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent", "guard"])
+def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, victim: str) -> None:
+    launched = launch(processes, tmp_path, LONG, LONG)
+    wait_until_training(tmp_path, 0, 1)
+    os.kill(pids(tmp_path, 1)[victim], signal.SIGKILL)
+    output = launched.wait(expect=1).output
+    assert "failed: island 1: SIGKILL" in output
+    assert checkpoints(tmp_path, 0)
+    assert_nothing_left(processes)
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, LONG, LONG)
+    wait_until_training(tmp_path, 0, 1)
+    launched.kill()
+    deadline = time.monotonic() + 10
+    while processes.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert_nothing_left(processes)
+
+
+def test_a_run_folder_serves_one_launch_at_a_time(tmp_path: Path, processes: Processes) -> None:
+    launch(processes, tmp_path, LONG)
+    wait_until_training(tmp_path, 0)
+    second = launch(processes, tmp_path, {"steps": 1})
+    assert "island 0 of this run is running already" in second.wait(expect=1).output

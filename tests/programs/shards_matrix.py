@@ -1,0 +1,282 @@
+"""One rank that makes real engines, one after another, and checks their shards and both partitions.
+
+    torchrun ... -m tests.programs.shards_matrix RESULT.json [CELL ...]
+
+Rank 0 writes, after each cell, what failed in it on any rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from hf_diloco.island import IslandGroup
+from hf_diloco.shards import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
+from tests.programs.shards_engines import VOCABULARY, Engine, make_engine, make_model
+from tests.programs.shards_reference import Reference, working_weights
+from tests.programs.shards_table import Cell, cells_for
+
+WINDOW = 300  # values; a model has about 8,000, its adapters 900
+NUM_LANES = (1, 2, 3, 5)
+
+
+@dataclass
+class Findings:
+    """What was seen in one cell: failed checks of the shards and of the partitions, and how far the steps were from
+    the reference's, as a part of their length."""
+
+    name: str
+    shards: list[str] = field(default_factory=list)
+    partition: list[str] = field(default_factory=list)
+    step_error: float = 0.0
+    seconds: float = 0.0
+
+
+class Examination:
+    """The checks of one cell on one rank."""
+
+    def __init__(self, cell: Cell, island: IslandGroup) -> None:
+        self.found = Findings(cell.name)
+        self._cell = cell
+        self._island = island
+        self._engine: Engine = make_engine(cell, island.size)
+        self._start = working_weights(self._engine)
+        self._reference = Reference(cell, self._engine)
+        self._shards: Shards = open_shards(self._engine.module, self._engine.optimizer, island.size)
+        self._generator = torch.Generator().manual_seed(5)  # the same values on every rank
+
+    def run(self) -> Findings:
+        begin = time.monotonic()
+        try:
+            self._check_layout()
+            self._check_start()
+            self._step(seed=10)
+            self._check_masters_are_deepspeeds()
+            self._check_written()
+            self._step(seed=20)
+            self._check_partitions()
+        finally:
+            self._engine.close()
+        self.found.seconds = time.monotonic() - begin
+        return self.found
+
+    # Shards
+
+    def _expect(self, condition: bool, text: str) -> None:
+        if not condition:
+            self.found.shards.append(f"rank {self._island.rank}: {text}")
+
+    def _check_layout(self) -> None:
+        shards, reference = self._shards, self._reference
+        self._expect(list(shards.sizes.items()) == list(reference.sizes.items()), "names or sizes differ")
+        self._expect(shards.num_parameters == sum(reference.sizes.values()), "num_parameters differs")
+        counts = torch.zeros(shards.num_parameters, dtype=torch.int64)
+        for segment in shards.segments():
+            first = shards.offsets()[segment.name] + segment.start
+            counts[first : first + segment.numel] += 1
+            self._expect(segment.start + segment.numel <= shards.sizes[segment.name], f"{segment.name}: too long")
+        dist.all_reduce(counts)
+        expected = self._island.size if shards.is_replicated else 1
+        self._expect(bool((counts == expected).all()), f"covered {counts.unique().tolist()} times, not {expected}")
+        is_sharded = self._cell.stage in (1, 2, 3)
+        self._expect(shards.is_replicated != is_sharded, f"is_replicated is {shards.is_replicated}")
+
+    def _check_start(self) -> None:
+        self._expect_equal(self._masters(), self._reference.masters(), "masters at the start")
+        if not self._cell.zero_init:
+            for name, parameter in make_model(self._cell).named_parameters():
+                same = torch.equal(parameter.to(self._start[name].dtype), self._start[name])
+                self._expect(same, f"{name} was changed by the engine's making")
+
+    def _step(self, seed: int) -> None:
+        """A step of training starts from the masters as they are, and ends with working copies that agree."""
+        before = self._masters()
+        batches = self._batches(seed)
+        self._engine.step(batches)
+        self._reference.step(batches)
+        after = self._masters()
+        moved = float((after - before).norm())
+        error = float((after - self._reference.masters()).norm()) / moved
+        self.found.step_error = max(self.found.step_error, error)
+        # Between ranks, 16-bit gradients are summed in 16 bits, as in no reference that keeps to fp32.
+        allowed = 1e-5 if self._cell.numbers == "fp32" else 0.01
+        self._expect(moved > 0.01, f"a step moved the masters by {moved:.2g} only")
+        self._expect(error <= allowed, f"a step missed the reference's by {error:.2g} of its length")
+        self._check_working_copies(after, f"after step {seed}")
+
+    def _check_masters_are_deepspeeds(self) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if "round_robin_gradients" in self._cell.zero:  # safe_get_full_fp32_param is wrong there
+            return
+        masters = self._by_name(self._masters())
+        for name, parameter in self._engine.module.named_parameters():
+            public = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if public is not None:
+                self._expect_equal(masters[name].view_as(public), public, f"{name} by safe_get_full_fp32_param")
+            elif parameter.requires_grad:
+                self._expect(self._shards.is_replicated, f"{name} is not known to DeepSpeed")
+
+    def _check_written(self) -> None:
+        """Straight after a step, as a callback does it: ZeRO-3 has some parameters gathered then."""
+        self._engine.step(self._batches(15))
+        self._reference.step(self._batches(15))
+        values = self._new_values()
+        shards, offsets = self._shards, self._shards.offsets()
+        for segment in shards.segments():
+            first = offsets[segment.name] + segment.start
+            segment.values.copy_(values[first : first + segment.numel])
+        shards.commit()
+        self._reference.write(values)
+        self._expect_equal(self._masters(), self._reference.masters(), "masters after writing")
+        self._check_masters_are_deepspeeds()
+        self._check_logits("after commit")  # first: to look at the copies is to gather them anew under ZeRO-3
+        self._check_working_copies(self._masters(), "after commit")
+
+    def _check_working_copies(self, masters: torch.Tensor, when: str) -> None:
+        working = working_weights(self._engine)
+        rounded = self._cell.stage == 3 and self._cell.numbers == "autocast"  # gathered in bf16 where that suffices
+        for name, master in self._by_name(masters).items():
+            copy = working[name].bfloat16() if rounded else working[name]
+            expected = master.to(copy.dtype).view_as(copy)
+            self._expect_equal(copy, expected, f"working copy of {name} {when}")
+        for name in working.keys() - self._shards.sizes.keys():
+            self._expect_equal(working[name], self._start[name], f"frozen {name} {when}")
+
+    def _check_logits(self, when: str) -> None:
+        tokens = self._batches(30)[0]
+        self._expect_equal(self._engine.logits(tokens), self._reference.logits(tokens), f"logits {when}")
+
+    # Partitions
+
+    def _check_partitions(self) -> None:
+        partition.WINDOW_VALUES = WINDOW
+        if not self._shards.is_replicated or self._island.size == 1:
+            self._check_partition("aligned", AlignedPartition(self._shards, self._island))
+        for num_lanes in NUM_LANES:
+            self._check_partition(f"{num_lanes} lanes", LanePartition(self._shards, self._island, num_lanes))
+        self._check_logits("after scattering")
+        self._step(seed=40)
+
+    def _check_partition(self, name: str, cut: Partition) -> None:
+        traffic = Traffic()
+        with traffic:
+            out = torch.full((cut.numel,), torch.nan)
+            cut.gather(out)
+            gathered = self._masters()
+            self._expect_cut(torch.equal(out, _take(gathered, cut)), f"{name}: gather")
+            values = self._new_values()
+            self._reference.write(values)
+            expected = self._reference.masters()
+            cut.scatter(_take(expected, cut))
+            self._expect_cut(torch.equal(self._masters(), expected), f"{name}: scatter")
+        self._check_working_copies(expected, f"after scatter in {name}")
+        lengths = [part.numel() for part in cut.split(out)]
+        self._expect_cut(lengths == cut.lane_sizes and len(lengths) == len(cut.lanes), f"{name}: {lengths}")
+        self._check_cover(name, cut)
+        self._expect_cut(traffic.largest <= WINDOW, f"{name}: {traffic.largest} values under way at once")
+        moves = isinstance(cut, LanePartition) and self._island.size > 1
+        as_due = traffic.count >= 2 if moves else traffic.count == 0
+        self._expect_cut(as_due, f"{name}: {traffic.count} transfers inside the island")
+
+    def _check_cover(self, name: str, cut: Partition) -> None:
+        """The ranks' vectors together hold every element once."""
+        counts = torch.zeros(self._shards.num_parameters, dtype=torch.int64)
+        for start, length in cut.intervals:
+            counts[start : start + length] += 1
+        dist.all_reduce(counts)
+        self._expect_cut(bool((counts == 1).all()), f"{name}: covers {counts.unique().tolist()} times")
+
+    def _expect_cut(self, condition: bool, text: str) -> None:
+        if not condition:
+            self.found.partition.append(f"rank {self._island.rank}: {text}")
+
+    # Values
+
+    def _expect_equal(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        if not torch.equal(actual, expected):
+            difference = float((actual.float() - expected.float()).abs().max())
+            self._expect(False, f"{what}: differs by {difference:.2g}")
+
+    def _masters(self) -> torch.Tensor:
+        """All masters in the canonical order, put together from all ranks' segments; equal on all ranks."""
+        shards = self._shards
+        whole = torch.zeros(shards.num_parameters)
+        for (start, length), segment in zip(shards.intervals(), shards.segments(), strict=True):
+            whole[start : start + length] = segment.values
+        if not shards.is_replicated:
+            dist.all_reduce(whole)
+        return whole
+
+    def _by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self._shards.sizes, whole.split(list(self._shards.sizes.values())), strict=True))
+
+    def _new_values(self) -> torch.Tensor:
+        return torch.randn(self._shards.num_parameters, generator=self._generator) * 0.1
+
+    def _batches(self, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed + self._island.rank)
+        return [torch.randint(VOCABULARY, (2, 9), generator=generator) for _ in range(self._cell.accumulation)]
+
+
+class Traffic:
+    """Watches the all-to-alls inside the island: how many, and the most values that one sends or receives."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.largest = 0
+        self._real = dist.all_to_all_single
+
+    def __enter__(self) -> None:
+        def watched(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            self.largest = max(self.largest, output.numel(), input.numel())
+            return self._real(output, input, *args, **kwargs)
+
+        dist.all_to_all_single = watched
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self._real
+
+
+def _take(whole: torch.Tensor, cut: Partition) -> torch.Tensor:
+    return torch.cat([whole[start : start + length] for start, length in cut.intervals] or [torch.empty(0)])
+
+
+def main() -> None:
+    path, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    atexit.register(time.sleep, 0.2)  # Gloo's threads may abort an interpreter that shuts down
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    Accelerator(cpu=True)  # its wrapper around DeepSpeed's optimizers asks for it
+    island = IslandGroup(timeout=60)
+    gc.freeze()  # DeepSpeed collects garbage often, which need not search the imported libraries each time
+    results = []
+    for cell in cells_for(island.size):
+        if names and cell.name not in names:
+            continue
+        print(f"[rank {island.rank}] {cell.name}", flush=True)
+        found = Examination(cell, island).run()
+        everywhere = [Findings(**item) for item in island.gather(asdict(found))]
+        found.shards = [text for item in everywhere for text in item.shards]
+        found.partition = [text for item in everywhere for text in item.partition]
+        results.append(asdict(found))
+        if island.is_leader:
+            Path(path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

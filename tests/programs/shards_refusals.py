@@ -1,0 +1,217 @@
+"""One of two ranks that hands `open_shards` what it must refuse, made by the real libraries, and notes what it says.
+
+torchrun --nproc_per_node 2 ... -m tests.programs.shards_refusals RESULT.json
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_diloco.errors import UnsupportedError
+from hf_diloco.island import IslandGroup
+from hf_diloco.shards import open_shards
+from hf_diloco.shards.partition import layout_of
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+Made = tuple[nn.Module, Any]
+CPU = {"device": "cpu"}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    atexit.register(time.sleep, 0.2)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    island = IslandGroup(timeout=60)
+    found = {name: attempt(make, island) for name, make in CASES.items()}
+    said = island.gather(found)
+    assert said[0] == said[1], f"the ranks disagree: {said}"
+    if island.is_leader:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def attempt(make: Callable[[], Made], island: IslandGroup) -> str:
+    """What `open_shards`, or else the check of the ranks' shards together, says to it."""
+    model, optimizer = make()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            layout_of(open_shards(model, optimizer, island.size), island)
+        except UnsupportedError as error:
+            return f"refused: {error}"
+    return "opened" + "".join(f"; warned: {item.message}" for item in warned if "hf_diloco" in str(item.message))
+
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def by_deepspeed(stage: int, model: nn.Module | None = None, optimizer: Any = None, **blocks: Any) -> Made:
+    """The engine's model and optimizer; `optimizer=False` means none, `blocks` go into DeepSpeed's JSON."""
+    model = model or small_model()
+    zero = {"stage": stage, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, **blocks.pop("zero", {})}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        **blocks,
+    }
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = optimizer or None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    return engine.module, engine.optimizer
+
+
+def on_nvme(attribute: str) -> Made:
+    """The flag that DeepSpeed sets with `device: nvme`; the device itself needs libaio and a compilation."""
+    model, optimizer = by_deepspeed(3, zero={"offload_optimizer": CPU, "offload_param": CPU})
+    assert getattr(optimizer, attribute) is False
+    setattr(optimizer, attribute, True)
+    return model, optimizer
+
+
+def zenflow() -> Made:
+    settings = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": False}
+    return by_deepspeed(3, zero={"offload_optimizer": CPU, "zenflow": settings})
+
+
+def derived() -> Made:
+    """An optimizer that a later DeepSpeed may derive from one that is known."""
+    model, optimizer = by_deepspeed(2)
+    kind = type(optimizer)
+    optimizer.__class__ = type("NovelZeroOptimizer", (kind,), {"__module__": kind.__module__})
+    return model, optimizer
+
+
+def experts(stage: int) -> Made:
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "moe": MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2)})
+    group = {"params": list(model.parameters()), "name": "all"}
+    optimizer = torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer(group))
+    return by_deepspeed(stage, model, optimizer)
+
+
+def not_optimized(stage: int) -> Made:
+    model = small_model()
+    return by_deepspeed(stage, model, torch.optim.AdamW(model[0].parameters()))
+
+
+def tensor_parallel(stage: int) -> Made:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return by_deepspeed(stage, LlamaForCausalLM(config), tensor_parallel={"autotp_size": 2})
+
+
+def pipeline(stage: int) -> Made:
+    layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss())
+    return by_deepspeed(stage, model, train_batch_size=2)
+
+
+def fsdp2() -> Made:
+    model = small_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def dtensors() -> Made:
+    model = distribute_module(small_model(), init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fsdp1(use_orig_params: bool) -> Made:
+    model = FullyShardedDataParallel(small_model(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def layers_by_rank() -> Made:
+    """A pipeline made by hand: nothing marks it, only the ranks together can tell."""
+    model = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(8, 8)})
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def frozen() -> Made:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model.requires_grad_(False), optimizer
+
+
+def on_meta() -> Made:
+    model = nn.Linear(8, 8, device="meta")
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def not_contiguous() -> Made:
+    model = nn.Linear(8, 4)
+    model.weight = nn.Parameter(torch.zeros(8, 4).t())
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def version(number: str) -> Made:
+    made = by_deepspeed(1)
+    deepspeed.__version__ = number
+    return made
+
+
+# Tensor and pipeline parallelism come last: they leave DeepSpeed's process groups changed.
+CASES: dict[str, Callable[[], Made]] = {
+    "version as tested": lambda: by_deepspeed(1),
+    "newer version": lambda: version("0.20.1"),
+    "older version": lambda: version("0.19.7"),
+    "development version": lambda: version("0.19.9+abcdef"),
+    "optimizer on nvme": lambda: on_nvme("swap_optimizer"),
+    "parameters on nvme": lambda: on_nvme("params_in_nvme_and_cpu"),
+    "zenflow": zenflow,
+    "no optimizer": lambda: by_deepspeed(3, optimizer=False),
+    "unknown optimizer": derived,
+    "experts zero0": lambda: experts(0),
+    "experts zero2": lambda: experts(2),
+    "not optimized zero2": lambda: not_optimized(2),
+    "not optimized zero3": lambda: not_optimized(3),
+    "fsdp2": fsdp2,
+    "dtensors": dtensors,
+    "fsdp1": lambda: fsdp1(use_orig_params=True),
+    "fsdp1 flat": lambda: fsdp1(use_orig_params=False),
+    "layers by rank": layers_by_rank,
+    "all frozen": frozen,
+    "meta device": on_meta,
+    "not contiguous": not_contiguous,
+    "tensor parallel zero0": lambda: tensor_parallel(0),
+    "tensor parallel zero1": lambda: tensor_parallel(1),
+    "pipeline zero0": lambda: pipeline(0),
+    "pipeline zero1": lambda: pipeline(1),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The `hf-diloco` program itself: help, errors, exit codes, and how quickly it is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_diloco import __version__
+from tests.processes import Completed, run
+
+PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
+
+
+def hf_diloco(*arguments: str | Path, expect: int = 0) -> Completed:
+    return run([*PROGRAM, *arguments], timeout=30, expect=expect, env={"NO_COLOR": "1", "COLUMNS": "100"})
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["launch", "--help"], ["report", "--help"], ["status", "--help"], ["config-schema"]]
+)
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from hf_diloco.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'datasets', 'accelerate', 'numpy', 'matplotlib'}\n"
+        "sys.exit(f'imported {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
+    )
+    run([sys.executable, "-c", code, *arguments], timeout=30)
+
+
+def test_help_shows_commands_and_examples() -> None:
+    for command in ("launch", "report", "status", "config-schema"):
+        assert command in hf_diloco("--help").output
+    assert "hf-diloco launch configs/quickstart.yaml" in hf_diloco("launch", "--help").output
+    assert "--html" in hf_diloco("report", "--help").output
+
+
+def test_version() -> None:
+    assert hf_diloco("--version").output.strip() == f"hf-diloco {__version__}"
+
+
+def test_config_schema_is_that_of_run_files() -> None:
+    schema = json.loads(hf_diloco("config-schema").output)
+    assert {"model", "training", "diloco", "deepspeed"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["launch", "missing.yaml"], "missing.yaml"),
+        (["launch", "{run}", "training.max_steps=0"], "max_steps"),
+        (["launch", "{run}", "diloco.sync_evry=3"], "sync_every"),
+        (["launch", "{run}", "--rendezvous", "http://x"], "tcp"),
+        (["launch", "{run}", "--island", "1"], "rendezvous"),
+        (["report", "no/such/run"], "no/such/run"),
+        (["report", "{folder}", "page.html"], "--html"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("training: {max_steps: 3}\ndiloco: {num_islands: 2}\n")
+    output = hf_diloco(*(text.format(run=run_file, folder=tmp_path) for text in arguments), expect=2).output
+    assert re.fullmatch(r"error: [^\n]+\n", output), output
+    assert message in output
+
+
+def test_unknown_options_and_commands_are_usage_errors() -> None:
+    assert "--ilsand" in hf_diloco("launch", "run.yaml", "--ilsand", "1", expect=2).output
+    assert "lunch" in hf_diloco("lunch", expect=2).output
+
+
+def test_dry_run_shows_a_command_for_each_island_and_starts_none(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(f"training: {{max_steps: 3}}\noutput: {tmp_path}/runs\ndiloco: {{num_islands: 2}}\n")
+    output = hf_diloco("launch", run_file, "--dry-run", "--name", "dry").output
+    lines = [line for line in output.splitlines() if not line.startswith("#") and line]
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        assert f"HF_DILOCO_ISLAND={number} " in line
+        assert f"-m hf_diloco.lm {run_file} " in line
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,204 @@
+"""From a run file to the commands that start its islands."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_diloco.cli import devices
+from hf_diloco.cli.plan import LaunchOptions, make_plan
+from hf_diloco.errors import ConfigError, DiLoCoError
+
+RUN = {"model": {"preset": "llama-tiny"}, "training": {"max_steps": 4}, "diloco": {"num_islands": 2, "sync_every": 2}}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    return tmp_path
+
+
+def run_file(folder: Path, **changes: object) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**RUN, "output": str(folder / "runs"), **changes}))
+    return path
+
+
+def option(command: tuple[str, ...], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_all_islands_with_their_own_ports_and_one_rendezvous(folder: Path) -> None:
+    plan = make_plan(LaunchOptions(run_file(folder), ("training.max_steps=8",)))
+    assert [island.number for island in plan.islands] == [0, 1]
+    assert plan.rendezvous is not None
+    assert plan.rendezvous.startswith("tcp://127.0.0.1:")
+    ports = {option(island.command, "--main_process_port") for island in plan.islands}
+    assert len(ports | {plan.rendezvous.rsplit(":", 1)[1]}) == 3
+    for number, island in enumerate(plan.islands):
+        assert island.folder == folder / "runs" / "tiny" / f"island-{number}"
+        assert island.environment["HF_DILOCO_ISLAND"] == str(number)
+        assert island.environment["HF_DILOCO_NUM_ISLANDS"] == "2"
+        assert island.environment["HF_DILOCO_RENDEZVOUS"] == plan.rendezvous
+        assert island.environment["HF_DILOCO_LAUNCHED"] == "1"
+        assert island.environment["ACCELERATE_USE_CPU"] is None, "would drop DeepSpeed silently"
+        assert island.command[-3:] == ("hf_diloco.lm", str(folder / "tiny.yaml"), "training.max_steps=8")
+    assert not (folder / "runs").exists(), "planning writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "num_processes", "kind"),
+    [("zero2.json", 1, "DEEPSPEED"), ("zero2.json", 2, "DEEPSPEED"), (None, 1, "NO"), (None, 2, "MULTI_GPU")],
+)
+def test_accelerate_configuration(folder: Path, deepspeed: str | None, num_processes: int, kind: str) -> None:
+    plan = make_plan(LaunchOptions(run_file(folder, deepspeed=deepspeed, launch={"num_processes": num_processes})))
+    for island in plan.islands:
+        path = Path(option(island.command, "--config_file"))
+        assert path == island.folder / "accelerate.yaml"
+        values = yaml.safe_load(island.files[path])
+        assert (values["distributed_type"], values["num_processes"]) == (kind, num_processes)
+        assert values["use_cpu"] is False
+
+
+def test_own_accelerate_configuration(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 3\n")
+    own = run_file(folder, accelerate="mine.yaml", deepspeed="zero2.json", launch={"threads": 5})
+    island = make_plan(LaunchOptions(own)).islands[0]
+    assert option(island.command, "--config_file") == str(folder / "mine.yaml")
+    assert option(island.command, "--num_processes") == "3"
+    assert not island.files
+    overridden = make_plan(LaunchOptions(own, ("launch.num_processes=2",))).islands[0]
+    assert option(overridden.command, "--num_processes") == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: DEEPSPEED\nnum_machines: 2\n", "num_machines=2"),
+        ("distributed_type: MULTI_GPU\n", "set distributed_type: DEEPSPEED"),
+        ("just words", "not an accelerate configuration"),
+        ("a: [", "cannot read"),
+    ],
+)
+def test_accelerate_configurations_that_cannot_work(folder: Path, text: str, message: str) -> None:
+    (folder / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml", deepspeed="zero2.json")))
+
+
+def test_multi_cpu_is_refused(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    with pytest.raises(ConfigError, match="starts one process only"):
+        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml")))
+
+
+def test_one_island_alone(folder: Path, free_port: int) -> None:
+    url = f"tcp://10.1.2.3:{free_port}"
+    plan = make_plan(LaunchOptions(run_file(folder), island=1, rendezvous=url))
+    assert [island.number for island in plan.islands] == [1]
+    assert plan.islands[0].environment["HF_DILOCO_RENDEZVOUS"] == url
+    assert f'diloco.rendezvous="{url}"' in plan.islands[0].command
+
+
+def test_one_island_alone_needs_a_rendezvous_and_a_number_that_exists(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="2 islands need a place to meet"):
+        make_plan(LaunchOptions(run_file(folder), island=1))
+    with pytest.raises(ConfigError, match="island 2 does not exist"):
+        make_plan(LaunchOptions(run_file(folder), island=2, rendezvous="tcp://h:1"))
+    with pytest.raises(ConfigError, match="--island NUMBER"):
+        make_plan(LaunchOptions(run_file(folder), ("diloco.island=1",)))
+
+
+def test_environment_beats_the_file_and_the_command_line_both(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setenv("HF_DILOCO_NUM_ISLANDS", "3")
+    monkeypatch.setenv("HF_DILOCO_ISLAND", "7")  # of another run: all islands of this one are started
+    monkeypatch.setenv("HF_DILOCO_RENDEZVOUS", f"tcp://127.0.0.1:{free_port}")
+    plan = make_plan(LaunchOptions(run_file(folder)))
+    assert len(plan.islands) == 3
+    assert plan.rendezvous == f"tcp://127.0.0.1:{free_port}"
+    assert len(make_plan(LaunchOptions(run_file(folder), num_islands=1)).islands) == 1
+
+
+def test_shorthands_are_passed_on(folder: Path) -> None:
+    options = LaunchOptions(run_file(folder), name="123", output=str(folder / "out"), resume="never", num_islands=1)
+    plan = make_plan(options)
+    assert plan.run.name == "123", "a name, not a number"
+    assert plan.run.folder == folder / "out" / "123"
+    assert 'launch.resume="never"' in plan.islands[0].command
+    assert options.resume_command(plan.run) == (
+        f"hf-diloco launch {folder}/tiny.yaml --num-islands 1 --name 123 --output {folder}/out --resume auto"
+    )
+
+
+def test_a_port_in_use_is_refused(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="in use by another program"):
+            make_plan(LaunchOptions(run_file(folder), rendezvous=url))
+        make_plan(LaunchOptions(run_file(folder), rendezvous=url, island=1))  # island 0 listens there: as it should
+
+
+@pytest.mark.parametrize(
+    ("launch", "environment", "threads"),
+    [
+        ({"threads": 3}, "7", "3"),
+        ({}, "7", "7"),
+        ({"num_processes": 2}, None, "2"),  # 8 cores, 2 islands of 2 processes
+        ({"num_processes": 8}, None, "1"),
+    ],
+)
+def test_threads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], environment: str | None, threads: str
+) -> None:
+    monkeypatch.setattr(devices, "num_cores", lambda: 8)
+    if environment:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    plan = make_plan(LaunchOptions(run_file(folder, launch=launch)))
+    assert plan.islands[0].environment["OMP_NUM_THREADS"] == threads
+
+
+def test_islands_share_out_the_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7")
+    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 2})))
+    assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in plan.islands] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="2 islands of 3 processes need 6 CUDA devices, but this machine has 4"):
+        make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 3})))
+    on_cpu = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 3, "use_cpu": True})))
+    assert "CUDA_VISIBLE_DEVICES" not in on_cpu.islands[0].environment
+
+
+def test_gpus_that_are_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="shows no CUDA device"):
+        make_plan(LaunchOptions(run_file(folder, launch={"use_cpu": False})))
+
+
+def test_nvidia_smi_is_asked_when_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.cuda_devices() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-2)'\n")
+    program.chmod(0o755)
+    assert devices.cuda_devices() == ["0", "1"]
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert devices.cuda_devices() == []
+
+
+@pytest.mark.parametrize("setting", ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b"])
+def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
+    with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):
+        make_plan(LaunchOptions(run_file(folder), (setting,)))

@@ -1,0 +1,69 @@
+"""Reading ahead changes nothing but the time at which things are read, and leaves no thread behind."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hf_diloco.data.ahead import read_ahead
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf-diloco-read-ahead"]
+
+
+def wait_until_no_thread() -> None:
+    deadline = time.monotonic() + 10
+    while threads():
+        assert time.monotonic() < deadline, "the thread lives on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 100])
+def test_same_items(number: int) -> None:
+    assert list(read_ahead(iter(range(number)), 3)) == list(range(number))
+    wait_until_no_thread()
+
+
+def test_reads_so_many_ahead_and_no_more() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for number in itertools.count():
+            made.append(number)
+            yield number
+
+    ahead = read_ahead(items(), 3)
+    assert next(ahead) == 0
+    deadline = time.monotonic() + 10
+    while len(made) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(made) == 5, "the one taken, three that are ready, one in hand"
+    del ahead
+    wait_until_no_thread()
+
+
+def test_error_comes_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    ahead = read_ahead(items(), 3)
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="broken"):
+        next(ahead)
+    wait_until_no_thread()
+
+
+def test_does_not_keep_the_process_alive() -> None:
+    code = (
+        "import itertools; from hf_diloco.data.ahead import read_ahead; a = read_ahead(itertools.count(), 2); next(a)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,192 @@
+"""From settings to blocks: disjoint shares, an evaluation set that is the same everywhere and never trained on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_diloco.data.build import Datasets, build_datasets, sample_texts
+from hf_diloco.data.packing import PackedDataset, TokenBlocks
+from hf_diloco.data.settings import DataBlock
+from hf_diloco.data.sources import alternate, open_files, texts
+from hf_diloco.data.stream import PackedStream
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.tokenizer import train_byte_level_bpe
+
+TOKENIZER = train_byte_level_bpe(["document number of file"], 300)
+NUM_FILES = 4
+DOCUMENTS_PER_FILE = 400
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for file in range(NUM_FILES):
+        lines = [json.dumps({"text": name(file, number)}) for number in range(DOCUMENTS_PER_FILE)]
+        (folder / f"part-{file}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    return folder
+
+
+def name(file: int, number: int) -> str:
+    return f"document {file}-{number:03}"
+
+
+def settings(folder: Path, **values: Any) -> DataBlock:
+    files = sorted(str(path) for path in folder.glob("part-*"))
+    defaults = {"source": "files", "files": files, "sequence_length": 8, "num_eval_sequences": 4}
+    return DataBlock(**{**defaults, **values})
+
+
+def build(data: DataBlock, num_islands: int) -> list[Datasets]:
+    return [build_datasets(data, TOKENIZER, island, num_islands) for island in range(num_islands)]
+
+
+def documents_in(blocks: PackedDataset | TokenBlocks | PackedStream, limit: int = 10**9) -> list[str]:
+    """The whole documents that lie in the blocks."""
+    tokens: list[int] = []
+    for number, block in zip(range(limit), blocks, strict=False):  # type: ignore[arg-type]
+        del number
+        tokens += block["input_ids"].tolist()
+    decoded = str(TOKENIZER.decode(tokens)).split(TOKENIZER.eos_token or "")
+    return [text for text in decoded if len(text) == len(name(0, 0)) and text.startswith("document")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("shares", ["iid", "domains"])
+@pytest.mark.parametrize("num_islands", [2, 3])
+def test_shares_are_disjoint_and_evaluation_is_apart(
+    folder: Path, streaming: bool, shares: str, num_islands: int
+) -> None:
+    islands = build(settings(folder, streaming=streaming, shares=shares), num_islands)
+    evaluation = documents_in(islands[0].evaluation)
+    assert evaluation
+    assert {island.eval_hash for island in islands} == {islands[0].eval_hash}
+    trained = []
+    for island in islands:
+        # one pass of a stream of 1,600 documents at most is fewer blocks than this, and two passes never
+        limit = 500 if streaming else 10**9
+        trained.append(set(documents_in(island.train, limit)))
+    for number, mine in enumerate(trained):
+        assert len(mine) > 100
+        assert mine.isdisjoint(evaluation)
+        assert all(mine.isdisjoint(other) for other in trained[number + 1 :])
+        if shares == "domains":
+            assert {int(text.split()[1].split("-")[0]) % num_islands for text in mine} == {number}
+
+
+def test_finite_shares_lose_nothing_but_evaluation_and_tails(folder: Path) -> None:
+    islands = build(settings(folder), 3)
+    trained = [text for island in islands for text in documents_in(island.train)]
+    assert len(trained) == len(set(trained))
+    whole = NUM_FILES * DOCUMENTS_PER_FILE
+    assert whole - 20 < len(trained) < whole
+
+
+def test_same_gives_all_islands_everything(folder: Path) -> None:
+    one, two = build(settings(folder, shares="same"), 2)
+    assert documents_in(one.train) == documents_in(two.train)
+    assert len(documents_in(one.train)) > NUM_FILES * DOCUMENTS_PER_FILE - 20
+
+
+def test_evaluation_does_not_depend_on_the_number_of_islands(folder: Path) -> None:
+    hashes = {build_datasets(settings(folder), TOKENIZER, 0, number).eval_hash for number in (1, 2, 4)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_evaluation_files(folder: Path, tmp_path: Path, streaming: bool) -> None:
+    for number in range(2):
+        lines = [json.dumps({"text": name(9, 2 * index + number)}) for index in range(50)]
+        (tmp_path / f"eval-{number}.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / f"eval-{number}.jsonl") for number in range(2)]
+    islands = build(settings(folder, eval_files=files, streaming=streaming), 2)
+    evaluation = documents_in(islands[0].evaluation)
+    assert evaluation == [name(9, number) for number in range(len(evaluation))], "the files take turns"
+    assert islands[0].eval_hash == islands[1].eval_hash
+    if not streaming:
+        trained = {text for island in islands for text in documents_in(island.train)}
+        assert len(trained) > NUM_FILES * DOCUMENTS_PER_FILE - 10, "nothing else is held out"
+
+
+def test_tokenizer_sample_is_bounded_and_covers_all_files(folder: Path) -> None:
+    for streaming in (False, True):
+        sample = list(sample_texts(settings(folder, streaming=streaming), max_megabytes=0.001))
+        assert 1000 <= sum(map(len, sample)) < 1020
+        assert len({text.split("-")[0] for text in sample}) == NUM_FILES
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"num_eval_sequences": 100_000}, "not 100000; lower it, give more text"),
+    ({"num_eval_sequences": 1000}, "more than half; lower it"),
+    ({"text_column": "body"}, "has no column 'body' (it has text)"),
+    ({"streaming": True, "text_column": "body"}, "has no column 'body' (it has text)"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=str)
+def test_wrong_settings(folder: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_datasets(settings(folder, **values), TOKENIZER, 0, 1)
+    assert message in str(caught.value)
+
+
+def test_share_without_a_whole_sequence(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(f"text {number}" for number in range(8)))
+    (tmp_path / "b.txt").write_text("many other words " * 20)
+    data = settings(
+        tmp_path, files=[str(tmp_path / "a.txt")], eval_files=[str(tmp_path / "b.txt")], sequence_length=30
+    )
+    with pytest.raises(ConfigError, match=r"island 1's share has .* too few for one sequence of 30"):
+        build_datasets(data, TOKENIZER, 1, 8)
+
+
+class TestFiles:
+    def test_text_is_cut_at_blank_lines(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("one\nstill one\n\n\ntwo\n")
+        documents = list(texts(open_files([str(tmp_path / "a.txt")], streaming=True)))
+        assert [document.strip() for document in documents] == ["one\nstill one", "two"]
+
+    def test_other_columns(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(
+            '{"body": "one", "id": 1}\n{"body": null, "id": 2}\n{"body": "two", "id": 3}\n'
+        )
+        for streaming in (False, True):
+            assert list(texts(open_files([str(tmp_path / "a.jsonl")], "body", streaming))) == ["one", "two"]
+
+    def test_mixed_formats(self) -> None:
+        with pytest.raises(ConfigError, match=r"one format .* got \.jsonl, \.txt"):
+            open_files(["a.jsonl.gz", "b.txt"])
+
+    def test_unknown_format(self) -> None:
+        with pytest.raises(ConfigError, match=r"one format .* got \.pdf"):
+            open_files(["a.pdf"])
+
+    def test_broken_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl.gz").write_bytes(b"not compressed")
+        with pytest.raises(ConfigError, match=r"cannot read .*a\.jsonl\.gz"):
+            open_files([str(tmp_path / "a.jsonl.gz")])
+
+    def test_alternate(self, tmp_path: Path) -> None:
+        for file in "abc":
+            (tmp_path / f"{file}.txt").write_text("\n\n".join(f"{file}{number}" for number in range(ord(file) - 96)))
+        sources = [open_files([str(tmp_path / f"{file}.txt")], streaming=True) for file in "abc"]
+        assert list(alternate(sources)) == ["a0", "b0", "c0", "b1", "c1", "c2"]
+
+
+def test_real_c4_files_stream_and_divide(shared_data: Path) -> None:
+    files = sorted(str(path) for path in (shared_data / "c4" / "en").glob("c4-train.*.json.gz"))
+    validation = [str(shared_data / "c4" / "en" / "c4-validation.00000-of-00001.json.gz")]
+    data = DataBlock(source="files", files=files, eval_files=validation, streaming=True, sequence_length=256)
+    islands = build(data, 3)
+    assert [island.train.documents.num_shards for island in islands if isinstance(island.train, PackedStream)] == [
+        3,
+        3,
+        2,
+    ]
+    firsts = {tuple(next(iter(island.train))["input_ids"].tolist()) for island in islands}
+    assert len(firsts) == 3
+    assert len(islands[0].evaluation) == 64

@@ -1,0 +1,765 @@
+"""Islands that come and go, as threads that share an object store in memory: what comes out, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from hf_diloco.agreement import members
+from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import (
+    CheckpointError,
+    DivergedError,
+    DuplicateIslandError,
+    FingerprintError,
+    MissedRoundError,
+    PayloadError,
+    RendezvousError,
+)
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.transport import MemoryTransport
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import SyncReport
+from hf_diloco.sessions import FixedSession
+from hf_diloco.sessions.elastic import ElasticSession
+from hf_diloco.sessions.snapshots import Snapshot, Snapshots
+from hf_diloco.shards import open_shards
+from tests.islands import run_islands, try_islands
+from tests.unit.test_session import batches, make_model, set_weights, take_step, weights_of
+
+FEDAVG: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)  # a busy machine has slow moments
+
+
+@pytest.fixture(autouse=True)
+def nobody_survives_the_test() -> Iterator[None]:
+    yield
+    while Member.started:
+        Member.started.pop().die()
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "bucket": {},
+    "mesh": {"exchange": "mesh", "bind_address": "127.0.0.1"},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Whatever the engine, the same must come out."""
+    metafunc.parametrize("engine", getattr(metafunc.function, "engines", list(ENGINES)), indirect=True)
+
+
+def only(engine: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of what just this engine does."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        test.engines = [engine]  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+@pytest.fixture(autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "engine", ENGINES[request.param])
+
+
+class Meeting:
+    """A run in a store of its own; `island` starts one of its islands."""
+
+    engine: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, folder: Path, num_islands: int = 2, num_rounds: int | None = None, **settings: Any) -> None:
+        self.num_rounds = num_rounds
+        self.url = f"memory://{uuid.uuid4().hex}"
+        self.folder = folder
+        self.settings = {"sync_every": 2, "num_islands": num_islands, "grace": 5.0, "sync_timeout": 5.0, **settings}
+        self.settings.setdefault("join_timeout", 20.0)
+        self.settings = {**self.engine, **self.settings}
+
+    def config(self, island: int, **settings: Any) -> DiLoCoConfig:
+        return DiLoCoConfig(rendezvous=self.url, island=island, **{**self.settings, **settings})
+
+    def island(self, number: int, seed: int = 0, checkpoint: Path | None = None, **settings: Any) -> Member:
+        folder = self.folder / f"island-{number}"
+        return Member(self.config(number, **settings), folder, seed, checkpoint, self.num_rounds)
+
+
+class Member:
+    """An island that trains a small model: `train` takes steps and synchronises when it is time."""
+
+    started: ClassVar[list[Member]] = []
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        folder: Path,
+        seed: int = 0,
+        checkpoint: Path | None = None,
+        num_rounds: int | None = None,
+    ) -> None:
+        self.number = config.island
+        self.model = make_model(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        if checkpoint is not None:
+            self.model.load_state_dict(torch.load(checkpoint / "model.pt", weights_only=True))
+        self.session = ElasticSession(config, IslandGroup())
+        self.started.append(self)
+        self.session.num_rounds = num_rounds
+        self.session.join(open_shards(self.model, self.optimizer, 1), folder, checkpoint=checkpoint)
+        self.reports: list[SyncReport] = []
+        self.missed = 0
+        self._batches = itertools.cycle(batches(100 + config.island, 64))
+
+    def step(self) -> bool:
+        take_step(self.model, self.optimizer, next(self._batches))
+        return self.session.outer.count_step(weight=4.0)
+
+    def train(self, num_steps: int) -> Member:
+        for _ in range(num_steps):
+            if self.step():
+                self.sync()
+        return self
+
+    def train_to(self, round_number: int) -> Member:
+        """As long as it takes: an island that comes too late for a round needs more steps."""
+        while self.session.outer.round < round_number:
+            self.train(1)
+        return self
+
+    def sync(self) -> None:
+        try:
+            self.reports.append(self.session.sync())
+        except MissedRoundError:
+            self.missed += 1
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        torch.save(self.model.state_dict(), folder / "model.pt")
+        self.session.outer.save(folder, 0, {})
+        return folder
+
+    @property
+    def hash(self) -> str:
+        return self.session.outer.outer_hash
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return weights_of(self.model)
+
+    def leave(self, finished: bool = True) -> Member:
+        self.session.leave(finished)
+        return self
+
+    def die(self) -> None:
+        """As a killed process: no goodbye, no further sign of life."""
+        living = self.session._members
+        if living and living._thread:
+            living._ended.set()
+            living.nudge()
+            living._thread.join()
+
+
+def train_fixed(num_islands: int, num_steps: int, **settings: Any) -> list[torch.Tensor]:
+    """The same training in a run of fixed membership."""
+    network, store = MemoryNetwork(num_islands), HashStore()
+    config = {"sync_every": 2, "num_islands": num_islands, "rendezvous": "tcp://127.0.0.1:1", **settings}
+
+    def run(island: int) -> torch.Tensor:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        transport = MemoryTransport(network, store, island)
+        session = FixedSession(DiLoCoConfig(island=island, **config), IslandGroup(), transport=transport)
+        session.join(open_shards(model, optimizer, 1), Path(f"island-{island}"))
+        for batch in itertools.islice(itertools.cycle(batches(100 + island, 64)), num_steps):
+            take_step(model, optimizer, batch)
+            if session.outer.count_step(weight=4.0):
+                session.sync()
+        session.leave(finished=True)
+        return weights_of(model)
+
+    return run_islands(num_islands, run)
+
+
+@pytest.mark.parametrize(("num_islands", "payload"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (3, "fp32")])
+def test_a_run_in_which_nothing_happens_is_the_mesh_bit_for_bit(
+    tmp_path: Path, num_islands: int, payload: str
+) -> None:
+    """Of three islands or more, the mesh encodes the sum once more, and one alone encodes nothing."""
+    meeting = Meeting(tmp_path, num_islands, payload=payload)
+    found = run_islands(num_islands, lambda island: meeting.island(island).train(10).leave())
+    assert {len(member.reports) for member in found} == {5}
+    assert {tuple(report.participants) for member in found for report in member.reports} == {tuple(range(num_islands))}
+    for member, expected in zip(found, train_fixed(num_islands, 10, payload=payload), strict=True):
+        assert torch.equal(member.weights, expected)
+
+
+def test_islands_start_from_the_first_ones_weights(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3)
+    found = run_islands(3, lambda island: meeting.island(island, seed=island))
+    assert len({member.hash for member in found}) == 1
+    assert any(torch.equal(found[0].weights, weights_of(make_model(seed))) for seed in range(3))
+    for member in found:
+        assert torch.equal(member.weights, found[0].weights)
+        member.leave()
+
+
+def test_a_killed_island_stalls_nobody_longer_than_its_lease(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=60.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    islands[1].die()
+    begin = time.monotonic()
+    run_islands(2, lambda which: islands[2 * which].train(4))
+    assert time.monotonic() - begin < 10
+    assert [report.participants for report in islands[0].reports] == [[0, 1, 2], [0, 2], [0, 2]]
+    assert islands[0].hash == islands[2].hash
+
+
+def test_a_killed_island_resumes_and_catches_up(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    islands = run_islands(3, lambda island: meeting.island(island).train(3))
+    checkpoint = islands[1].save(tmp_path / "checkpoint-3")
+    islands[1].die()
+    run_islands(2, lambda which: islands[2 * which].train(4))
+    again = meeting.island(1, seed=9, checkpoint=checkpoint)
+    assert again.session.outer.round == islands[0].session.outer.round == 3
+    assert again.hash == islands[0].hash
+    assert again.session.outer.steps == 1  # the step since its last round is its own still
+    run_islands(3, lambda which: [islands[0], again, islands[2]][which].train_to(7))
+    assert len({member.hash for member in (islands[0], again, islands[2])}) == 1
+    assert any(1 in report.participants for report in again.reports)
+
+
+def test_progress_of_an_island_that_missed_rounds_is_kept_on_top_of_the_others(tmp_path: Path) -> None:
+    """With FedAvg and one straggler: its masters move by what the outer parameters moved."""
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.0, **FEDAVG)
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    start = first.weights
+    for _ in range(3):
+        late.step()
+    progress = late.weights - start
+    first.train(4)
+    moved = first.weights - start
+    assert first.session.outer.round == 2
+    late.sync()
+    assert late.session.outer.round == 2  # caught up; the first one has just begun its inner steps, so it goes on
+    assert (late.session.outer.steps, late.session.outer.due_at) == (3, 5)
+    assert torch.allclose(late.weights, start + moved + progress, atol=1e-6)
+    before = late.weights
+    late.step()
+    late.step()
+    last = late.weights - before
+    late.sync()
+    # alone in its round: outer parameters = the others' and all its own progress
+    assert late.session.outer.round == 3
+    assert torch.allclose(late.weights, start + moved + progress + last, atol=1e-6)
+    assert late.reports[-1].weight == 2.5  # five steps, and two make a round
+
+
+@only("bucket")
+def test_an_offer_that_was_used_later_is_used_once(tmp_path: Path) -> None:
+    """An island that offers, gives up waiting and trains on keeps just what it has done since."""
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=0.2, sync_timeout=0.5, **FEDAVG)
+    first, second = run_islands(2, lambda island: meeting.island(island))
+    start = first.weights
+    first.train(2)
+    assert first.missed == 1
+    offered = first.weights - start
+    first.step()
+    since = first.weights - start - offered
+    second.train(2)  # finds the first one's offer, so there is a quorum
+    assert second.reports[-1].participants == [0, 1]
+    mean = second.weights - start
+    first.session.outer.due_at = 0
+    report = first.session.sync()
+    assert report.round == 1
+    assert first.session.outer.steps == 1
+    assert torch.allclose(first.weights, start + mean + since, atol=1e-6)
+
+
+@only("bucket")
+@pytest.mark.parametrize("steps_since", [0, 2])
+def test_an_offer_that_was_used_and_is_gone_is_used_once(tmp_path: Path, steps_since: int) -> None:
+    """An island offers and hangs; when it wakes up, only a snapshot leads to where the others are."""
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=2, keep_rounds=1, **FEDAVG)
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    late.step()
+    late.step()
+    late.session._rounds.bequeath()
+    for _ in range(steps_since):
+        late.step()
+    progress = late.weights - first.weights
+    first.train(16)
+    first.session.close()
+    assert first.reports[0].participants == [0, 1]
+    late.sync()
+    assert late.missed == 1  # there is no report of what it has not carried out
+    assert late.session.outer.round == 8
+    assert late.session.outer.steps == steps_since
+    assert torch.allclose(late.weights, first.weights + progress * steps_since / (2 + steps_since), atol=1e-6)
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_a_snapshot_that_is_cleared_up_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newcomer: bool
+) -> None:
+    meeting = Meeting(tmp_path, 2, max_islands=3, min_islands=1, grace=0.1, snapshot_every=2, keep_rounds=1)
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    first.train(8)
+    first.session.close()
+    fetch = Snapshots.fetch
+    folders = []
+
+    def fail_once(self: Snapshots, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+        folders.append(snapshot.folder)
+        if len(folders) == 1:
+            first.train(4)
+            first.session.close()  # the next snapshot is whole
+            raise PayloadError("gone", snapshot.folder)
+        return fetch(self, snapshot)
+
+    monkeypatch.setattr(Snapshots, "fetch", fail_once)
+    if newcomer:
+        late = meeting.island(2, seed=5)
+    else:
+        late.sync()
+    assert folders[0] != folders[1]
+    assert late.hash == first.hash
+
+
+def test_a_new_island_joins_from_a_snapshot_and_the_rounds_since(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, max_islands=4, snapshot_every=2, grace=1.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(10))
+    newcomer = meeting.island(3, seed=77)
+    assert newcomer.hash == islands[0].hash
+    assert newcomer.session.outer.round == 5
+    assert torch.equal(newcomer.weights, islands[0].weights)
+    everyone = [*islands, newcomer]
+    run_islands(3, lambda which: everyone[which].train_to(8))
+    assert len({member.hash for member in everyone}) == 1
+    assert [0, 1, 3] in [report.participants for report in islands[0].reports]
+
+
+def test_an_island_that_comes_when_all_is_over_waits_for_nobody(tmp_path: Path) -> None:
+    """Of three islands one has ended, and one has died and does not come back."""
+    meeting = Meeting(tmp_path, 3, num_rounds=2, min_islands=2, grace=0.2, join_timeout=3.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    checkpoint = islands[1].save(tmp_path / "checkpoint")
+    islands[1].die()
+    islands[2].train(1)
+    run_islands(2, lambda which: islands[2 * which].train_to(2))
+    islands[0].leave(finished=True)
+    islands[2].die()
+    again = meeting.island(1, checkpoint=checkpoint)
+    assert again.session.is_over
+    assert again.hash == islands[0].hash
+
+
+def test_a_late_island_makes_no_round_after_the_last(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, num_rounds=2, min_islands=1, grace=0.1)
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    first.train(4).leave()
+    late.train(2)
+    assert late.session.is_over
+    assert late.session.outer.round == 2
+    assert late.hash == first.hash
+
+
+def test_nobody_waits_until_an_island_that_joins_has_trained(tmp_path: Path) -> None:
+    """It joins when one island has offered already, and the other is about to."""
+    meeting = Meeting(tmp_path, 2, max_islands=3, grace=8.0, sync_timeout=60.0)
+    first, second = run_islands(2, lambda island: meeting.island(island).train(2))
+    second.step()
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(first.train, 2)
+        newcomer = pool.submit(meeting.island, 2, seed=7)
+        time.sleep(1.5)
+        begun = time.monotonic()
+        second.train(1)
+        early.result()
+        assert time.monotonic() - begun < 4
+        joined = newcomer.result()
+    assert [member.reports[-1].participants for member in (first, second)] == [[0, 1], [0, 1]]
+    assert (joined.hash, joined.session.outer.round) == (first.hash, 2)
+    run_islands(3, lambda which: [first, second, joined][which].train(2))
+    assert first.reports[-1].participants == [0, 1, 2]
+
+
+def test_all_stop_and_start_again(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island).train(4))
+    saved = [member.save(tmp_path / f"saved-{member.number}") for member in islands]
+    for member in islands:
+        member.leave(finished=False)
+    again = run_islands(2, lambda island: meeting.island(island, seed=5, checkpoint=saved[island]).train(4))
+    assert {member.session.outer.round for member in again} == {4}
+    assert len({member.hash for member in again}) == 1
+
+
+@only("bucket")
+def test_what_an_island_that_stops_has_done_is_left_to_the_others(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=5.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    islands[1].train(1)
+    checkpoint = islands[1].save(tmp_path / "checkpoint")
+    islands[1].leave(finished=False)
+    islands[0].train(2)
+    assert islands[0].reports[-1].participants == [0, 1]
+    again = meeting.island(1, checkpoint=checkpoint)
+    assert torch.equal(again.weights, islands[0].weights)  # its step is in there; nothing of it is left
+    assert again.session.outer.on_boundary
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e20])
+def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: float) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=1.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(12))
+
+    def spoil(island: int) -> None:
+        if island == 1:
+            set_weights(islands[1].model, value)
+            islands[1].session.outer.steps = 1
+            islands[1].session.outer.count_step()
+            islands[1].sync()
+        else:
+            islands[0].train(2)
+
+    run_islands(2, spoil)
+    assert [member.reports[-1].participants for member in islands] == [[0], [0]]
+    assert islands[0].hash == islands[1].hash
+    assert torch.equal(islands[0].weights, islands[1].weights)
+    assert torch.isfinite(islands[0].weights).all()
+
+
+def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    islands[1].session.outer.strategy.parameters[3] += 1.0
+    islands[1].session.outer.outer_hash = islands[1].session.outer.digest()
+    outcomes = try_islands(3, lambda which: islands[which].train_to(2))
+    assert isinstance(outcomes[1], DivergedError)
+    assert islands[0].hash == islands[2].hash
+    assert islands[0].reports[-1].participants == [0, 2]
+
+
+def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=20.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    ill = islands[0].session._engine
+    average = ill.average
+
+    def average_wrongly(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
+        traffic = average(planned, mean, *others)
+        mean[5] += 1.0
+        return traffic
+
+    monkeypatch.setattr(ill, "average", average_wrongly)
+    outcomes = try_islands(3, lambda which: islands[which].train(2))
+    assert isinstance(outcomes[0], DivergedError)
+    assert islands[1].hash == islands[2].hash
+    assert islands[1].reports[-1].participants == [0, 1, 2]
+
+
+# Directly between islands
+
+
+@only("mesh")
+def test_an_island_that_is_lost_in_the_exchange_costs_no_step(tmp_path: Path) -> None:
+    """The others drop their connections and try again without it, with the same pseudo-gradients."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=1.0, **FEDAVG)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    start = islands[0].weights
+    vanish(islands[1])
+    begun = time.monotonic()
+    outcomes = try_islands(3, lambda which: islands[which].train(2))
+    assert time.monotonic() - begun < 1.0 + 3.0
+    assert isinstance(outcomes[1], Vanished)
+    assert islands[0].hash == islands[2].hash
+    for survivor in (islands[0], islands[2]):
+        assert survivor.reports[-1].participants == [0, 2]
+        assert survivor.session.outer.round == 2
+        assert survivor.missed == 0
+    assert not torch.equal(islands[0].weights, start)
+    run_islands(2, lambda which: islands[2 * which].train(2))
+    assert islands[0].reports[-1].participants == [0, 2]
+
+
+class Vanished(BaseException):
+    """This island is gone."""
+
+
+def vanish(member: Member) -> None:
+    """Dies as soon as it is asked to exchange anything."""
+
+    def average(*_: Any) -> None:
+        member.die()
+        member.session._engine.close()
+        raise Vanished
+
+    member.session._engine.average = average  # type: ignore[method-assign,assignment]
+
+
+@only("mesh")
+def test_an_attempt_that_nobody_carries_out_is_given_up(tmp_path: Path) -> None:
+    """All islands die between plan and exchange, and are started again."""
+    meeting = Meeting(tmp_path, 2, grace=1.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
+    for member in islands:
+        vanish(member)
+    assert all(isinstance(end, Vanished) for end in try_islands(2, lambda island: islands[island].train(2)))
+    again = run_islands(2, lambda island: meeting.island(island, checkpoint=checkpoints[island]).train(2))
+    assert [member.session.outer.round for member in again] == [2, 2]
+    assert again[0].hash == again[1].hash
+    assert again[0].reports[-1].participants == [0, 1]
+
+
+@only("mesh")
+def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path) -> None:
+    """The island that was to put it into the store died; it comes back, and needs it."""
+    meeting = Meeting(tmp_path, 2, grace=1.0, snapshot_every=100)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
+    for member in islands:
+        member.session._engine._keep = lambda *_: None  # type: ignore[attr-defined]
+    run_islands(2, lambda island: islands[island].train(2))
+    _, outcome = islands[0].session._rounds._last or (None, None)
+    assert outcome is not None
+    lost = islands[outcome.by]
+    lost.die()
+    survivor = islands[1 - lost.number]
+
+    def go_on(which: int) -> Member:
+        if which == survivor.number:
+            return survivor.train_to(3)
+        return meeting.island(which, checkpoint=checkpoints[which]).train_to(3)
+
+    after = run_islands(2, go_on)
+    assert [member.session.outer.round for member in after] == [3, 3]
+    assert after[0].hash == after[1].hash
+    assert after[0].reports[-1].participants == [0, 1]
+
+
+@only("mesh")
+def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    first = [member.session._engine.links for member in islands]
+    assert first == ["00000001-00"] * 2
+    run_islands(2, lambda island: islands[island].train(4))
+    assert [member.session._engine.links for member in islands] == first
+
+
+class BrokenStore:
+    """Fails every call while `is_down`, and counts this thread's in vain."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.is_down = False
+        self.num_in_vain = 0
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        from hf_diloco.errors import StoreError
+
+        operation = getattr(self._store, name)
+
+        def run(*args: Any) -> Any:
+            if self.is_down:
+                self.num_in_vain += threading.get_ident() == self._thread
+                raise StoreError("the store is down")
+            return operation(*args)
+
+        return run
+
+
+def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_diloco.sessions import elastic
+
+    meeting = Meeting(tmp_path, 2)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    store.is_down = True
+    run_islands(2, lambda island: islands[island].train(4))
+    assert [member.missed for member in islands] == [2, 2]
+    store.is_down = False
+    run_islands(2, lambda island: islands[island].train(4))
+    assert {member.session.outer.round for member in islands} == {3}
+    assert islands[0].hash == islands[1].hash
+    assert islands[0].reports[1].weight == 3.0  # the steps of the missed rounds count
+
+
+def test_a_store_that_is_away_is_asked_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that does not come takes half a minute, in which nobody trains."""
+    from hf_diloco.sessions import elastic
+
+    meeting = Meeting(tmp_path, 1)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    member = meeting.island(0).train(2)
+    store.is_down = True
+    member.train(4)
+    assert (member.missed, store.num_in_vain) == (2, 2)
+
+
+@pytest.mark.parametrize(("exchange_timeout", "expected"), [(4.0, 4.0), (600.0, 30.0)])
+def test_the_store_has_no_longer_than_an_exchange(tmp_path: Path, exchange_timeout: float, expected: float) -> None:
+    session = ElasticSession(Meeting(tmp_path).config(0, exchange_timeout=exchange_timeout), IslandGroup())
+    assert session._store.timeout == expected
+
+
+def test_nobody_seems_dead_because_the_store_was_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_diloco.sessions import elastic
+
+    monkeypatch.setattr(members, "LEASE_SECONDS", 1.0)
+    meeting = Meeting(tmp_path, 2)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    islands = run_islands(2, lambda island: meeting.island(island))
+    living = islands[0].session._members
+    assert living is not None
+    assert living.alive().keys() == {0, 1}
+    store.is_down = True
+    islands[1].die()
+    time.sleep(1.5)
+    store.is_down = False
+    assert living.alive().keys() == {0, 1}, "its sign of life may be on its way"
+    deadline = time.monotonic() + 20
+    while living.alive().keys() != {0}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@only("bucket")
+def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_diloco.sessions import elastic
+
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=5.0)
+    store = open_object_store(meeting.url)
+
+    class Damaging:
+        def __init__(self) -> None:
+            self.is_on = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def put(self, path: str, data: Any) -> None:
+            data = bytes(data)
+            if self.is_on and path.startswith("payloads/"):
+                self.is_on = False
+                data = bytes([data[0] ^ 1]) + data[1:]
+            store.put(path, data)
+
+    damaging = Damaging()
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: damaging)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    damaging.is_on = True
+    run_islands(2, lambda island: islands[island].train(2))
+    assert islands[0].hash == islands[1].hash
+    assert {member.session.outer.round for member in islands} == {2}
+    assert [report.participants for report in islands[0].reports] == [[0, 1], [0, 1]]  # put anew for the next attempt
+
+
+def test_a_second_process_of_an_island_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1)
+    meeting.island(0)
+    with pytest.raises(DuplicateIslandError, match=r"another process runs as island 0 .*end that process first"):
+        meeting.island(0)
+
+
+def test_another_setting_is_refused_with_both_values(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, join_timeout=0.5, min_islands=1)
+    meeting.island(0)
+    with pytest.raises(FingerprintError, match=r"outer_lr differs .*island 0: 0\.7; island 1: 0\.5"):
+        meeting.island(1, outer_lr=0.5)
+
+
+def test_another_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(tmp_path, 2, join_timeout=0.5, min_islands=1)
+    monkeypatch.setenv("HF_DILOCO_KEY", "0123456789abcdef")
+    meeting.island(0)
+    monkeypatch.setenv("HF_DILOCO_KEY", "0123456789abcdeg")
+    with pytest.raises(RendezvousError, match=r"begun with another key.*HF_DILOCO_KEY or key_file"):
+        meeting.island(1)
+
+
+def test_the_run_starts_though_whoever_began_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first island was killed between its first record and its snapshot."""
+    meeting = Meeting(tmp_path, 2)
+
+    def die(session: ElasticSession) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ElasticSession, "_offer_start", die)
+        session = ElasticSession(meeting.config(0), IslandGroup())
+        model = make_model()
+        with pytest.raises(KeyboardInterrupt):
+            session.join(open_shards(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), tmp_path)
+        assert session._members is not None
+        session._members._ended.set()
+    found = run_islands(2, lambda island: meeting.island(island, seed=1 + island).train_to(2))
+    assert found[0].hash == found[1].hash
+
+
+def test_too_few_islands_at_the_start_are_named(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, join_timeout=0.3)
+    with pytest.raises(RendezvousError, match=r"islands \[1, 2\] have not joined within 0.3 s.*fewer than 2"):
+        meeting.island(0)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    one = Meeting(tmp_path / "one", 1).island(0).train(2)
+    checkpoint = one.save(tmp_path / "checkpoint")
+    other = Meeting(tmp_path / "other", 2, min_islands=1, join_timeout=0.5)
+    other.island(0)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint belongs to run .*resume with the rendezvous of that run"
+    ):
+        other.island(1, checkpoint=checkpoint)
+
+
+def test_old_objects_are_cleared_up(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, snapshot_every=2, keep_rounds=1)
+    member = meeting.island(0).train(24)
+    member.session.close()
+    store = open_object_store(meeting.url)
+    rounds = sorted({int(path.split("/")[1]) for path, _ in store.list("payloads")})
+    assert rounds == [12]
+    assert sorted({int(path.split("/")[1]) for path, _ in store.list("snapshots")}) == [10, 12]
+    newcomer = Meeting.island(meeting, 0, seed=3) if member.leave() else None
+    assert newcomer is not None
+    assert newcomer.hash == member.hash
+
+
+def test_rubbish_in_the_store_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Records that are too large, of another place or no records at all are reported once, and ignored."""
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    store = open_object_store(meeting.url)
+    old = next(path for path, _ in store.list("rounds/00000001") if "/offers/" in path)
+    store.put("beats/7/000001.json", bytes(5 << 20))
+    store.put("beats/8/000001.json", b"{")
+    store.put("rounds/00000002/00/offers/00001-000009-000000.json", store.get(old, 1 << 20) or b"")
+    run_islands(2, lambda island: islands[island].train(2))
+    assert islands[0].reports[-1].participants == [0, 1]
+    assert islands[0].hash == islands[1].hash
+    assert sum("refused an object" in record.message for record in caplog.records) >= 3

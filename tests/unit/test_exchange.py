@@ -1,0 +1,476 @@
+"""Averages and copies between islands as threads: in memory, and over real sockets on the loopback device."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.distributed import HashStore, TCPStore
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.exchange import Exchange, Traffic, base, memory, mesh
+from hf_diloco.exchange.base import weighted_mean
+from hf_diloco.exchange.losses import LossNotes
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.mesh import MeshExchange
+from tests.islands import run_islands, try_islands
+
+FP32 = CODECS["fp32"]
+CHUNK = 12  # divisible by 2, 3 and 4
+Opener = Callable[[int], Exchange]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", CHUNK)
+    for module in (base, memory, mesh):
+        monkeypatch.setattr(module, "BLOCK_VALUES", 5)
+
+
+def in_memory(num_islands: int, timeout: float = 30) -> Opener:
+    network = MemoryNetwork(num_islands, timeout)
+    return lambda island: network.lane("0", island)
+
+
+def in_mesh(num_islands: int, timeout: float = 30) -> Opener:
+    store = HashStore()
+    return lambda island: MeshExchange(store, "0", island, num_islands, "127.0.0.1", timeout)
+
+
+def make_values(seed: int, island: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + island))
+
+
+def average_all(
+    opener: Opener, num_islands: int, sizes: Sequence[int], weights: Sequence[float], payload: str
+) -> list[list[tuple[torch.Tensor, Traffic]]]:
+    """For each island, the averages of vectors of several sizes, one exchange after another, and their traffic."""
+
+    def run(island: int) -> list[tuple[torch.Tensor, Traffic]]:
+        exchange = opener(island)
+        results = []
+        for seed, size in enumerate(sizes):
+            values = make_values(seed, island, size)
+            traffic = exchange.average(values, weights, CODECS[payload])
+            results.append((values, traffic))
+        exchange.close()
+        return results
+
+    return run_islands(num_islands, run)
+
+
+# The mean
+
+
+def mean_of(parts: list[list[float]], weights: list[float], keep: int = 0) -> list[float]:
+    return weighted_mean([torch.tensor(part) for part in parts], weights, keep).tolist()
+
+
+def test_equal_weights_of_two_give_exact_halves() -> None:
+    third = 1 / 3
+    a, b = torch.tensor([third, 1.0, 3e38]), torch.tensor([third, 2.0, 0.0])
+    mean = weighted_mean([a.clone(), b.clone()], [0.3, 0.3], keep=0)
+    assert torch.equal(mean, (a + b) / 2)
+    assert mean[0] == a[0], "equal values stay as they are, bit for bit"
+
+
+def test_weights_are_shares() -> None:
+    assert mean_of([[8.0, 0.0], [0.0, 4.0]], [3, 1]) == [6.0, 1.0]
+    assert mean_of([[1.0], [2.0], [4.0]], [1, 1, 2]) == [2.75]
+
+
+def test_it_sums_in_the_order_of_the_islands() -> None:
+    """In fp32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
+    assert mean_of([[1e8], [1.0], [-1e8]], [1, 1, 1]) == [0.0]
+    assert mean_of([[1e8], [-1e8], [1.0]], [1, 1, 1]) == pytest.approx([1 / 3])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weights", [[0, 1, 1], [0, 3, 1], [0, 0, 1]])
+def test_what_an_island_of_weight_0_holds_is_not_looked_at(bad: float, weights: list[float]) -> None:
+    expected = (weights[1] * 2.0 + weights[2] * 6.0) / sum(weights)
+    assert mean_of([[bad], [2.0], [6.0]], weights) == [expected]
+
+
+def test_an_island_alone_in_having_weight_gives_the_mean() -> None:
+    part = make_values(0, 0, 9)
+    mean = weighted_mean([torch.full((9,), math.nan), part.clone()], [0, 0.3], keep=0)
+    assert torch.equal(mean, part)
+
+
+@given(
+    size=st.integers(0, 40),
+    weights=st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.5, 1e6]), min_size=1, max_size=5).filter(sum),
+    keep=st.integers(0, 4),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=200)
+def test_mean_is_right_and_leaves_one_part_alone(size: int, weights: list[float], keep: int, seed: int) -> None:
+    keep %= len(weights)
+    parts = [make_values(seed, island, size) for island in range(len(weights))]
+    given_parts = [part.clone() for part in parts]
+    mean = weighted_mean(given_parts, weights, keep)
+    exact = sum(weight * part.double() for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    torch.testing.assert_close(mean.double(), exact, rtol=1e-6, atol=2e-6)
+    if mean is not given_parts[keep]:
+        assert torch.equal(given_parts[keep], parts[keep])
+    if [weight > 0 for weight in weights].count(True) > 1:
+        assert mean is not given_parts[keep]
+
+
+@given(cut=st.integers(0, 50), seed=st.integers(0, 1 << 20), weights=st.sampled_from([[1, 1, 1], [3, 1, 7]]))
+def test_where_a_block_begins_does_not_change_a_bit(cut: int, seed: int, weights: list[float]) -> None:
+    parts = [make_values(seed, island, 50) for island in range(3)]
+    whole = weighted_mean([part.clone() for part in parts], weights, keep=1)
+    cuts = [
+        weighted_mean([part.clone()[where] for part in parts], weights, keep=2)
+        for where in (slice(0, cut), slice(cut, 50))
+    ]
+    assert torch.equal(torch.cat(cuts), whole)
+
+
+# In memory
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 3, 5])
+@pytest.mark.parametrize("payload", ["fp32", "bf16", "fp16"])
+def test_islands_in_memory_get_the_mean_all_of_them(num_islands: int, payload: str) -> None:
+    weights = [1.0 + island for island in range(num_islands)]
+    results = average_all(in_memory(num_islands), num_islands, [0, 1, 7, 100], weights, payload)
+    for seed, size in enumerate([0, 1, 7, 100]):
+        parts = torch.stack([make_values(seed, island, size) for island in range(num_islands)]).double()
+        exact = (parts * torch.tensor(weights)[:, None]).sum(0) / sum(weights)
+        tolerance = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[payload] if num_islands > 1 else 0
+        torch.testing.assert_close(results[0][seed][0].double(), exact, rtol=0, atol=tolerance * 5)
+        for island in range(1, num_islands):
+            assert torch.equal(results[island][seed][0], results[0][seed][0])
+
+
+def test_an_island_that_never_comes_is_named_in_memory() -> None:
+    opener = in_memory(3, timeout=0.3)
+
+    def run(island: int) -> None:
+        if island != 1:
+            opener(island).average(torch.ones(4), [1, 1, 1], FP32)
+
+    outcomes = try_islands(3, run)
+    for island in (0, 2):
+        outcome = outcomes[island]
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (1,)
+
+
+def test_an_island_that_leaves_wakes_the_others_in_memory() -> None:
+    opener = in_memory(3)
+
+    def run(island: int) -> None:
+        exchange = opener(island)
+        exchange.average(torch.ones(4), [1, 1, 1], FP32)
+        if island == 2:
+            exchange.close()
+        else:
+            exchange.average(torch.ones(4), [1, 1, 1], FP32)
+
+    started = time.monotonic()
+    outcomes = try_islands(3, run)
+    assert time.monotonic() - started < 5
+    assert [getattr(outcome, "islands", None) for outcome in outcomes] == [(2,), (2,), None]
+
+
+def test_who_finishes_first_may_leave_at_once_in_memory() -> None:
+    for _ in range(100):
+        average_all(in_memory(3), 3, [4], [1, 1, 1], "fp32")
+
+
+# Over sockets
+
+
+SIZES = [0, 1, 2, 3, 7, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK - 1, 20 * CHUNK, 20 * CHUNK + 1]
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 3, 4])
+@pytest.mark.parametrize("payload", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("weigh", ["equal", "unequal", "one of 0"])
+def test_a_mesh_computes_what_memory_computes_bit_for_bit(
+    small_chunks: None, num_islands: int, payload: str, weigh: str
+) -> None:
+    weights = [1.0] * num_islands
+    if weigh == "unequal":
+        weights = [3.0, 1.0, 0.25, 1e5][:num_islands]
+    if weigh == "one of 0" and num_islands > 1:
+        weights[num_islands // 2] = 0.0
+    over_sockets = average_all(in_mesh(num_islands), num_islands, SIZES, weights, payload)
+    in_threads = average_all(in_memory(num_islands), num_islands, SIZES, weights, payload)
+    for island in range(num_islands):
+        for number, size in enumerate(SIZES):
+            result, traffic = over_sockets[island][number]
+            assert torch.equal(result, in_threads[0][number][0]), (island, size)
+            assert traffic == expected_traffic(num_islands, island, size, CODECS[payload].num_bytes(1))
+
+
+def expected_traffic(num_islands: int, island: int, size: int, bytes_a_value: int) -> Traffic:
+    """Two islands swap all values. More: every chunk in pieces, each to its owner, whose mean goes to all others."""
+    if num_islands == 1:
+        return Traffic()
+    if num_islands == 2:
+        return Traffic(size * bytes_a_value, size * bytes_a_value)
+    total = 0
+    for start in range(0, size, CHUNK):
+        chunk = min(CHUNK, size - start)
+        own = chunk // num_islands + (island < chunk % num_islands)
+        total += (chunk - own) + (num_islands - 1) * own
+    return Traffic(total * bytes_a_value, total * bytes_a_value)
+
+
+@pytest.mark.parametrize("num_islands", [3, 4])
+def test_a_mesh_of_n_sends_twice_n_minus_1_of_n(small_chunks: None, num_islands: int) -> None:
+    size = 10 * CHUNK
+    results = average_all(in_mesh(num_islands), num_islands, [size], [1] * num_islands, "bf16")
+    share = 2 * (num_islands - 1) * 2 * size // num_islands
+    assert all(traffic == Traffic(share, share) for ((_, traffic),) in results)
+
+
+class CountingGroup:
+    """Stands between a mesh and its Gloo group, and counts what is really handed over."""
+
+    def __init__(self, group: object) -> None:
+        self.group = group
+        self.sent = self.received = 0
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> object:
+        self.sent += sum(tensor.nbytes for tensor in tensors)
+        return self.group.send(tensors, peer, tag)  # type: ignore[attr-defined]
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> object:
+        self.received += sum(tensor.nbytes for tensor in tensors)
+        return self.group.recv(tensors, peer, tag)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_islands", [2, 3])
+@pytest.mark.parametrize("payload", ["fp32", "fp16"])
+def test_traffic_is_what_the_sockets_get(small_chunks: None, num_islands: int, payload: str) -> None:
+    opener = in_mesh(num_islands)
+
+    def run(island: int) -> tuple[Traffic, Traffic]:
+        exchange = opener(island)
+        assert isinstance(exchange, MeshExchange)
+        links = exchange._links
+        group = links._group = CountingGroup(links._group)  # type: ignore[assignment]
+        traffic = exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])
+        traffic += exchange.broadcast(make_values(0, island, 30), source=1)
+        return traffic, Traffic(group.sent, group.received)
+
+    for told, counted in run_islands(num_islands, run):
+        assert told == counted
+
+
+@pytest.mark.parametrize("opener", [in_memory, in_mesh])
+@pytest.mark.parametrize("num_islands", [2, 3])
+def test_a_broadcast_is_exact_and_counted(
+    small_chunks: None, opener: Callable[[int], Opener], num_islands: int
+) -> None:
+    size, source = 3 * CHUNK + 1, 1
+    opened = opener(num_islands)
+
+    def run(island: int) -> tuple[torch.Tensor, Traffic]:
+        values = make_values(0, island, size)
+        exchange = opened(island)
+        traffic = exchange.broadcast(values, source)
+        exchange.average(torch.ones(3), [1] * num_islands, FP32)  # and the lane goes on to work
+        return values, traffic
+
+    for island, (values, traffic) in enumerate(run_islands(num_islands, run)):
+        assert torch.equal(values, make_values(0, source, size))
+        sent, received = ((num_islands - 1) * 4 * size, 0) if island == source else (0, 4 * size)
+        assert traffic == Traffic(sent, received)
+
+
+@pytest.mark.parametrize("opener", [in_memory, in_mesh])
+@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize("payload", ["fp32", "fp16"])
+def test_an_observer_sees_own_values_and_the_average_in_order(
+    small_chunks: None, opener: Callable[[int], Opener], num_islands: int, payload: str
+) -> None:
+    opened = opener(num_islands)
+
+    def run(island: int) -> None:
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        values = make_values(0, island, 5 * CHUNK + 2)
+        opened(island).average(
+            values, [2.0] * num_islands, CODECS[payload], lambda own, mean: seen.append((own.clone(), mean.clone()))
+        )
+        assert torch.equal(torch.cat([own for own, _ in seen]), make_values(0, island, 5 * CHUNK + 2))
+        assert torch.equal(torch.cat([mean for _, mean in seen]), values)
+
+    run_islands(num_islands, run)
+
+
+@pytest.mark.parametrize("num_islands", [2, 3, 4])
+def test_an_island_that_leaves_a_mesh_wakes_the_others(small_chunks: None, num_islands: int) -> None:
+    opener = in_mesh(num_islands)
+
+    def run(island: int) -> None:
+        exchange = opener(island)
+        exchange.average(torch.ones(100), [1] * num_islands, FP32)
+        if island == num_islands - 1:
+            exchange.close()
+            return
+        try:
+            exchange.average(torch.ones(100), [1] * num_islands, FP32)
+        except IslandLostError:
+            with pytest.raises(ExchangeError, match=r"closed.*restart"):
+                exchange.average(torch.ones(100), [1] * num_islands, FP32)
+            raise
+
+    started = time.monotonic()
+    *outcomes, _ = try_islands(num_islands, run)
+    assert time.monotonic() - started < 5
+    for outcome in outcomes:
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (num_islands - 1,)
+        assert f"island {num_islands - 1} was lost" in str(outcome)
+        assert "start all islands again" in str(outcome)
+        assert "GLHF" not in str(outcome)
+
+
+def test_an_exchange_as_a_whole_has_a_deadline(small_chunks: None) -> None:
+    """A peer that trickles: every piece comes, none of them late, and the whole takes far too long."""
+    opener = in_mesh(2, timeout=1.0)
+    given_up = threading.Event()
+
+    def run(island: int) -> float:
+        exchange = opener(island)
+        started = time.monotonic()
+        if island == 1:
+            with suppress(IslandLostError):  # island 0 gave up
+                while not given_up.wait(0.3):
+                    exchange.average(torch.ones(CHUNK), [1, 1], FP32)
+            return 0.0
+        with pytest.raises(IslandLostError) as caught:
+            exchange.average(torch.ones(20 * CHUNK), [1, 1], FP32)
+        given_up.set()
+        assert caught.value.islands == (1,)
+        return time.monotonic() - started
+
+    took, _ = run_islands(2, run)
+    assert 0.9 < took < 3
+
+
+def test_who_gives_up_lets_go_of_all_and_says_for_whose_sake(small_chunks: None) -> None:
+    """Island 1 hangs; island 0 gives up on it; island 2, whom nothing ails, learns both as soon as it comes."""
+    store = HashStore()
+    timeouts = [0.3, 30, 30]
+    gave_up, done = threading.Event(), threading.Event()
+    held: list[IslandLostError] = []  # as a session holds it while a checkpoint is written
+
+    def run(island: int) -> float:
+        exchange = MeshExchange(store, "0", island, 3, "127.0.0.1", timeouts[island])
+        if island == 1:
+            assert done.wait(30)
+            return 0
+        if island == 2:
+            assert gave_up.wait(30)
+        started = time.monotonic()
+        try:
+            exchange.average(torch.ones(20 * CHUNK), [1, 1, 1], FP32)
+        except IslandLostError as error:
+            held.append(error)
+        (gave_up if island == 0 else done).set()
+        return time.monotonic() - started
+
+    _, _, seconds = run_islands(3, run)
+    assert [error.islands for error in held] == [(1,), (1,)]
+    assert "as island 0 found" in str(held[1])
+    assert seconds < 2
+
+
+def test_notes_lead_to_the_island_with_which_it_began() -> None:
+    store = HashStore()
+    notes = [LossNotes(store, "0", island) for island in range(5)]
+    assert notes[3].find_first(4, timed_out=False) == 4, "no note: the peer is gone itself"
+    assert notes[2].find_first(3, timed_out=False) == 4, "3 left because of 4"
+    assert notes[1].find_first(2, timed_out=False) == 4, "2 left because of 3"
+    assert LossNotes(store, "1", 1).find_first(2, timed_out=False) == 2, "another lane, another story"
+
+
+def test_islands_that_blame_each_other_stay_with_it() -> None:
+    store = HashStore()
+    first, second = LossNotes(store, "0", 0), LossNotes(store, "0", 1)
+    assert first.find_first(1, timed_out=False) == 1
+    assert second.find_first(0, timed_out=False) == 0
+
+
+def test_who_timed_out_waits_for_a_note() -> None:
+    store = HashStore()
+
+    def run(island: int) -> int:
+        if island == 1:
+            time.sleep(0.3)
+        return LossNotes(store, "0", island).find_first(1 if island == 0 else 2, timed_out=island == 0)
+
+    assert run_islands(2, run) == [2, 2]
+
+
+def test_without_the_store_its_keeper_is_lost() -> None:
+    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    notes = LossNotes(TCPStore("127.0.0.1", keeper.port, wait_for_workers=False), "0", 2)
+    assert notes.find_first(1, timed_out=False) == 1
+    del keeper
+    assert notes.find_first(1, timed_out=False) == 0
+
+
+def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:
+    with pytest.raises(IslandLostError, match=r"could not connect.*within 0.5 s.*127\.0\.0\.1.*bind_address"):
+        MeshExchange(HashStore(), "0", 0, 2, "127.0.0.1", 0.5)
+
+
+def count_open() -> tuple[int, int]:
+    """Open files and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def assert_nothing_left_open(before: tuple[int, int]) -> None:
+    """No more files and threads than before, once those that are ending have ended; what earlier tests left may go."""
+    deadline = time.monotonic() + 10
+    while any(now > then for now, then in zip(count_open(), before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    files, threads = count_open()
+    assert files <= before[0]
+    assert threads <= before[1]
+
+
+def test_a_failure_that_somebody_holds_holds_no_connection(small_chunks: None) -> None:
+    average_all(in_mesh(3), 3, [10], [1, 1, 1], "fp32")
+    before = count_open()
+    opener = in_mesh(3)
+
+    def run(island: int) -> None:
+        exchange = opener(island)
+        exchange.average(torch.ones(CHUNK), [1, 1, 1], FP32)
+        if island == 2:
+            exchange.close()
+        else:
+            exchange.average(torch.ones(20 * CHUNK), [1, 1, 1], FP32)
+
+    outcomes = try_islands(3, run)
+    assert isinstance(outcomes[0], IslandLostError)
+    assert isinstance(outcomes[1], IslandLostError)
+    assert_nothing_left_open(before)
+
+
+def test_fifty_meshes_leave_nothing_open() -> None:
+    average_all(in_mesh(3), 3, [10], [1, 1, 1], "fp32")
+    before = count_open()
+    for _ in range(50):
+        average_all(in_mesh(3), 3, [10], [1, 1, 1], "fp32")
+    assert_nothing_left_open(before)

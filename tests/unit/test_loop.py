@@ -1,0 +1,185 @@
+"""The outer loop in a hand-written Accelerate loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from transformers import Trainer, TrainingArguments
+
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
+from hf_diloco.checkpoint import read_index
+from hf_diloco.errors import CheckpointError, ConfigError
+from tests.processes import Processes, find_free_port
+from tests.programs.mesh_loop import BATCH, LEARNING_RATE, compute_loss, train
+from tests.programs.trainer_island import Tokens, make_model
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class InOrder(Trainer):
+    """Takes the data as it comes, as the loop does."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(Tokens(0))
+
+
+def test_it_computes_what_the_callback_computes(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"sync_every": 3}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        max_steps=9,
+        per_device_train_batch_size=BATCH,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",  # the default is the fused one, which rounds differently
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    callback = DiLoCoCallback(**config)
+    model = make_model(lora=False, tied=True, seed=1)
+    trainer = InOrder(model, arguments, train_dataset=Tokens(0), callbacks=[callback], compute_loss_func=compute_loss)
+    trainer.train()
+    weights, reports = train({"config": config, "folder": str(tmp_path / "loop"), "steps": 9})
+    assert same_bits(weights, {name: one.detach() for name, one in model.named_parameters()})
+    lines = map(json.loads, (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines())
+    hashes = [event["outer_hash"] for event in lines if event["event"] == "sync"]
+    assert [report.outer_hash for report in reports] == hashes
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_only_optimizer_steps_count(accumulation: int, tmp_path: Path) -> None:
+    config = {"sync_every": 2, "weight_by": "examples"}
+    settings = {"config": config, "folder": str(tmp_path), "steps": 4, "accumulation": accumulation}
+    _, reports = train(settings)
+    assert [report.round for report in reports] == [1, 2]
+    assert [report.weight for report in reports] == [2 * accumulation * BATCH] * 2
+
+
+@pytest.mark.parametrize("save_at", [3, 4, 5])
+def test_resumed_is_uninterrupted_bit_for_bit(save_at: int, tmp_path: Path) -> None:
+    settings = {"config": {"sync_every": 2}, "steps": 8, "save_at": save_at, "accumulation": 2}
+    weights, reports = train({**settings, "folder": str(tmp_path / "a")})
+    checkpoint = str(tmp_path / "a" / f"checkpoint-{save_at}")
+    assert read_index(Path(checkpoint)).global_step == save_at
+    later = {**settings, "folder": str(tmp_path / "b"), "resume_from": checkpoint, "save_at": 7}
+    again, more = train(later)
+    assert same_bits(again, weights)
+    assert [report.outer_hash for report in more] == [report.outer_hash for report in reports[save_at // 2 :]]
+    index = read_index(tmp_path / "b" / "checkpoint-7")
+    assert (index.global_step, index.round, index.steps_since_sync) == (7, 3, 1)
+
+
+class Recorder(GeneralTracker):
+    """Keeps what is logged."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.logged
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.logged.append((step, values))
+
+
+def test_figures_reach_accelerates_trackers(tmp_path: Path) -> None:
+    recorder = Recorder()
+    train({"config": {"sync_every": 2}, "folder": str(tmp_path), "steps": 4}, [recorder])
+    assert [(step, values["diloco/round"]) for step, values in recorder.logged] == [(2, 1), (4, 2)]
+    assert recorder.logged[0][1].keys() >= {"diloco/bytes_sent", "diloco/pseudo_gradient_norm"}
+
+
+def make_loop(folder: Path, **config: Any) -> tuple[OuterLoop, torch.nn.Linear]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    resume_from = config.pop("resume_from", None)
+    loop = OuterLoop(accelerator, model, optimizer, DiLoCoConfig(**config), output_dir=folder, resume_from=resume_from)
+    return loop, model
+
+
+def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outer, _ = make_loop(tmp_path, sync_every=2)
+    with caplog.at_level(logging.WARNING, "hf_diloco"), outer:
+        assert outer.on_boundary
+        assert outer.step() is None
+        assert not outer.on_boundary
+        report = outer.step()
+        assert report is outer.report is not None
+        assert (outer.round, outer.on_boundary) == (1, True)
+        outer.step()
+    assert "the loop ended 1 steps after the last synchronisation" in caplog.text
+
+
+def test_a_round_moves_the_prepared_model(tmp_path: Path) -> None:
+    outer, model = make_loop(tmp_path, sync_every=1, outer_lr=0.5, outer_momentum=0.0)
+    with outer:
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight += 1.0
+        outer.step()
+        torch.testing.assert_close(model.weight.detach(), before + 0.5)
+
+
+def test_steps_without_their_weight_are_refused(tmp_path: Path) -> None:
+    outer, _ = make_loop(tmp_path, weight_by="tokens")
+    with outer, pytest.raises(ConfigError, match=r"weight_by='tokens' needs step\(weight=number of tokens\)"):
+        outer.step()
+
+
+def test_it_must_be_entered(tmp_path: Path) -> None:
+    outer, _ = make_loop(tmp_path)
+    assert outer.round == 0
+    with pytest.raises(ConfigError, match="is a context manager"):
+        outer.step()
+
+
+def test_resuming_from_nothing_is_refused(tmp_path: Path) -> None:
+    outer, _ = make_loop(tmp_path / "new", resume_from=tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="has no outer state"), outer:
+        pass
+
+
+@pytest.mark.distributed
+def test_two_islands_as_processes_with_equal_data_are_one_island(tmp_path: Path) -> None:
+    common = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{find_free_port()}", "sync_every": 3}
+    program = Path(__file__).parents[1] / "programs" / "mesh_loop.py"
+    with Processes() as processes:
+        islands = []
+        for island in range(2):
+            settings = {
+                "config": {**common, "island": island},
+                "folder": str(tmp_path / str(island)),
+                "steps": 9,
+                "result": str(tmp_path / f"{island}.pt"),
+            }
+            islands.append(processes.spawn([sys.executable, program, json.dumps(settings)], env={"PYTHONPATH": "."}))
+        for process in islands:
+            process.wait(120)
+    weights, reports = train({"config": {"sync_every": 3}, "folder": str(tmp_path / "alone"), "steps": 9})
+    for island in range(2):
+        theirs, hashes = torch.load(tmp_path / f"{island}.pt", weights_only=True)
+        assert same_bits(theirs, weights)
+        assert hashes == [report.outer_hash for report in reports]

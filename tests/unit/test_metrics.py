@@ -1,0 +1,116 @@
+"""The island's own record: lines that a reader can trust, whatever happened to the writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from hf_diloco.measure import AverageStats, SyncReport
+from hf_diloco.metrics import MetricsWriter, RunTotals
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_event_is_a_line_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "island-0" / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    before = time.time()
+    writer.write("train", 7, loss=1.5)
+    (event,) = read(path)  # not closed, not flushed by us
+    assert {name: event[name] for name in ("event", "step", "loss")} == {"event": "train", "step": 7, "loss": 1.5}
+    assert before <= event["time"] <= time.time()
+    writer.write("sync", 8, participants=[0, 1], cosine=None, outer_hash="ab")
+    assert read(path)[1]["participants"] == [0, 1]
+    writer.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_becomes_null(value: float, tmp_path: Path) -> None:
+    MetricsWriter(tmp_path / "m.jsonl").write("train", 1, loss=value, grad_norm=2.0)
+    text = (tmp_path / "m.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert read(tmp_path / "m.jsonl")[0]["loss"] is None
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for step in (1, 2):
+        writer = MetricsWriter(path)
+        writer.write("train", step)
+        writer.close()
+    assert [event["step"] for event in read(path)] == [1, 2]
+
+
+def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"event": "train", "step": 1}\n{"event": "tra')
+    MetricsWriter(path).write("train", 2)
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1
+    assert json.loads(lines[2])["step"] == 2
+    with pytest.raises(ValueError):
+        json.loads(lines[1])
+
+
+def test_an_empty_file_needs_no_repair(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").touch()
+    MetricsWriter(tmp_path / "m.jsonl").write("train", 1)
+    assert len(read(tmp_path / "m.jsonl")) == 1
+
+
+def make_report(**values: Any) -> SyncReport:
+    known: dict[str, Any] = {
+        "round": 1,
+        "participants": [0, 1],
+        "seconds_computing": 1.0,
+        "seconds_waiting": 0.25,
+        "seconds_exchanging": 0.5,
+        "seconds_applying": 0.1,
+        "bytes_sent": 100,
+        "bytes_received": 90,
+        "pseudo_gradient_norm": 1.0,
+        "cosine": 0.5,
+        "weight": 1.0,
+        "outer_hash": "ab",
+    }
+    return SyncReport(**{**known, **values})
+
+
+def test_totals_add_up() -> None:
+    totals = RunTotals()
+    totals.add(make_report())
+    totals.add(make_report(seconds_waiting=1.0, bytes_sent=7))
+    event = totals.as_event(rounds=2, steps_since_sync=0)
+    assert event["seconds_waiting"] == 1.25
+    assert event["seconds_exchanging"] == 1.0
+    assert event["bytes_sent"] == 107
+    assert event["bytes_received"] == 180
+    assert isinstance(event["bytes_sent"], int)
+    assert event["seconds_computing"] == pytest.approx(event["seconds_total"] - 2.25)
+    assert (event["rounds"], event["on_boundary"], event["steps_since_sync"]) == (2, True, 0)
+    assert totals.as_event(rounds=2, steps_since_sync=3)["on_boundary"] is False
+
+
+def test_an_average_is_measured_as_it_passes() -> None:
+    own, mean = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 0.0, 4.0])
+    stats = AverageStats()
+    for where in (slice(0, 2), slice(2, 3)):
+        if where.start == 0:
+            stats.begin_lane()
+        stats.observe(own[where], mean[where])
+    stats.begin_lane()
+    stats.observe(own[:0], mean[:0])
+    assert stats.dot == 14.0
+    assert stats.mean == 20.0
+    expected = [xxhash.xxh3_128_hexdigest(mean.numpy().tobytes()), xxhash.xxh3_128_hexdigest(b"")]
+    assert [digest.hexdigest() for digest in stats.digests] == expected

@@ -1,0 +1,402 @@
+"""Objects in folders and in memory: every promise that the protocol between islands rests on."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.agreement.backends import client_options
+from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.store_failures import reason_of
+from hf_diloco.errors import ExchangeError, RendezvousError, StoreError
+from hf_diloco.store_url import check_store_url
+from tests.processes import Processes
+
+GOOD_PATHS = ["a", "a/b.json", "rounds/12/0/plan.json", "payloads/3/0-1/rank-0.bin", "a.b/..c/_-+=", ".hidden"]
+BAD_PATHS = [
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "../a",
+    "a/..",
+    "a/../b",
+    ".",
+    "a/.",
+    "a b",
+    "a#1",
+    "a\\b",
+    "a\nb",
+    "a\0",
+    "ä",
+    "x" * 600,
+]
+
+WRITER = """
+import sys
+from hf_diloco.agreement.objects import open_object_store
+store = open_object_store(sys.argv[1])
+print("begins", flush=True)
+count = 0
+while True:
+    store.put("state.bin", bytes([count % 256]) * (8 << 20))
+    store.put("small.json", bytes([count % 256]) * 1000)
+    store.create(f"created/{count}", bytes([count % 256]) * 1000)
+    count += 1
+"""
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    url = {"file": f"file://{tmp_path}/new/folder", "memory": f"memory://{uuid.uuid4().hex}"}[request.param]
+    return open_object_store(url)
+
+
+# Creation, writing, reading
+
+
+def test_what_is_created_stays(store: ObjectStore) -> None:
+    assert store.create("a/b", b"first")
+    assert not store.create("a/b", b"second")
+    assert not store.create("a/b", b"other")
+    assert not store.create("a/b", b"")
+    assert store.create("a/b", b"first")  # as if the first answer had been lost
+    assert store.get("a/b", 100) == b"first"
+
+
+def test_creation_is_checked(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.check_creation()
+    assert store.list() == []
+    monkeypatch.setattr(ObjectStore, "create", lambda self, path, data: self.put(path, data) is None)
+    with pytest.raises(RendezvousError, match="If-None-Match is ignored"):
+        store.check_creation()
+    assert store.list() == []
+
+
+def test_put_overwrites(store: ObjectStore) -> None:
+    for data in (b"one", b"", b"three", bytes(12 << 20), bytearray(b"x"), memoryview(b"abcdef")[1:4]):
+        store.put("a", data)
+        assert store.get("a", 20 << 20) == bytes(data)
+    store.put("a", memoryview(bytes(24)).cast("f"))
+    assert store.get("a", 24) == bytes(24)
+
+
+def test_absent_is_none(store: ObjectStore) -> None:
+    assert store.get("a", 100) is None
+    store.put("a/b", b"")
+    assert store.get("a/c", 100) is None
+
+
+def test_a_folder_is_no_object(store: ObjectStore) -> None:
+    store.put("a/b", b"x")
+    try:
+        assert store.get("a", 100) is None
+    except StoreError:
+        assert store.url.startswith("file:")
+
+
+def test_too_large_is_not_downloaded(store: ObjectStore) -> None:
+    store.put("a", bytes(101))
+    assert store.get("a", 101) == bytes(101)
+    with pytest.raises(StoreError, match=r"a has 101 bytes, more than the 100"):
+        store.get("a", 100)
+
+
+def test_ranges(store: ObjectStore) -> None:
+    data = os.urandom(3 << 20)
+    store.put("a", data)
+    cuts = [(0, 1), (5, 2 << 20), (2 << 20, 3 << 20), (1, 2), (0, 3 << 20)]
+    pieces = store.get_ranges("a", [start for start, _ in cuts], [end for _, end in cuts])
+    assert [bytes(piece) for piece in pieces] == [data[start:end] for start, end in cuts]
+    assert store.get_ranges("a", [], []) == []
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 11), (9, 11), (10, 11), (10, 20), (20, 30), (5 << 20, 6 << 20)])
+def test_short_objects_are_noticed(store: ObjectStore, start: int, end: int) -> None:
+    store.put("a", bytes(10))
+    with pytest.raises(StoreError, match="a"):
+        store.get_ranges("a", [0, start], [10, end])
+    with pytest.raises(StoreError, match="a ends"):
+        store.get_ranges("a", [0, 4, 10, 15, start], [4, 10, 15, 20, end])
+    with pytest.raises(StoreError, match="a ends"):
+        store.get_ranges("a", [start], [end])
+
+
+@pytest.mark.parametrize(("starts", "ends"), [([0], [0]), ([3], [2]), ([-1], [2]), ([0, 1], [2])])
+def test_wrong_ranges(store: ObjectStore, starts: list[int], ends: list[int]) -> None:
+    store.put("a", bytes(10))
+    with pytest.raises(ValueError):
+        store.get_ranges("a", starts, ends)
+
+
+def test_ranges_of_nothing(store: ObjectStore) -> None:
+    with pytest.raises(StoreError, match="gone is absent, but should be there"):
+        store.get_ranges("gone", [0], [1])
+
+
+# Lists and deletion
+
+
+def test_list_is_recursive_and_sorted(store: ObjectStore) -> None:
+    for path in ("rounds/10/a", "rounds/1/a", "rounds/1/b/c", "round/x", "z"):
+        store.put(path, path.encode())
+    assert store.list() == sorted((path, len(path)) for path, _ in store.list())
+    assert [path for path, _ in store.list("rounds")] == ["rounds/1/a", "rounds/1/b/c", "rounds/10/a"]
+    assert store.list("rounds/1/") == [("rounds/1/a", 10), ("rounds/1/b/c", 12)]
+    assert store.list("nothing") == []
+
+
+def test_delete(store: ObjectStore) -> None:
+    paths = [f"a/{number}" for number in range(30)]
+    for path in paths[::2]:
+        store.put(path, b"x")
+    store.put("b", b"x")
+    store.delete(paths)  # every other one is absent
+    assert store.list() == [("b", 1)]
+    store.delete([])
+    store.delete(["b", "b"])
+    assert store.list() == []
+
+
+def test_list_while_others_delete_and_write(store: ObjectStore) -> None:
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            for number in range(20):
+                store.put(f"a/{number}", b"x")
+            store.delete([f"a/{number}" for number in range(20)])
+
+    store.put("a/stays", b"y")
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(churn) for _ in range(2)]
+        try:
+            for _ in range(200):
+                assert ("a/stays", 1) in store.list("a")
+        finally:
+            ended.set()
+        for one in done:
+            one.result()
+
+
+# Races
+
+
+def test_exactly_one_creates(store: ObjectStore) -> None:
+    num_threads, num_races = 8, 100
+    start = threading.Barrier(num_threads)
+
+    def race(thread: int) -> list[bool]:
+        wins = []
+        for number in range(num_races):
+            start.wait()
+            wins.append(store.create(f"races/{number}", f"thread {thread}".encode()))
+        return wins
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        wins = list(pool.map(race, range(num_threads)))
+    for number in range(num_races):
+        (winner,) = [thread for thread in range(num_threads) if wins[thread][number]]
+        assert store.get(f"races/{number}", 100) == f"thread {winner}".encode()
+
+
+def test_readers_see_objects_whole(store: ObjectStore) -> None:
+    ended = threading.Event()
+
+    def write(value: int) -> None:
+        while not ended.is_set():
+            store.put("small", bytes([value]) * (value * 100))
+            store.put("large", bytes([value]) * (6 << 20))  # in parts
+
+    for name in ("small", "large"):
+        store.put(name, bytes([1]) * (6 << 20))
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(write, value) for value in (1, 2)]
+        try:
+            for _ in range(40):
+                for name in ("small", "large"):
+                    data = store.get(name, 6 << 20)
+                    assert data
+                    assert data.count(data[0]) == len(data)
+                    assert len(data) in (100, 200, 6 << 20)
+        finally:
+            ended.set()
+        for one in done:
+            one.result()
+
+
+def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
+    urls = [f"file://{tmp_path}/{number}" for number in range(4)]
+    with Processes() as processes:
+        writers = [processes.spawn([sys.executable, "-c", WRITER, url]) for url in urls]
+        for writer in writers:
+            writer.wait_for("begins")
+            time.sleep(random.uniform(0.05, 0.2))
+            writer.kill()
+            writer.wait(expect=-9)
+    num_seen = 0
+    for store in map(open_object_store, urls):
+        for path, size in store.list():
+            assert "#" not in path
+            assert size == (8 << 20 if path == "state.bin" else 1000)
+            data = store.get(path, size) or b""
+            assert data.count(data[0]) == size
+            num_seen += 1
+        store.put("state.bin", b"goes on")
+        assert store.get("state.bin", 10) == b"goes on"
+    assert num_seen > 0
+
+
+def test_what_a_dead_writer_left_is_neither_listed_nor_in_the_way(tmp_path: Path) -> None:
+    store = open_object_store(f"file://{tmp_path}")
+    for name in ("a#1", "a#2", "b c", "ä"):
+        (tmp_path / name).write_bytes(b"half")
+    assert store.list() == []
+    assert store.create("a", b"whole")
+    store.put("a", b"again")
+    assert store.list() == [("a", 5)]
+
+
+# Paths and URLs
+
+
+@pytest.mark.parametrize("path", GOOD_PATHS)
+def test_good_paths(store: ObjectStore, path: str) -> None:
+    assert store.create(path, b"x")
+    assert store.get(path, 1) == b"x"
+    assert store.list() == [(path, 1)]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_bad_paths(store: ObjectStore, path: str, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: store.create(path, b"x"),
+        lambda: store.put(path, b"x"),
+        lambda: store.get(path, 1),
+        lambda: store.get_ranges(path, [0], [1]),
+        lambda: store.delete(["good", path]),
+    ]
+    if path.strip("/") and path != "a/":  # a prefix may be empty, and end with a slash
+        calls.append(lambda: store.list(path))
+    store.put("good", b"x")
+    for call in calls:
+        with pytest.raises(StoreError, match="is no path in an object store"):
+            call()
+    assert store.list() == [("good", 1)]
+    assert len([entry for entry in tmp_path.rglob("*") if entry.is_file()]) <= 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "runs",
+        "/runs",
+        "tcp://10.0.0.1:29400",
+        "http://host/bucket",
+        "ftp://host/x",
+        "s3://",
+        "s3:///prefix",
+        "s3:bucket",
+        "s3://bucket/a//b",
+        "s3://bucket/../b",
+        "s3://bucket/a b",
+        "s3://bucket/x?versionId=1",
+        "s3://user:secret@bucket/x",
+        "gs://",
+        "az://",
+        "memory://",
+        "memory://a/b",
+        "S3://bucket",
+        "s3://bucket\n",
+    ],
+)
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(RendezvousError, match=r"expected file:///DIR, s3://BUCKET/PREFIX"):
+        check_store_url(url)
+    with pytest.raises(RendezvousError, match="is no object store"):
+        open_object_store(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["file:runs", "file://runs/x", "file://./runs", "file:///", "file://", "file:/abs", "file:///a?b"]
+)
+def test_folders_need_their_full_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RendezvousError, match="three slashes"):
+        open_object_store(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket", "s3://a.b-c/x/y", "gs://bucket/x", "az://container/x", "memory://a-b", "file:///x"]
+)
+def test_good_urls(url: str) -> None:
+    assert check_store_url(url) == url
+    assert check_store_url(url + "/") == url
+
+
+def test_a_folder_is_made(tmp_path: Path) -> None:
+    store = open_object_store(f"file://{tmp_path}/a/b%20c/d/")
+    assert store.url == f"file://{tmp_path}/a/b%20c/d"
+    store.put("x/y", b"z")
+    assert (tmp_path / "a" / "b c" / "d" / "x" / "y").read_bytes() == b"z"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RendezvousError, match=r"file:///.*/file.* cannot be opened .*folder must be writable"):
+        open_object_store(f"file://{tmp_path}/file/below")
+    with pytest.raises(RendezvousError, match="folder must be writable"):
+        open_object_store(f"file://{tmp_path}/file")
+
+
+def test_a_folder_that_goes_wrong_later(tmp_path: Path) -> None:
+    store = open_object_store(f"file://{tmp_path}/runs")
+    (tmp_path / "runs").rmdir()
+    assert store.list() == []
+    assert store.get("a", 1) is None
+    (tmp_path / "runs").write_text("")  # a file: nothing can be written below it
+    for call in (lambda: store.create("a/b", b""), lambda: store.put("a/b", b"")):
+        with pytest.raises(StoreError, match=r"file:///.*runs does not (create|write) a/b \(.*\): the folder must be"):
+            call()
+    assert issubclass(StoreError, ExchangeError)
+
+
+def test_memory_is_shared_by_name() -> None:
+    one, same, other = (open_object_store(f"memory://shared-{name}") for name in "aab")
+    one.put("x", b"1")
+    assert same.get("x", 1) == b"1"
+    assert other.get("x", 1) is None
+
+
+def test_azure_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(RendezvousError, match=r"az://container/x cannot be opened.*AZURE_STORAGE_ACCOUNT_NAME"):
+        open_object_store("az://container/x")
+
+
+def test_what_the_environment_says_about_the_connection() -> None:
+    environment = {"AWS_ALLOW_HTTP": "True", "AWS_PROXY_URL": "http://proxy:3128", "AZURE_ALLOW_HTTP": "false"}
+    assert client_options("AWS", environment) == {"allow_http": True, "proxy_url": "http://proxy:3128"}
+    assert client_options("AZURE", environment) == {"allow_http": False}
+    assert client_options("GOOGLE", environment) == {}
+
+
+def test_reasons_are_one_line_without_addresses() -> None:
+    error = RuntimeError(
+        "Generic MicrosoftAzure error: Error performing GET https://a.blob.core.windows.net/c/x?sig=SECRET in 1s - "
+        "HTTP error: error sending request\n\nDebug source:\nGeneric {\n uri: https://a/c/x?sig=SECRET\n}"
+    )
+    assert reason_of(error) == "HTTP error: error sending request"
+    assert reason_of(RuntimeError("... status code: 403 Forbidden: <html>?sig=SECRET")) == "403 Forbidden"
+    assert reason_of(RuntimeError("")) == "RuntimeError"

@@ -1,0 +1,77 @@
+"""The package as installed: cheap to import, its public names, what it ships."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import hf_diloco
+from tests.processes import run
+
+HEAVY = {"accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "torch", "transformers"}
+CHEAP_MODULES = [
+    "hf_diloco",
+    "hf_diloco.cli",
+    "hf_diloco.cli.main",
+    "hf_diloco.cli.status",
+    "hf_diloco.config",
+    "hf_diloco.errors",
+    "hf_diloco.lm.runfile",
+    "hf_diloco.report",
+]
+
+
+def imported_by(*arguments: str | Path) -> tuple[set[str], str]:
+    """The top-level packages that a fresh Python imports, and its output."""
+    output = run([sys.executable, "-X", "importtime", *arguments]).output
+    modules = re.findall(r"^import time:.*\| +(\S+)$", output, re.MULTILINE)
+    return {module.partition(".")[0] for module in modules}, output
+
+
+@pytest.mark.parametrize("module", CHEAP_MODULES)
+def test_import_is_cheap(module: str) -> None:
+    imported, _ = imported_by("-c", f"import {module}")
+    assert "hf_diloco" in imported
+    assert not imported & HEAVY
+
+
+def test_command_line_help_is_cheap() -> None:
+    imported, output = imported_by(Path(sysconfig.get_path("scripts"), "hf-diloco"), "--help")
+    assert "launch" in output
+    assert "report" in output
+    assert not imported & HEAVY
+
+
+def test_public_names_are_sorted_and_resolve() -> None:
+    assert list(hf_diloco.__all__) == sorted(set(hf_diloco.__all__))
+    assert {"DiLoCoCallback", "DiLoCoConfig", "DiLoCoError", "OuterLoop"} <= set(hf_diloco.__all__)
+    assert set(hf_diloco.__all__) <= set(dir(hf_diloco))
+    missing = [name for name in hf_diloco.__all__ if not hasattr(hf_diloco, name)]
+    assert not missing
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="DiLoCoCalback"):
+        hf_diloco.DiLoCoCalback  # noqa: B018
+
+
+def test_every_error_is_public() -> None:
+    from hf_diloco import errors
+
+    assert set(errors.__all__) <= set(hf_diloco.__all__)
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert hf_diloco.__version__ == version("hf-diloco")
+
+
+def test_ships_types_and_templates() -> None:
+    package = files(hf_diloco)
+    assert package.joinpath("py.typed").is_file()
+    assert any(entry.name.endswith((".html", ".j2")) for entry in package.joinpath("templates").iterdir())

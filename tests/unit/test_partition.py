@@ -1,0 +1,193 @@
+"""The arithmetic of partitions, against counting element by element."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from hf_diloco.errors import UnsupportedError
+from hf_diloco.island import IslandGroup
+from hf_diloco.shards import AlignedPartition, LanePartition, partition
+from hf_diloco.shards.cover import check_cover
+from hf_diloco.shards.partition import choose_partition
+from tests.programs.shards_pieces import Cut, ListShards, cut_pieces, make_shards
+
+SIZES = {"embedding": 7, "empty": 0, "weight": 12, "bias": 1, "head": 5}
+
+
+class OneOfSeveral(IslandGroup):
+    """A rank of an island whose other ranks' answers are known beforehand."""
+
+    def __init__(self, rank: int, answers: list[Any]) -> None:
+        self.rank = rank
+        self.size = len(answers)
+        self.group = None
+        self._answers = answers
+
+    def gather(self, item: Any) -> list[Any]:
+        return self._answers
+
+
+@st.composite
+def windows_and_partitions(draw: st.DrawFn) -> tuple[int, list[LanePartition]]:
+    """Values that may be under way at a time, and the partitions of all ranks of one island."""
+    sizes = {f"p{number}": size for number, size in enumerate(draw(st.lists(st.integers(0, 9), min_size=1)))}
+    num_ranks = draw(st.integers(1, 4))
+    cut: Cut = draw(st.sampled_from(get_args(Cut)))
+    shards = [make_shards(sizes, num_ranks, rank, cut) for rank in range(num_ranks)]
+    held = [one.intervals() for one in shards]
+    num_lanes = draw(st.integers(1, 6))
+    window = draw(st.integers(num_ranks, 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "WINDOW_VALUES", window)
+        return window, [LanePartition(one, OneOfSeveral(rank, held), num_lanes) for rank, one in enumerate(shards)]
+
+
+lane_partitions = windows_and_partitions().map(lambda drawn: drawn[1])
+
+
+def positions(intervals: list[tuple[int, int]]) -> list[int]:
+    """The canonical index of each element of a vector made of these intervals."""
+    return [index for start, length in intervals for index in range(start, start + length)]
+
+
+@given(lane_partitions)
+def test_lanes_cut_the_index_space_once(cuts: list[LanePartition]) -> None:
+    everything = list(chain.from_iterable(positions(cut.intervals) for cut in cuts))
+    assert everything == list(range(cuts[0]._shards.num_parameters))
+    lanes = list(chain.from_iterable(cut.lanes for cut in cuts))
+    assert lanes == list(range(len(lanes)))
+    lengths = [length for cut in cuts for length in cut.lane_sizes]
+    assert max(lengths) - min(lengths) <= 1
+    for cut in cuts:
+        assert cut.numel == sum(cut.lane_sizes) == len(positions(cut.intervals))
+
+
+@given(lane_partitions)
+def test_overlaps_are_what_counting_finds(cuts: list[LanePartition]) -> None:
+    cut = cuts[0]
+    for holder, one in enumerate(cuts):
+        segments = one._shards.intervals()
+        where = {
+            (number, index - start): index
+            for number, (start, length) in enumerate(segments)
+            for index in range(start, start + length)
+        }
+        for owner, owning in enumerate(cuts):
+            owned = positions(owning.intervals)
+            counted = sorted(
+                (number, offset, owned.index(index)) for (number, offset), index in where.items() if index in owned
+            )
+            found = sorted(
+                (overlap.segment, overlap.segment_start + step, overlap.vector_start + step)
+                for window in cut._windows
+                for overlap in cut._overlaps(holder, owner, window)
+                for step in range(overlap.length)
+            )
+            assert found == counted
+
+
+@given(windows_and_partitions())
+def test_a_window_bounds_what_is_under_way(drawn: tuple[int, list[LanePartition]]) -> None:
+    bound, cuts = drawn
+    cut = cuts[0]
+    ranks = range(len(cuts))
+    for window in cut._windows:
+        lengths = [[sum(one.length for one in cut._overlaps(h, o, window)) for o in ranks] for h in ranks]
+        for rank in ranks:
+            sent, received = sum(lengths[rank]), sum(line[rank] for line in lengths)
+            assert max(sent, received) <= bound
+    assert all(end == start for (_, end), (start, _) in pairwise(cut._windows))
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 5])
+@pytest.mark.parametrize("cut", get_args(Cut))
+def test_one_rank_gathers_and_scatters(cut: Cut, num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "WINDOW_VALUES", 4)
+    shards = make_shards(SIZES, 1, 0, cut)
+    values = torch.randn(shards.num_parameters)
+    shards.write(values)
+    for way in (LanePartition(shards, IslandGroup(), num_lanes), AlignedPartition(shards, IslandGroup())):
+        out = torch.full((way.numel,), torch.nan)
+        way.gather(out)
+        assert torch.equal(out, values[positions(way.intervals)])
+        way.scatter(-out)
+        values = -values
+        assert torch.equal(shards.read(), values)
+    assert shards.num_commits == 2
+
+
+def layout(ranks: list[str], replicated: bool) -> dict[str, object]:
+    return {"ranks": ranks, "replicated": replicated}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "replicated", "lanes"),
+    [
+        pytest.param([layout(["a"], True)], True, None, id="one rank, one island"),
+        pytest.param([layout(["a"], True)] * 2, True, None, id="one rank each"),
+        pytest.param([layout(["a", "b"], False)] * 3, False, None, id="equal shards"),
+        pytest.param([layout(["a", "a"], True)] * 2, True, 2, id="DDP: nobody keeps the state twice"),
+        pytest.param([layout(["a", "b"], False), layout(["a", "c"], False)], False, 2, id="other segments"),
+        pytest.param([layout(["a", "b"], False), layout(["c"], True)], False, 2, id="fewer ranks"),
+        pytest.param([layout(["a"], False), layout(["b", "c", "d"], False)], False, 3, id="more ranks"),
+    ],
+)
+def test_choice_of_the_partition(layouts: list[dict[str, object]], replicated: bool, lanes: int | None) -> None:
+    shards = ListShards(SIZES, cut_pieces(SIZES, 1, "whole")[0], replicated)
+    ranks = layouts[0]["ranks"]
+    assert isinstance(ranks, list)
+    chosen = choose_partition(shards, OneOfSeveral(0, [shards.intervals()] * len(ranks)), layouts)
+    if lanes is None:
+        assert isinstance(chosen, AlignedPartition)
+    else:
+        assert isinstance(chosen, LanePartition)
+        assert chosen.lanes == list(range(-(-lanes // len(ranks))))
+        # The lanes are those of the island with the most ranks, wherever they are counted.
+        assert chosen.numel == sum(SIZES.values()) * len(chosen.lanes) // lanes
+
+
+def cover(
+    held: list[list[tuple[int, int]]], replicated: bool = False, sizes: list[dict[str, int]] | None = None
+) -> None:
+    shards = ListShards(SIZES, [], replicated)
+    every = sizes or [SIZES] * len(held)
+    answers = [{"sizes": mine, "intervals": intervals} for mine, intervals in zip(every, held, strict=True)]
+    check_cover(shards, OneOfSeveral(0, answers))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 30])
+@pytest.mark.parametrize("cut", get_args(Cut))
+def test_every_way_to_cut_covers_the_model(cut: Cut, num_ranks: int) -> None:
+    shards = [make_shards(SIZES, num_ranks, rank, cut) for rank in range(num_ranks)]
+    cover([one.intervals() for one in shards], replicated=cut == "whole")
+
+
+@pytest.mark.parametrize(
+    ("held", "replicated", "message"),
+    [
+        pytest.param([[(0, 7)], [(7, 12)]], False, "no optimizer on this island trains bias: hand it", id="end"),
+        pytest.param([[(0, 6)], [(7, 18)]], False, "no optimizer on this island trains embedding", id="gap"),
+        pytest.param([[(1, 24)]], False, "no optimizer on this island trains embedding", id="start"),
+        pytest.param([[], []], False, "no optimizer on this island trains embedding", id="nothing"),
+        pytest.param(
+            [[(0, 20)], [(19, 6)]], False, r"several ranks hold the same part of bias.*\(pieces\)", id="twice"
+        ),
+        pytest.param([[(0, 25)], [(0, 25)]], False, "several ranks hold the same part of embedding", id="replicated"),
+        pytest.param([[(0, 25)], [(0, 24)]], True, "no optimizer on this island trains head", id="not replicated"),
+    ],
+)
+def test_gaps_and_overlaps_are_refused(held: list[list[tuple[int, int]]], replicated: bool, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        cover(held, replicated)
+
+
+def test_ranks_with_other_parameters_are_refused() -> None:
+    whole = [(0, 25)]
+    others = dict(reversed(SIZES.items()))
+    with pytest.raises(UnsupportedError, match="the ranks of this island hold different parameters"):
+        cover([whole, whole], replicated=True, sizes=[SIZES, others])

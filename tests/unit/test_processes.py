@@ -1,0 +1,53 @@
+"""The helper that other tests start processes with: what it reports, and that nothing survives it."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+
+from tests.processes import Processes, run
+
+SLEEP = "import time; print('asleep', flush=True); time.sleep(60)"
+DETACH = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+
+
+def test_run_returns_exit_code_and_both_streams() -> None:
+    completed = run([sys.executable, "-c", "import sys; print('out'); sys.exit('err')"], expect=1)
+    assert completed.returncode == 1
+    assert sorted(completed.output.split()) == ["err", "out"]
+
+
+def test_failure_shows_command_exit_code_and_output() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)exit code 3 instead of 0: .*python.*\nreason"):
+        run([sys.executable, "-c", "import sys; print('reason'); sys.exit(3)"])
+
+
+def test_timeout_shows_output() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)still runs after 2 s: .*asleep"):
+        run([sys.executable, "-c", SLEEP], timeout=2)
+
+
+def test_environment_is_changed_by_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMOVED", "x")
+    program = "import os; print(os.environ.get('REMOVED'), os.environ['ADDED'])"
+    assert run([sys.executable, "-c", program], env={"REMOVED": None, "ADDED": 7}).output == "None 7\n"
+
+
+def test_kills_descendants_in_sessions_of_their_own() -> None:
+    with Processes() as processes:
+        parent = processes.spawn([sys.executable, "-c", DETACH])
+        child = psutil.Process(int(parent.wait_for(r"child (\d+)")[1]))
+        parent.wait()
+        assert [process.pid for process in processes.alive()] == [child.pid]
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_wait_for_fails_when_the_process_ends_without() -> None:
+    with Processes() as processes, pytest.raises(AssertionError, match=r"exit code 0 without 'round 1'"):
+        processes.spawn([sys.executable, "-c", "print('round 0')"]).wait_for("round 1")

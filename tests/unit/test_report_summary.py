@@ -1,0 +1,300 @@
+"""The report's figures against numbers worked out by hand, and what it warns of."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_diloco.report import Report, load_run, summarise
+from tests.unit.report_runs import (
+    BYTES_A_ROUND,
+    EVAL_LOSS,
+    end,
+    evaluation,
+    start,
+    sync,
+    train,
+    whole_record,
+    write_island,
+    write_run,
+)
+
+
+def report_of(folder: Path, *islands: list[dict[str, Any]]) -> Report:
+    for number, records in enumerate(islands):
+        write_island(folder, number, records)
+    return summarise(load_run(folder))
+
+
+def test_two_islands_by_hand(tmp_path: Path) -> None:
+    report = summarise(load_run(write_run(tmp_path)))
+    assert report.num_islands == 2
+    assert report.covers == (0, 1)
+    assert (report.num_rounds, report.steps) == (2, 4)
+    assert report.warnings == ()
+    # both evaluated the outer weights: loss ln 8
+    assert report.eval_loss == pytest.approx(EVAL_LOSS)
+    assert report.perplexity == pytest.approx(8.0)
+    assert report.eval_step == 4
+    assert report.final_weights == "outer"
+    # 4 steps x 100 tokens in 10 s, on each island
+    assert [island.tokens_per_second for island in report.islands] == [40.0, 40.0]
+    assert (report.tokens_per_second, report.num_tokens) == (80.0, 800)
+    # 2 islands x 2 rounds x 4000 bytes; per step: 2 islands x 4 steps x 2 (2 - 1) / 2 x 1000 x 4 bytes
+    assert (report.bytes_sent, report.bytes_received, report.bytes_repeated) == (16_000, 16_000, 0)
+    assert report.bytes_per_step_sync == 32_000
+    assert report.traffic_ratio == 2.0
+    # island 0: 10 s, of which 2 x (1 + 0.5 + 0.25) at rounds; island 1 did not wait
+    seconds = [island.seconds for island in report.islands]
+    assert seconds[0] is not None
+    assert seconds[0].parts() == {"computing": 6.5, "waiting": 2.0, "exchanging": 1.0, "applying": 0.5}
+    assert seconds[1] is not None
+    assert seconds[1].parts() == {"computing": 8.5, "waiting": 0.0, "exchanging": 1.0, "applying": 0.5}
+    assert report.shares is not None
+    assert report.shares.parts() == pytest.approx(
+        {"computing": 0.75, "waiting": 0.1, "exchanging": 0.1, "applying": 0.05}
+    )
+    assert (report.mismatched_rounds, report.num_rounds_compared) == ((), 2)
+
+
+def test_rounds_by_hand(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        [start(0), sync(1, 2, waiting=1.0, cosine=0.2, pseudo_gradient_norm=1.0)],
+        [start(1), sync(1, 2, waiting=0.0, cosine=0.4, pseudo_gradient_norm=2.0)],
+    )
+    (first,) = report.rounds
+    assert (first.round, first.step, first.islands, first.bytes_sent) == (1, 2, (0, 1), 2 * BYTES_A_ROUND)
+    assert first.seconds.parts() == {"computing": 3.0, "waiting": 0.5, "exchanging": 0.5, "applying": 0.25}
+    assert first.cosine == pytest.approx(0.3)
+    assert first.pseudo_gradient_norm == 1.5
+    assert first.hashes_equal is True
+
+
+@pytest.mark.parametrize(
+    ("num_islands", "steps", "parameters", "expected"),
+    [
+        (1, 10, 1000, 0),  # nobody to send to
+        (2, 10, 1000, 10 * 1000 * 4),
+        (3, 3, 300, 4800),  # 3 x 4/3 x 300 x 4
+        (4, 100, 7, 4200),  # 100 x 6/4 x 7 x 4
+        (8, 10**6, 10**9, 7 * 10**15),  # 10**6 x 14/8 x 10**9 x 4: exact
+    ],
+)
+def test_per_step_synchronisation(
+    tmp_path: Path, num_islands: int, steps: int, parameters: int, expected: int
+) -> None:
+    first = start(num_islands=num_islands, num_parameters=parameters, max_steps=steps)
+    report = report_of(tmp_path, [first, train(steps, 1.0), end(steps)])
+    assert report.islands[0].bytes_per_step_sync == expected
+
+
+def test_a_resumed_run_by_hand(tmp_path: Path) -> None:
+    killed = [
+        start(time=1000.0),
+        train(1, 9.0, time=1001.0),
+        sync(1, 2, waiting=1.0, time=1004.0, outer_hash="first"),
+        sync(2, 4, waiting=1.0, time=1008.0, outer_hash="thrown away"),
+        train(5, 5.0, time=1010.0),  # killed here, 5 steps and 10 s after its start
+    ]
+    resumed = [
+        start(step=2, time=2000.0, max_steps=6),
+        sync(2, 4, waiting=0.5, time=2004.0, outer_hash="again"),
+        sync(3, 6, waiting=0.5, time=2008.0),
+        end(6, seconds=10.0),
+    ]
+    (island,) = report_of(tmp_path, killed + resumed).islands
+    assert (island.num_sections, island.steps, island.num_rounds) == (2, 6, 3)
+    assert (island.bytes_sent, island.bytes_repeated) == (3 * BYTES_A_ROUND, BYTES_A_ROUND)
+    assert island.bytes_per_step_sync == 6 * 1000 * 4  # the steps that stand
+    assert island.num_tokens == 600
+    assert island.tokens_per_second == (5 + 4) * 100 / (10 + 10)  # all work, all time
+    assert island.seconds is not None
+    # rounds of both sections; computing: 3 + 3 to the last round of the killed one, 10 - 1 - 1 - 0.5 of the other
+    assert island.seconds.parts() == {"computing": 13.5, "waiting": 3.0, "exchanging": 2.0, "applying": 1.0}
+    assert island.ended
+
+
+def test_hashes_are_compared_after_the_resume_alone(tmp_path: Path) -> None:
+    first = [start(0), sync(1, 2, outer_hash="thrown away"), start(0, step=1), sync(1, 2, outer_hash="good"), end(2)]
+    second = [start(1), sync(1, 2, outer_hash="good"), end(2)]
+    assert report_of(tmp_path, first, second).mismatched_rounds == ()
+
+
+def test_a_hash_that_differs_is_reported(tmp_path: Path) -> None:
+    first = [start(0), *(sync(number, 2 * number) for number in (1, 2, 3, 4)), end(8)]
+    second = [dict(record) for record in first]
+    for number in (2, 3):
+        second[number]["outer_hash"] = "other"
+    report = report_of(tmp_path, first, second)
+    assert report.mismatched_rounds == (2, 3)
+    assert report.num_rounds_compared == 4
+    assert "DIFFER after rounds 2, 3" in report.warnings[0]
+
+
+def test_one_island_of_two_says_what_it_covers(tmp_path: Path) -> None:
+    write_island(tmp_path, 1, whole_record(1))
+    report = summarise(load_run(tmp_path))
+    assert (report.num_islands, report.covers, report.missing_islands) == (2, (1,), (0,))
+    assert (report.bytes_sent, report.bytes_per_step_sync, report.traffic_ratio) == (8000, 16_000, 2.0)
+    assert (report.tokens_per_second, report.num_rounds_compared) == (40.0, 0)
+    assert report.eval_loss == pytest.approx(EVAL_LOSS)
+    assert any("no record of island 0 here" in w and "cover island 1 alone" in w for w in report.warnings)
+
+
+def test_a_run_of_a_single_island(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"participants": [0], "bytes_sent": 0, "bytes_received": 0, "cosine": None}
+    records = [start(num_islands=1), sync(1, 2, **changes), sync(2, 4, **changes), end(), evaluation(4, 2.0)]
+    report = report_of(tmp_path, records)
+    assert (report.bytes_sent, report.bytes_per_step_sync, report.traffic_ratio) == (0, 0, None)
+    assert report.rounds[0].cosine is None
+    assert report.warnings == ()
+
+
+def test_nothing_is_invented(tmp_path: Path) -> None:
+    bare = [{"event": "start", "step": 0}, {"event": "sync", "step": 2, "round": 1}, {"event": "end", "step": 2}]
+    report = report_of(tmp_path, bare)
+    unknown = (
+        "num_islands num_parameters eval_loss eval_step perplexity final_weights num_tokens tokens_per_second "
+        "bytes_sent bytes_received bytes_per_step_sync traffic_ratio shares sample model"
+    )
+    assert {name: getattr(report, name) for name in unknown.split()} == dict.fromkeys(unknown.split())
+    assert report.num_rounds == 1
+
+
+def test_an_unknown_part_makes_the_sum_unknown(tmp_path: Path) -> None:
+    report = report_of(tmp_path, whole_record(0), [*whole_record(1)[:2], sync(1, 2, bytes_sent=None), end()])
+    assert report.islands[0].bytes_sent == 8000
+    assert report.islands[1].bytes_sent is None
+    assert report.bytes_sent is None
+    assert report.traffic_ratio is None
+
+
+def test_evaluations_that_differ_are_averaged(tmp_path: Path) -> None:
+    first, second = whole_record(0), whole_record(1)
+    first[-1] = evaluation(4, 2.0)
+    second[-1] = evaluation(4, 4.0)
+    report = report_of(tmp_path, first, second)
+    assert report.eval_loss == 3.0
+    assert report.perplexity == pytest.approx(math.exp(3.0))
+
+
+def test_the_newest_outer_evaluation_counts(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [start(), evaluation(2, 5.0), evaluation(3, 1.0, "inner"), end(3)])
+    assert (report.eval_loss, report.eval_step) == (5.0, 2)
+    assert report.islands[0].inner_eval_loss == 1.0
+    assert any("last evaluation (step 3, loss 1.0000) was of its own weights" in w for w in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("ended", "weights", "expected"), [(True, "outer", 2.5), (True, "inner", None), (False, "outer", None)]
+)
+def test_an_evaluation_after_training_comes_from_the_summary(
+    tmp_path: Path, ended: bool, weights: str, expected: float | None
+) -> None:
+    folder = write_island(tmp_path, 0, [start(), train(4, 3.0), *([end()] if ended else [])])
+    summary = {"eval_loss": 2.5, "eval_weights": weights, "sample": "Once upon"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    report = summarise(load_run(tmp_path))
+    assert report.eval_loss == expected
+    assert report.sample == "Once upon"
+
+
+def test_tokens_are_taken_from_the_summary_when_steps_do_not_tell(tmp_path: Path) -> None:
+    folder = write_island(tmp_path, 0, [start(tokens_per_step=None), train(4, 3.0), end()])
+    (folder / "summary.json").write_text(json.dumps({"num_tokens": 1234, "tokens_per_second": 56.5}))
+    report = summarise(load_run(tmp_path))
+    assert (report.num_tokens, report.tokens_per_second) == (1234, 56.5)
+
+
+def test_weights_off_the_boundary_are_reported(tmp_path: Path) -> None:
+    records = [start(max_steps=5), sync(1, 2), sync(2, 4), end(5, on_boundary=False, since=1)]
+    report = report_of(tmp_path, records, [*records[:-1], end(5)])
+    assert report.final_weights == "inner"
+    (warning,) = report.warnings
+    assert "island 0 ended off a synchronisation boundary, 1 steps past" in warning
+    assert "let max_steps be a multiple of sync_every" in warning
+
+
+def test_a_stopped_island_is_reported(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [start(num_islands=1, max_steps=9), end(5, on_boundary=False, since=1)])
+    assert any("stopped at step 5 of 9; start the run again" in w for w in report.warnings)
+    assert not any("multiple of sync_every" in w for w in report.warnings)
+
+
+def test_where_islands_come_and_go_a_missed_round_is_no_gap(tmp_path: Path) -> None:
+    """Island 1 was away for round 1, caught up, and took fewer steps than it might: the run was over."""
+    begin = {"comes_and_goes": True, "max_steps": 9}
+    over = {"run_is_over": True}
+    report = report_of(
+        tmp_path,
+        [start(0, **begin), sync(1, 2, participants=[0]), sync(2, 4, participants=[0, 1]), end(4) | over],
+        [start(1, **begin), sync(2, 3, participants=[0, 1]), end(3) | over],
+    )
+    assert report.warnings == (
+        "island 1 had no part in round 1: it was away or late, or its pseudo-gradient was left out; it has caught up",
+    )
+
+
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        (None, "record has no end: its figures go to step 3"),
+        ({"state": "failed", "message": "disk full"}, "(it failed: disk full)"),
+        ({"state": "training"}, "(last seen training; it still runs or was killed)"),
+    ],
+)
+def test_a_record_without_an_end_is_reported(tmp_path: Path, progress: dict[str, str] | None, said: str) -> None:
+    folder = write_island(tmp_path, 0, [start(num_islands=1), train(3, 2.0)])
+    if progress:
+        (folder / "progress.json").write_text(json.dumps(progress))
+    (warning,) = summarise(load_run(tmp_path)).warnings
+    assert said in warning
+
+
+def test_an_island_that_recorded_nothing_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "island-1").mkdir(parents=True)
+    report = report_of(tmp_path, whole_record(0))
+    assert report.islands[1].bytes_sent is None
+    assert report.missing_islands == ()
+    assert report.tokens_per_second is None  # that of island 1 is unknown, so the sum is
+    (warning,) = report.warnings
+    assert "island 1 has recorded nothing" in warning
+
+
+def test_rounds_that_an_island_lacks_are_reported(tmp_path: Path) -> None:
+    first = [start(0), *(sync(number, number) for number in range(1, 7)), end(6)]
+    second = [start(1), sync(1, 1), sync(3, 3), end(6)]
+    report = report_of(tmp_path, first, second)
+    assert any("island 1's record lacks rounds 2, 4-6, which other islands have" in w for w in report.warnings)
+
+
+def test_a_pseudo_gradient_that_was_left_out_is_reported(tmp_path: Path) -> None:
+    first = [start(0), sync(1, 2, participants=[0]), end(4)]
+    second = [start(1), sync(1, 2, participants=[0], pseudo_gradient_norm=None), end(4)]
+    report = report_of(tmp_path, first, second)
+    (warning,) = report.warnings
+    assert "island 1's pseudo-gradient was left out of round 1" in warning
+    assert report.rounds[0].pseudo_gradient_norm is None
+
+
+def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [start(num_islands=1), train(2, 3.0), train(4, None), end()])
+    (warning,) = report.warnings
+    assert "island 0's last training loss is not finite" in warning
+    assert json.loads(report.model_dump_json())["islands"][0]["train_loss"] is None
+
+
+def test_a_record_that_begins_at_a_resume(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [start(num_islands=2, step=2), sync(2, 4), end()])
+    assert report.bytes_per_step_sync == 2 * 1000 * 4  # the two steps on record
+    assert any("record begins at step 2: its figures cover what follows alone" in w for w in report.warnings)
+
+
+def test_json_holds_every_figure(tmp_path: Path) -> None:
+    report = summarise(load_run(write_run(tmp_path)))
+    assert Report.model_validate_json(report.model_dump_json()) == report

@@ -1,0 +1,218 @@
+"""Run files: every ready one loads; precedence; and each mistake with its clear error, found without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.commandline import parse_command_line
+from hf_diloco.lm.runfile import RunFile, load_run_file
+from tests.processes import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+MINIMAL = "training: {max_steps: 100}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(dedent(text))
+    return path
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunFile:
+    return load_run_file(write(folder, text), overrides)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_ready_run_file_loads(path: Path) -> None:
+    run = load_run_file(path)
+    assert run.name == path.stem
+    assert run.max_steps % run.diloco.sync_every == 0, "the final model would not be the outer one"
+    assert run.diloco.outer_momentum < 0.9 or run.max_steps // run.diloco.sync_every >= 50
+
+
+def test_defaults(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL)
+    assert (run.name, run.output, run.max_steps) == ("run", "runs", 100)
+    assert run.model.preset == "llama-tiny"
+    assert (run.data.source, run.data.streaming) == ("embedded", False)
+    assert run.island_folder() == Path("runs/run/island-0")
+    assert run.diloco.resolve() == DiLoCoConfig()
+
+
+def test_c4_streams_its_english_part_and_evaluates_on_its_validation_split(tmp_path: Path) -> None:
+    data = load(tmp_path, MINIMAL, "data.source=c4").data
+    assert (data.streaming, data.name, data.split, data.eval_split) == (True, "en", "train", "validation")
+    assert not load(tmp_path, MINIMAL, "data.source=c4", "data.streaming=false").data.streaming
+
+
+def test_dump_loads_again(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL, "diloco.num_islands=3")
+    assert RunFile.model_validate(run.model_dump(mode="json")) == run
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    training = load(
+        tmp_path, "training: {max_steps: 1, learning_rate: 1e-3, eval_strategy: no, optim_args: 1_0}"
+    ).training
+    assert training == {"max_steps": 1, "learning_rate": 0.001, "eval_strategy": "no", "optim_args": 10}
+
+
+class TestPrecedence:
+    TEXT = MINIMAL + "diloco: {num_islands: 4, island: 1, rendezvous: 'tcp://yaml:1', sync_every: 10}\n"
+
+    def test_file(self, tmp_path: Path) -> None:
+        diloco = load(tmp_path, self.TEXT).diloco
+        assert (diloco.num_islands, diloco.island, diloco.rendezvous) == (4, 1, "tcp://yaml:1")
+
+    def test_environment_beats_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(ENV_ISLAND, "2")
+        monkeypatch.setenv(ENV_NUM_ISLANDS, "5")
+        monkeypatch.setenv(ENV_RENDEZVOUS, "tcp://environment:2")
+        diloco = load(tmp_path, self.TEXT).diloco
+        assert (diloco.num_islands, diloco.island, diloco.rendezvous) == (5, 2, "tcp://environment:2")
+
+    def test_command_line_beats_both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(ENV_ISLAND, "2")
+        path = write(tmp_path, self.TEXT)
+        run = parse_command_line(
+            [str(path), "diloco.island=1", "--island", "3", "diloco.sync_every=25", "--name", "x"]
+        )
+        assert (run.diloco.island, run.diloco.sync_every, run.name) == (3, 25, "x")
+
+    def test_an_alternative_takes_the_place_of_the_files(self, tmp_path: Path) -> None:
+        text = MINIMAL + "model: {preset: llama-60m}\ntokenizer: {train: {vocab_size: 400}}\n"
+        run = load(tmp_path, text, "model.path=org/name", "tokenizer.path=org/name")
+        assert (run.model.preset, run.model.path, run.tokenizer.train) == (None, "org/name", None)
+        assert load(tmp_path, text, "model.config.model_type=gpt2").model.config == {"model_type": "gpt2"}
+        with pytest.raises(ConfigError, match="got preset and path"):
+            load(tmp_path, text, "model.path=org/name", "model.preset=llama-60m")
+
+    def test_an_empty_variable_counts_as_unset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(ENV_ISLAND, "")
+        assert load(tmp_path, self.TEXT).diloco.island == 1
+
+
+class TestFiles:
+    def test_are_found_beside_the_run_file_then_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        here, beside = tmp_path / "here", tmp_path / "beside"
+        for folder in (here, beside):
+            folder.mkdir()
+            write(folder, "{}", "both.json")
+        write(here, "{}", "only_here.json")
+        monkeypatch.chdir(here)
+        path = write(beside, MINIMAL + "deepspeed: both.json\n")
+        assert load_run_file(path).deepspeed == str(beside / "both.json")
+        assert load_run_file(path, ["deepspeed=only_here.json"]).deepspeed == str(here / "only_here.json")
+        assert load_run_file(path, ["deepspeed=both.json"]).deepspeed == str(here / "both.json"), "as typed there"
+
+    def test_globs_are_expanded_in_order(self, tmp_path: Path) -> None:
+        for name in ("b.jsonl", "a.jsonl", "c.txt"):
+            write(tmp_path, "", name)
+        run = load(tmp_path, MINIMAL + "data: {source: files, files: ['*.jsonl']}")
+        assert run.data.files == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+
+    def test_a_hub_id_stays_as_it_is(self, tmp_path: Path) -> None:
+        assert load(tmp_path, MINIMAL, "model={path: org/name}").model.path == "org/name"
+
+
+# text of the file, overrides, what the error must say
+WRONG = {
+    "no training": ("seed: 1\n", [], "training: field required"),
+    "no max_steps": ("training: {learning_rate: 1.0}", [], "line 1: training: max_steps must be a whole number"),
+    "max_steps as text": (MINIMAL, ["training.max_steps=many"], "got 'many'"),
+    "epochs": ("training: {max_steps: 3, num_train_epochs: 1}", [], "set max_steps instead"),
+    "unknown block": (MINIMAL + "trainig: {}\n", [], "line 2: unknown setting trainig={} (did you mean training?)"),
+    "unknown key": (MINIMAL + "diloco:\n  sync_evry: 3\n", [], "line 3: unknown setting diloco.sync_evry"),
+    "unknown data key": (MINIMAL + "data: {sequence_lenght: 3}\n", [], "did you mean sequence_length?"),
+    "range": (MINIMAL + "diloco: {outer_momentum: 1.5}\n", [], "line 2: diloco.outer_momentum: input should be less"),
+    "type": (MINIMAL + "seed: soon\n", [], "line 2: seed: input should be a valid integer"),
+    "two problems": (MINIMAL, ["seed=-1", "data.sequence_length=0"], "got -1; command line: data.sequence_length"),
+    "choice": (MINIMAL, ["model.preset=llama-2b"], "'llama-tiny', 'llama-60m'"),
+    "two models": (MINIMAL, ["model={preset: llama-60m, path: org/name}"], "got preset and path"),
+    "no model": (MINIMAL, ["model={preset: null}"], "got none"),
+    "model type": (MINIMAL, ["model={config: {hidden_size: 3}}"], "needs a model_type"),
+    "two tokenizers": (MINIMAL, ["tokenizer={path: gpt2, train: {vocab_size: 400}}"], "exclude each other"),
+    "tiny vocabulary": (MINIMAL, ["tokenizer.train.vocab_size=100"], "greater than or equal to 300, got 100"),
+    "files without files": (MINIMAL, ["data.source=files"], "files is missing"),
+    "hub without path": (MINIMAL, ["data.source=hub"], "path is missing"),
+    "ignored setting": (MINIMAL, ["data.path=org/name"], "path belongs to source hub, but source is embedded"),
+    "column of embedded": (MINIMAL, ["data.text_column=body"], "no columns"),
+    "embedded stream": (MINIMAL, ["data.streaming=true"], "cannot be streamed"),
+    "domains": (MINIMAL, ["data.shares=domains"], "one domain a file"),
+    "no match": (MINIMAL, ["data={source: files, files: ['none-*.txt']}"], "data.files: no file matches 'none"),
+    "no DeepSpeed file": (MINIMAL + "deepspeed: zero9.json\n", [], "line 2: deepspeed: no file 'zero9.json'"),
+    "no model folder": (MINIMAL, ["model={path: ./nothing}"], "model.path: no file './nothing'"),
+    "island": (MINIMAL + "diloco: {island: 2, num_islands: 2}\n", [], "island 2 does not exist in a run of 2"),
+    "rendezvous": (MINIMAL, ["diloco.rendezvous=host:80"], "scheme must be tcp"),
+    "processes": (MINIMAL, ["launch.num_processes=0"], "launch.num_processes"),
+    "name": (MINIMAL, ["name=../x"], "name: string should match"),
+    "override": (MINIMAL, ["training.max_steps"], "expected KEY=VALUE"),
+    "override into a value": (MINIMAL + "seed: 1\n", ["seed.x=1"], "seed is 1 here"),
+    "twice": (MINIMAL + "seed: 1\nseed: 2\n", [], "line 3: not valid YAML: seed is given twice"),
+    "not YAML": (MINIMAL + "data: {source: files\n", [], "line 3: not valid YAML"),
+    "a list": ("- training\n", [], "expected `key: value` lines"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), WRONG.values(), ids=WRONG)
+def test_wrong(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_ISLAND, "first")
+    with pytest.raises(ConfigError, match=f"environment variable {ENV_ISLAND}: diloco.island: .*'first'"):
+        load(tmp_path, MINIMAL)
+
+
+def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL, "quickstart.yaml")
+    with pytest.raises(ConfigError, match=r"no such file \(did you mean .*quickstart.yaml\?\)"):
+        load_run_file(tmp_path / "quikstart.yaml")
+
+
+def test_broken_deepspeed_file(tmp_path: Path) -> None:
+    write(tmp_path, "{'stage': 2}", "zero.json")
+    with pytest.raises(ConfigError, match=r"line 2: deepspeed: .*zero\.json is not valid JSON"):
+        load(tmp_path, MINIMAL + "deepspeed: zero.json\n")
+
+
+def test_domains_need_a_file_an_island(tmp_path: Path) -> None:
+    write(tmp_path, "", "a.jsonl")
+    with pytest.raises(ConfigError, match="1 files cannot serve 2 islands"):
+        load(tmp_path, MINIMAL, "data={source: files, files: ['a.jsonl'], shares: domains}", "diloco.num_islands=2")
+
+
+def test_several_islands_need_a_rendezvous_only_when_they_start(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL, "diloco.num_islands=2")
+    with pytest.raises(ConfigError, match="need a place to meet"):
+        run.diloco.resolve()
+
+
+def test_loading_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from hf_diloco.lm.runfile import load_run_file; "
+        f"load_run_file({str(ROOT / 'configs' / 'quickstart.yaml')!r}); "
+        "print([name for name in ('torch', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_ready_accelerate_files_are_understood_by_accelerate(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert ("deepspeed" in path.stem) == (config.distributed_type == "DEEPSPEED")
+    assert not config.use_cpu, "it would drop DeepSpeed"

@@ -1,0 +1,87 @@
+"""The `training:` block against TrainingArguments: names, types, ranges, and what belongs elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.arguments import check_training, deepspeed_config, training_arguments
+from hf_diloco.lm.runfile import load_run_file
+from tests.processes import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"learning_rate": "fifty"}, "training.learning_rate: input should be a valid number, got 'fifty'"),
+    ({"learning_rate": -3.0}, "training.learning_rate: must be greater than 0, got -3.0"),
+    ({"learning_rate": 0}, "must be greater than 0"),
+    ({"learning_rate": float("nan")}, "must be greater than 0"),
+    ({"learning_rat": 1e-3}, "unknown setting training.learning_rat=0.001 (did you mean learning_rate?)"),
+    ({"bf16": 1}, "training.bf16: input should be a valid boolean, got 1"),
+    ({"save_steps": "10"}, "training.save_steps: input should be a valid number, got '10'"),
+    ({"per_device_train_batch_size": 0}, "must be greater than 0, got 0"),
+    ({"weight_decay": -0.1}, "must not be negative, got -0.1"),
+    ({"adam_beta2": 1.0}, "must be from 0 to below 1, got 1.0"),
+    ({"output_dir": "x"}, "training.output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K"),
+    ({"deepspeed": "zero2.json"}, "set deepspeed at the top of the run file"),
+    ({"seed": 3}, "set seed at the top of the run file"),
+    ({"load_best_model_at_end": True}, "one island's weights"),
+    ({"push_to_hub": True}, "every island would push"),
+    ({"learning_rate": "x", "bf16": 1}, "'x'; training.bf16"),
+]
+
+
+@pytest.mark.parametrize(("training", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong(training: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_training(training)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_ready_run_file_passes(path: Path) -> None:
+    check_training(load_run_file(path).training)
+
+
+def test_structured_values_pass() -> None:
+    check_training({
+        "lr_scheduler_kwargs": {"min_lr": 1e-5},
+        "report_to": ["tensorboard"],
+        "accelerator_config": {"split_batches": False},
+        "save_total_limit": None,
+        "warmup_steps": 0.1,
+        "logging_steps": 10,
+    })  # fmt: skip
+
+
+def test_arguments_of_an_island(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "deepspeed=null", "diloco.island=1", "launch.use_cpu=true", "seed=7"]
+    args = training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
+    assert args.output_dir == str(tmp_path / "quickstart" / "island-1")
+    assert (args.seed, args.use_cpu, args.deepspeed, args.num_train_epochs) == (7, True, None, 3.0)
+
+
+def test_what_transformers_refuses_becomes_a_config_error(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "deepspeed=null", "training.lr_scheduler_type=cosin"]
+    with pytest.raises(ConfigError, match="training: cosin is not a valid SchedulerType"):
+        training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
+
+
+def test_zero_3_is_told_to_save_whole_models(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    (tmp_path / "run.yaml").write_text("training: {max_steps: 1}\ndeepspeed: zero.json\n")
+    config = deepspeed_config(load_run_file(tmp_path / "run.yaml"))
+    assert config == {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_ready_deepspeed_files_are_what_their_names_say(path: Path) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = DeepSpeedZeroConfig(**json.loads(path.read_text())["zero_optimization"])
+    assert f"zero{int(zero.stage)}" == path.stem.split("_")[0]
+    assert (zero.offload_optimizer is not None) == path.stem.endswith("_offload")

@@ -1,0 +1,341 @@
+"""`hf-diloco status`: what it says of real runs in a store, of damaged ones, and where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hf_diloco.agreement import members
+from hf_diloco.agreement.log import MAX_RECORD_BYTES
+from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.round_records import OutcomeRecord
+from hf_diloco.agreement.run import enter_run, open_run
+from hf_diloco.sessions import elastic
+from hf_diloco.status import IslandStatus, Observer, RunStatus
+from hf_diloco.status.tables import render
+from tests.islands import run_islands
+from tests.processes import Completed, Processes, run
+from tests.unit.test_elastic import Meeting, Member
+from tests.unit.test_session import set_weights
+
+PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
+ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    """A run of two islands in a folder."""
+    meeting = Meeting(tmp_path, 2, grace=1.0)
+    meeting.url = f"file://{tmp_path}/store"
+    return meeting
+
+
+def start(meeting: Meeting, num_steps: int = 6) -> list[Member]:
+    return run_islands(2, lambda island: meeting.island(island).train(num_steps))
+
+
+def status(*arguments: str | Path, expect: int = 0, **env: str) -> Completed:
+    return run([*PROGRAM, *arguments], timeout=60, expect=expect, env={**ENV, **env})
+
+
+def give_beat(member: Member) -> None:
+    """The next look finds where the island stands now, and not where it stood at its last beat."""
+    member.session._need_members().beat()
+
+
+def look(meeting: Meeting, **settings: Any) -> RunStatus:
+    return Observer(open_object_store(meeting.url, read_only=True), b"", **settings).look()
+
+
+def shown(found: RunStatus) -> str:
+    console = Console(width=200, file=None)
+    with console.capture() as capture:
+        console.print(render(found))
+    return capture.get()
+
+
+class Clock:
+    """Time that passes only where it is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_islands_and_rounds(meeting: Meeting) -> None:
+    islands = start(meeting, 7)
+    for member in islands:
+        give_beat(member)
+    found = look(meeting)
+    assert (found.round, found.num_rounds, found.begun_by in (0, 1), found.has_key) == (3, None, True, False)
+    assert found.run == islands[0].session.outer.run
+    assert found.settings["sync_every"] == 2
+    assert [(i.island, i.claim, i.phase, i.round, i.lag, i.num_ranks) for i in found.islands] == [
+        (0, 1, "training", 3, 0, 1),
+        (1, 1, "training", 3, 0, 1),
+    ]
+    assert [entry.round for entry in found.rounds] == [3, 2, 1]
+    for entry in found.rounds:
+        assert (entry.state, entry.attempts, entry.participants) == ("committed", 1, [0, 1])
+        assert entry.payload_bytes == 2 * 4 * islands[0].session.outer.partition.numel
+        assert entry.left_out == {}
+        assert (entry.seconds is None) == (entry.round == 1)
+    assert found.refused == {}
+    assert found.snapshot is not None
+    assert (found.snapshot.round, found.snapshot.num_parts) == (0, 1)
+    store = open_object_store(meeting.url)
+    stored = found.stored
+    assert stored.payloads == sum(size for _, size in store.list("payloads"))
+    assert stored.snapshots == sum(size for _, size in store.list("snapshots"))
+    beats = sum(size for _, size in store.list("beats"))  # which go on, and change in size
+    rest = stored.payloads + stored.snapshots + stored.records - sum(size for _, size in store.list())
+    assert abs(rest) < beats
+    assert [entry.round for entry in look(meeting, num_rounds=2).rounds] == [3, 2]
+
+
+def test_looking_changes_nothing(meeting: Meeting) -> None:
+    for member in start(meeting):
+        member.leave()
+    store = open_object_store(meeting.url)
+    before = store.entries()
+    assert {island.presence for island in look(meeting).islands} == {"ended"}
+    assert store.entries() == before
+
+
+def test_an_island_is_alive_while_its_beat_changes(meeting: Meeting) -> None:
+    start(meeting)[1].die()
+    found = json.loads(status(meeting.url, "--json").output)
+    assert [(island["island"], island["presence"]) for island in found["islands"]] == [(0, "alive"), (1, "silent")]
+    assert found["islands"][1]["seconds_silent"] >= 4.5  # a beat may be late: the program's own are 2 s apart
+    assert RunStatus.model_validate(found).round == 3
+    assert re.search(r"^ +1 .*silent \d+ s", shown(RunStatus.model_validate(found)), re.MULTILINE)
+
+
+def test_silence_is_measured_by_this_machines_clock_alone(meeting: Meeting) -> None:
+    islands = start(meeting, 2)
+    for member in islands:
+        member.die()
+    clock = Clock()
+    observer = Observer(open_object_store(meeting.url), b"", clock=clock, sleep=clock.sleep)
+
+    def presence() -> list[tuple[str, float]]:
+        return [(island.presence, island.seconds_silent) for island in observer.look().islands]
+
+    assert presence() == [("unknown", 0), ("unknown", 0)]
+    clock.sleep(0.2)
+    give_beat(islands[0])
+    assert presence() == [("alive", 0), ("unknown", 0.2)]
+    clock.sleep(10)
+    assert presence() == [("silent", 10), ("silent", 10.2)]
+    give_beat(islands[0])
+    assert presence() == [("alive", 0), ("silent", 10.2)]
+    assert observer.settle().islands[1].presence == "silent"
+
+
+def test_a_restarted_island_is_its_newest_process(meeting: Meeting) -> None:
+    start(meeting, 2)[1].leave(finished=False)
+    give_beat(meeting.island(1))
+    found = look(meeting).islands[1]
+    assert (found.claim, found.phase) == (2, "training")
+
+
+def test_lag_is_counted_from_the_newest_round(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.0)
+    first, _ = run_islands(2, lambda island: meeting.island(island))
+    first.train(6)
+    give_beat(first)
+    assert [(i.round, i.lag) for i in look(meeting).islands] == [(3, 0), (0, 3)]
+
+
+def test_an_island_that_is_left_out_is_named_with_the_reason(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=5.0)
+    islands = start(meeting, 2)
+
+    def spoil(island: int) -> None:
+        if island == 1:
+            set_weights(islands[1].model, float("nan"))
+            islands[1].session.outer.steps = 1
+            islands[1].session.outer.count_step()
+            islands[1].sync()
+        else:
+            islands[0].train(2)
+
+    run_islands(2, spoil)
+    found = look(meeting)
+    assert (found.rounds[0].participants, found.rounds[0].left_out) == ([0], {1: "not finite"})
+    assert re.search(r"^ +2 +committed +1 +0 +1: not finite ", shown(found), re.MULTILINE)
+
+
+def test_a_round_that_is_not_committed_yet(meeting: Meeting) -> None:
+    islands = start(meeting, 2)
+    islands[1].train(1).leave(finished=False)  # leaves what it has done for the next round
+    islands[0].leave()
+    found = look(meeting)
+    assert (found.round, found.rounds[0].round) == (1, 2)
+    assert (found.rounds[0].state, found.rounds[0].offered) == ("gathering", [1])
+    assert "1 offer so far" in shown(found)
+
+
+def test_an_attempt_that_was_aborted(meeting: Meeting) -> None:
+    for member in start(meeting, 2):
+        member.leave()
+    store = open_object_store(meeting.url)
+    _, log = open_run(store, b"")
+    offer = next(path for path, _ in store.list("rounds") if "/offers/" in path)
+    store.delete(["rounds/00000001/00/outcome.json"])
+    log.create(
+        "rounds/00000001/00/outcome.json", OutcomeRecord(by=0, kind="abort", unusable=offer, reason="cut short")
+    )
+    (found,) = look(meeting).rounds
+    assert (found.state, found.attempts, found.aborted) == ("gathering", 1, ["cut short"])
+    assert found.participants == []
+
+
+def test_objects_of_others_are_refused_and_shown(meeting: Meeting) -> None:
+    for member in start(meeting, 4):
+        member.leave()
+    store = open_object_store(meeting.url)
+    beat = store.get("beats/0/000001.json", 10_000)
+    assert beat is not None
+    store.put("beats/7/000001.json", beat)  # moved from another island
+    store.put("rounds/99999999/00/plan.json", b"\x1b[2J nonsense")
+    store.put("claims/1/000001.json", b" " * (MAX_RECORD_BYTES + 1))
+    found = look(meeting)
+    assert found.refused.keys() == {"beats/7/000001.json", "rounds/99999999/00/plan.json", "claims/1/000001.json"}
+    assert [(island.island, bool(island.host)) for island in found.islands] == [(0, True), (1, False)]
+    assert found.rounds[0].round == 2
+    output = status(meeting.url).output
+    assert "warning: refused beats/7/000001.json: the record beats/7/000001.json was not sealed" in output
+    assert "warning: refused rounds/99999999/00/plan.json" in output
+
+
+def test_nothing_that_others_write_reaches_the_terminal_as_a_command(meeting: Meeting) -> None:
+    for member in start(meeting, 2):
+        member.leave()
+    found = look(meeting)
+    island: IslandStatus = found.islands[0].model_copy(update={"host": "\x1b[2J[red]evil"})
+    assert "?[2J[red]evil" in shown(found.model_copy(update={"islands": [island]}))
+
+
+def test_a_snapshot_counts_when_it_is_whole(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, snapshot_every=2)
+    meeting.island(0).train(10).leave()
+    found = look(meeting)
+    assert found.snapshot is not None
+    assert (found.round, found.snapshot.round, found.snapshot.island) == (5, 4, 0)
+    store = open_object_store(meeting.url)
+    store.delete([path for path, _ in store.list("snapshots/00000004") if path.endswith(".json")])
+    assert (again := look(meeting).snapshot) is not None
+    assert again.round == 2
+
+
+def test_a_run_with_a_key(meeting: Meeting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_DILOCO_KEY", KEY)
+    for member in start(meeting, 2):
+        member.leave()
+    monkeypatch.delenv("HF_DILOCO_KEY")
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY)
+    key_file.chmod(0o600)
+    output = status(meeting.url, "--key-file", key_file).output
+    assert re.search(r"^key +yes", output, re.MULTILINE)
+    for env in ({}, {"HF_DILOCO_KEY": "another key of a run"}):
+        output = status(meeting.url, expect=1, **env).output
+        assert re.fullmatch(r"error: the run at \S+ was begun with another key[^\n]+ key_file\)[^\n]+\n", output)
+
+
+def test_the_table(meeting: Meeting) -> None:
+    run_islands(2, lambda island: meeting.island(island).train(4).leave())
+    output = status(meeting.url).output
+    assert re.search(r"^run +[0-9a-f]{12} at file:///\S+, begun by island [01] \(\S+\) *$", output, re.MULTILINE)
+    assert re.search(r"^rounds +2 committed, \S+ s each *$", output, re.MULTILINE)
+    assert re.search(r"^key +none", output, re.MULTILINE)
+    assert re.search(r"^snapshot +round 0 by island [01], \S+ k?B *$", output, re.MULTILINE)
+    assert re.search(r"^ +1 +\S+ +finished +— +2 +0 +0 of 2 +\S+ +1 +1$", output, re.MULTILINE)
+    assert re.search(r"^ +2 +committed +1 +0, 1 +— +\S+ k?B +\S+ s$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("url", "message", "code"),
+    [
+        ("tcp://10.0.0.1:29400", "status needs an object store", 2),
+        ("file:relative", "a folder needs its full path", 2),
+        ("s3://", "is no object store", 2),
+        ("file://{folder}", "there is no run at", 1),
+        ("file://{folder}/none", "there is no folder", 1),
+    ],
+)
+def test_where_there_is_no_run_one_line_says_so(tmp_path: Path, url: str, message: str, code: int) -> None:
+    output = status(url.format(folder=tmp_path), expect=code).output
+    assert re.fullmatch(r"error: [^\n]+\n", output), output
+    assert message in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_imports_no_torch(meeting: Meeting) -> None:
+    run_islands(2, lambda island: meeting.island(island).train(2).leave())
+    code = (
+        "import sys; from hf_diloco.cli.main import app\n"
+        "try: app(['status', sys.argv[1]])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'datasets', 'accelerate', 'numpy', 'matplotlib'}\n"
+        "sys.exit(f'imported {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
+    )
+    assert "committed" in run([sys.executable, "-c", code, meeting.url], env=ENV).output
+
+
+@pytest.mark.distributed
+def test_watching_until_ctrl_c(meeting: Meeting) -> None:
+    start(meeting)
+    with Processes() as processes:
+        watching = processes.spawn([*PROGRAM, meeting.url, "--watch", "--json", "--interval", "0.5"], env=ENV)
+        watching.wait_for(r"(\{.*\}\n){2}")
+        watching.interrupt()
+        lines = watching.wait(timeout=20).output.splitlines()
+    found = [RunStatus.model_validate_json(line) for line in lines]
+    assert [island.presence for island in found[0].islands] == ["unknown", "unknown"]
+    assert [island.presence for island in found[-1].islands] == ["alive", "alive"]
+
+
+@pytest.mark.distributed
+def test_watching_on_a_terminal(meeting: Meeting) -> None:
+    """Ctrl-C leaves a visible cursor."""
+    start(meeting)
+    env = {**ENV, "TERM": "xterm", "COLUMNS": "150", "LINES": "50", "TTY_COMPATIBLE": "1", "FORCE_COLOR": "1"}
+    with Processes() as processes:
+        watching = processes.spawn([*PROGRAM, meeting.url, "--watch", "--interval", "0.5"], env=env)
+        watching.wait_for(r"(?s)alive.*alive.*alive")
+        watching.interrupt()
+        output = watching.wait(timeout=20).output
+    assert output.rstrip().endswith("\x1b[?25h")
+
+
+@pytest.mark.distributed
+def test_watching_ends_with_the_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, facts: Any) -> Any:
+        return enter_run(store, key, island, parent, 3, facts)
+
+    monkeypatch.setattr(elastic, "enter_run", enter)
+    islands = start(meeting, 4)
+    assert not look(meeting).is_over
+    run_islands(2, lambda island: islands[island].train(2).leave())
+    assert look(meeting).is_over
+    output = status(meeting.url, "--watch").output
+    assert re.search(r"^rounds +3 of 3 committed: the run is over *$", output, re.MULTILINE)

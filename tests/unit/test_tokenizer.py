@@ -1,0 +1,111 @@
+"""Tokenizers: training is deterministic and the same on every island; all ways of loading; what cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.lm.runfile import load_run_file
+from hf_diloco.lm.tokenizer import END_OF_TEXT, build_tokenizer, load_tokenizer, tokenizer_hash, train_byte_level_bpe
+from tests.processes import ROOT
+
+TEXTS = [part for part in inspect.getsource(argparse).split("\n\n") if part.strip()]  # text that is always there
+
+PROGRAM = """
+import sys
+from hf_diloco.lm.runfile import load_run_file
+from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
+for option in ("data.streaming=true", "data.streaming=false", "data.shares=domains"):
+    tokenizer = build_tokenizer(load_run_file(sys.argv[1], [option, "diloco.island=" + sys.argv[2]]))
+    print(option, tokenizer_hash(tokenizer), len(tokenizer))
+"""
+
+
+def write_run(folder: Path) -> Path:
+    for number in range(3):
+        lines = [json.dumps({"text": text}) for text in TEXTS[number::3]]
+        (folder / f"part-{number}.jsonl").write_text("\n".join(lines))
+    path = folder / "run.yaml"
+    path.write_text(
+        "training: {max_steps: 1}\n"
+        "tokenizer: {train: {vocab_size: 400}}\n"
+        "data: {source: files, files: ['part-*.jsonl']}\n"
+        "diloco: {num_islands: 3}\n"
+    )
+    return path
+
+
+def test_fresh_processes_of_different_islands_train_the_same(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    outputs = []
+    for island in ("0", "1"):
+        command = [sys.executable, "-c", PROGRAM, str(path), island]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    assert outputs[0] == outputs[1]
+    assert [line.split()[2] for line in outputs[0].splitlines()] == ["400"] * 3
+
+
+def test_trained_tokenizer_keeps_any_text() -> None:
+    tokenizer = train_byte_level_bpe(TEXTS, vocab_size=400)
+    text = "The naïve sum \u2014 漢字 \t\n of 'it'"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == tokenizer.pad_token == END_OF_TEXT
+    assert len(tokenizer) == 400
+
+
+def test_the_amount_of_text_is_bounded(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    whole = build_tokenizer(load_run_file(path))
+    part = build_tokenizer(load_run_file(path, ["tokenizer.train.max_megabytes=0.001"]))
+    assert tokenizer_hash(whole) != tokenizer_hash(part)
+
+
+def test_saved_tokenizer_loads_from_folder_and_file(tmp_path: Path) -> None:
+    tokenizer = train_byte_level_bpe(TEXTS, vocab_size=320)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer(TEXTS[0])["input_ids"]
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(str(path))
+        assert loaded(TEXTS[0])["input_ids"] == ids
+        assert loaded.eos_token_id == tokenizer.eos_token_id
+
+
+def test_vocabulary_and_merges_alone(tmp_path: Path) -> None:
+    tokenizer = train_byte_level_bpe(TEXTS, vocab_size=320)
+    tokenizer.backend_tokenizer.model.save(str(tmp_path))
+    assert load_tokenizer(str(tmp_path))(TEXTS[0])["input_ids"] == tokenizer(TEXTS[0])["input_ids"]
+
+
+def test_published_tokenizers(shared_data: Path) -> None:
+    gpt2 = load_tokenizer(str(shared_data / "tokenizers" / "gpt2" / "tokenizer.json"))
+    assert (len(gpt2), gpt2.eos_token) == (50257, END_OF_TEXT)
+    assert len(load_tokenizer(str(shared_data / "tokenizers" / "bpe5k"))) == 5000
+
+
+def test_hash_sees_merges_and_special_tokens() -> None:
+    hashes = {tokenizer_hash(train_byte_level_bpe(TEXTS, size)) for size in (320, 321, 321)}
+    assert len(hashes) == 2
+    tokenizer = train_byte_level_bpe(TEXTS, 320)
+    before = tokenizer_hash(tokenizer)
+    tokenizer.eos_token = "e"
+    assert tokenizer_hash(tokenizer) != before
+
+
+def test_unusable_ones_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text("training: {max_steps: 1}\ntokenizer: {path: tokenizer.json}\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.path: cannot load"):
+        build_tokenizer(load_run_file(tmp_path / "run.yaml"))
+
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"names no end-of-text"):
+        build_tokenizer(load_run_file(tmp_path / "run.yaml"))
