@@ -3,7 +3,7 @@
 Every entry is a small JSON record under a key that is written once. A round has four kinds:
 
     round/R/arrived/I   island I has done its inner steps and waits: its weight, its state's hash
-    round/R/plan        "go" once all have arrived, or "late I J" or "leaves I": whoever writes first decides
+    round/R/plan        "go" once all have arrived, or "late I", "gone I", "leaves I": whoever writes first decides
     round/R/vote/I      island I holds the average (with its hash), or why it does not
     round/R/outcome     "commit" or "abort": whoever writes first decides, all others read it
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import Store
 
@@ -30,8 +30,17 @@ MAX_RECORD_BYTES = 4 << 20
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
 ANSWER_SECONDS = 60.0
 """After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
-_GO, _LATE, _LEAVES = "go", "late", "leaves"
+LOOK_SECONDS = 0.5
+"""How often a wait looks for broken connections; what is broken twice running, and still silent, is gone."""
+_GO, _LATE, _GONE, _LEAVES = "go", "late", "gone", "leaves"
 _COMMIT = "commit"
+
+
+class _Missing(NamedTuple):
+    """Islands that did not post what was waited for; `is_gone` if that was found before the deadline."""
+
+    islands: list[int]
+    is_gone: bool = False
 
 
 class Ledger:
@@ -42,15 +51,22 @@ class Ledger:
         island: this island's number.
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
+        find_broken: names islands whose connections have broken; a round does not wait for those.
     """
 
     def __init__(
-        self, store: Store, island: int, num_islands: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        store: Store,
+        island: int,
+        num_islands: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        find_broken: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._store = store
         self.island = island
         self.num_islands = num_islands
         self._should_stop = should_stop
+        self._find_broken = find_broken
         self._is_lost = False
 
     def claim(self) -> None:
@@ -74,7 +90,7 @@ class Ledger:
         """
         self._post(f"{topic}/{self.island}", record)
         keys = [f"{topic}/{island}" for island in range(self.num_islands)]
-        missing = self._await(keys, timeout, interruptible)
+        missing = self._await(keys, timeout, interruptible).islands
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
         return [self._read(key) for key in keys]
@@ -83,7 +99,7 @@ class Ledger:
         """Announces that this island is ready for the round; returns all islands' records once all are.
 
         Raises:
-            IslandLostError: an island did not arrive within `timeout` seconds, or has left the run.
+            IslandLostError: an island did not arrive within `timeout` seconds, is gone, or has left the run.
             StopRequested: this island was asked to stop before all had arrived.
         """
         topic = f"round/{round_number}"
@@ -95,7 +111,8 @@ class Ledger:
             if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
                 raise
             missing = self._await(keys, timeout, interruptible=False)  # all had arrived: it is too late to leave
-        plan = self._decide(f"{topic}/plan", " ".join([_LATE, *map(str, missing)]) if missing else _GO)
+        kind = _GONE if missing.is_gone else _LATE
+        plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing.islands)]) if missing.islands else _GO)
         if plan != _GO:
             raise self._no_round(round_number, plan, timeout)
         return [self._read(key) for key in keys]
@@ -110,6 +127,10 @@ class Ledger:
                 f"only slow, raise sync_timeout or give it fewer inner steps' worth of work; if it is gone, {again}",
                 islands,
             )
+        if kind == _GONE:
+            return IslandLostError(
+                f"{_names(islands)} was lost before round {round_number} (its connection broke); {again}", islands
+            )
         return IslandLostError(
             f"{_names(islands)} left the run before round {round_number}: it was asked to stop, or lost another "
             f"island; {again}",
@@ -120,7 +141,7 @@ class Ledger:
         """Votes on the round and returns whether it was committed, with the votes seen, by island.
 
         A vote is a record with `ok` (bool) and `digest` (the average's). The round is committed if all islands
-        voted `ok`, with one digest, in time.
+        voted `ok`, with one digest, in time. An island whose connection broke before it voted is not waited for.
         """
         topic = f"round/{round_number}"
         self._post(f"{topic}/vote/{self.island}", vote)
@@ -159,22 +180,31 @@ class Ledger:
 
     def _await(
         self, keys: list[str], timeout: float, interruptible: bool = True, unless: str | None = None
-    ) -> list[int]:
-        """Waits until all `keys` are there or `unless` is; returns the islands whose key is absent at the deadline."""
+    ) -> _Missing:
+        """Waits until all `keys` are there or `unless` is, an absent island is gone, or the time is over."""
         deadline = time.monotonic() + timeout
         absent = dict(enumerate(keys))
+        next_look = time.monotonic() + LOOK_SECONDS
+        broken: set[int] = set()
+        gone: set[int] = set()
         while absent:
+            if time.monotonic() >= next_look:
+                before, broken = broken, set(self._find_broken())
+                gone = before & broken
+                next_look = time.monotonic() + LOOK_SECONDS
             if interruptible and self._should_stop():
                 raise StopRequested
             absent = {island: key for island, key in absent.items() if not self._has(key)}
             if not absent or (unless and self._has(unless)):
-                return []
+                return _Missing([])
+            if gone := gone & absent.keys():
+                return _Missing(sorted(gone), is_gone=True)
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             waited = timeout - left
             time.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
-        return sorted(absent)
+        return _Missing(sorted(absent))
 
     def _has(self, key: str) -> bool:
         return self._guard(lambda: self._store.check([key]))

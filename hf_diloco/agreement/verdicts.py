@@ -62,9 +62,10 @@ def why_aborted(votes: Mapping[int, VoteRecord], round_number: int, num_islands:
             f"round {round_number} was aborted: the islands computed different averages ({_digests(votes)})"
         )
     silent = sorted(set(range(num_islands)) - votes.keys())
+    cause = "; ".join(reasons) or f"islands {silent} did not vote, being lost or late"
     return IslandLostError(
-        f"round {round_number} was aborted; {'; '.join(reasons) or f'islands {silent} did not vote in time'}. Start "
-        "all islands again: the run resumes from the newest round that all hold",
+        f"round {round_number} was aborted; {cause}. Start all islands again: the run resumes from the "
+        "newest round that all hold",
         () if reasons else silent,
     )
 

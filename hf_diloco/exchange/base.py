@@ -70,6 +70,10 @@ class Exchange(ABC):
             IslandLostError: an island did not send or receive in time.
         """
 
+    def find_broken(self) -> list[int]:
+        """Islands whose connection is known to have broken since the last exchange; does not block."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of all connections at once; may be called more than once."""

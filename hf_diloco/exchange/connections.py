@@ -116,6 +116,10 @@ class Connections:
             self._wait(works, deadline)
         return transfers.take_traffic()
 
+    def find_broken(self) -> list[int]:
+        """Peers whose connection has broken; none once this end is closed. Does not block."""
+        return [peer for peer in self._peers if self._group is not None and self._is_broken(peer)]
+
     def close(self) -> None:
         """Closes the sockets at once, which wakes the peers; may be called more than once."""
         if self._group is None:

@@ -116,6 +116,9 @@ class MeshExchange(Exchange):
             transfers.drop()
             raise self._give_up(error, deadline) from None
 
+    def find_broken(self) -> list[int]:
+        return self._links.find_broken()
+
     def close(self) -> None:
         self._links.close()
 

@@ -73,7 +73,7 @@ class FixedSession(BaseSession):
         self._codec = CODECS[config.payload]
         self._exchanges: list[Exchange] = []
         self._transport = self._connect(transport)
-        self._ledger = Ledger(self._transport.store, config.island, config.num_islands, should_stop)
+        self._ledger = Ledger(self._transport.store, config.island, config.num_islands, should_stop, self._find_broken)
         island.on_leader(self._ledger.claim)
         self._last_end = time.monotonic()
 
@@ -147,6 +147,9 @@ class FixedSession(BaseSession):
         parts = self.outer.partition.split(self.outer.scratch)
         for exchange, part in zip(self._exchanges, parts, strict=True):
             exchange.broadcast(part, source=0)
+
+    def _find_broken(self) -> set[int]:
+        return {island for exchange in self._exchanges for island in exchange.find_broken()}
 
     def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:

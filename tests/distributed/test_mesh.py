@@ -225,6 +225,23 @@ def test_a_run_that_loses_an_island_ends_with_its_name(victim: int, free_port: i
         assert time.monotonic() - killed < 30
 
 
+@pytest.mark.parametrize("moment", ["steps", "vote"])
+def test_a_dead_island_is_noticed_by_those_who_wait(moment: str, free_port: int, tmp_path: Path) -> None:
+    """Before a round and before its vote nothing is being transferred that could fail."""
+    with Processes() as processes:
+        timeouts = {"sync_timeout": 600, "exchange_timeout": 600}
+        settings = [session_settings(free_port, tmp_path, 3, island, **timeouts) for island in range(3)]
+        settings[1]["die_in"] = moment
+        islands = [spawn(processes, "mesh_session", **one) for one in settings]
+        islands[1].wait(60, expect=9)
+        died = time.monotonic()
+        for island in (0, 2):
+            last = islands[island].wait(30, expect=1).output.splitlines()[-1]
+            assert last.startswith("IslandLostError: ")
+            assert re.search(r"islands? \[?1\b", last), last
+        assert time.monotonic() - died < 10
+
+
 def test_a_rendezvous_that_hangs_is_given_up(free_port: int, tmp_path: Path) -> None:
     """A machine that has stopped closes no connection, and torch's store waits for it for ever."""
     with Processes() as processes:

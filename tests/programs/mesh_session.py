@@ -1,12 +1,14 @@
 """One island with a small model and no Trainer: a session in a process of its own.
 
 Settings, as JSON: config (DiLoCoConfig fields), folder, steps, pause (seconds a step), answer_seconds (how long
-the store may take). Prints "joined", "round N HASH" and "done", or a DiLoCoError as "NAME: text" and exits with 1.
+the store may take), die_in ("steps" or "vote": the process ends there, in the second round). Prints "joined",
+"round N HASH" and "done", or a DiLoCoError as "NAME: text" and exits with 1.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -31,13 +33,18 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session.join(open_shards(model, optimizer), settings["folder"])
     print("joined", flush=True)
+    die_in = settings.get("die_in")
     try:
-        for _ in range(settings["steps"]):
+        for step in range(settings["steps"]):
             batch = torch.randn(8, 10, generator=generator)
             optimizer.zero_grad()
             (model(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
             time.sleep(settings.get("pause", 0))
+            if die_in == "steps" and step == config.sync_every:
+                os._exit(9)
+            if die_in == "vote" and session.outer.round == 1:
+                session._vote = lambda stats: os._exit(9)  # type: ignore[method-assign]
             if session.outer.count_step():
                 report = session.sync()
                 print(f"round {report.round} {report.outer_hash}", flush=True)

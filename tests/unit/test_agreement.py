@@ -165,6 +165,46 @@ def test_once_all_have_arrived_it_is_too_late_to_leave(stores: Stores) -> None:
     assert book.arrive(1, {"weight": 0}, 5) == [{"weight": 0}, {"weight": 1}]
 
 
+def test_who_is_gone_is_not_waited_for(stores: Stores) -> None:
+    """Island 2's connection breaks; island 0's breaks as well, but it is there."""
+
+    def run(island: int) -> None:
+        if island != 2:
+            Ledger(stores(island), island, 3, find_broken=lambda: {0, 2}).arrive(1, {}, 60)
+
+    started = time.monotonic()
+    outcomes = try_islands(3, run)
+    assert time.monotonic() - started < 5
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (2,)
+        assert "island 2 was lost before round 1" in str(outcome)
+
+
+def test_a_connection_that_is_broken_once_is_no_reason(stores: Stores) -> None:
+    looks = iter([{1}, set(), {1}, set()])
+
+    def run(island: int) -> None:
+        if island == 1:
+            time.sleep(4 * ledger.LOOK_SECONDS)
+        Ledger(stores(island), island, 2, find_broken=lambda: next(looks, set())).arrive(1, {}, 60)
+
+    run_islands(2, run)
+
+
+def test_who_is_gone_cannot_vote(stores: Stores) -> None:
+    def run(island: int) -> bool:
+        if island == 2:
+            return False
+        committed, votes = Ledger(stores(island), island, 3, find_broken=lambda: {2}).settle(1, ok(), 60)
+        assert "2" not in votes
+        return committed
+
+    started = time.monotonic()
+    assert run_islands(3, run) == [False] * 3
+    assert time.monotonic() - started < 5
+
+
 def test_different_digests_abort(stores: Stores) -> None:
     def run(island: int) -> tuple[bool, int]:
         committed, votes = Ledger(stores(island), island, 3).settle(1, ok("ab" if island else "cd"), 20)
