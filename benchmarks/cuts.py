@@ -1,6 +1,7 @@
 """Links that are cut while islands synchronise: does a round ever happen on some islands otherwise than on others?
 
     python -m benchmarks.cuts mesh                  # 100 cuts, about a quarter of an hour on two cores
+    python -m benchmarks.cuts elastic               # about half an hour
     python -m benchmarks.cuts bucket --tries 40 --seed 3
 
 Three islands, each a process in a network of its own, on links of 100 Mbit/s. One link is cut at a random moment:
@@ -10,8 +11,10 @@ Three islands, each a process in a network of its own, on links of 100 Mbit/s. O
     one-way    no packet passes in one direction, for longer than the deadline
     slow       one island's link has 1 Mbit/s
 
-mesh: between two islands that are joined directly; after each cut the islands start anew. bucket: between an island
-and the object store; the islands go on, and the next cut comes when the island is back in a round.
+mesh: between two islands that meet over tcp://; after each cut the islands start anew. bucket: between an island and
+the object store; the islands go on, and the next cut comes when the island is back in a round. elastic: islands that
+meet in the object store and exchange directly; now and then it is the link between two islands, now and then the one
+to the store.
 
 The exit code is 1 if two islands ever hold different outer parameters after the same round, an island ends with
 another error than a lost island or a missed round, or one that was cut off does not come back.
@@ -317,8 +320,8 @@ def try_mesh(links: Links, islands: Sequence[Island], args: argparse.Namespace, 
     return tally
 
 
-def try_bucket(links: Links, islands: Sequence[Island], args: argparse.Namespace, folder: Path, url: str) -> Tally:
-    """One run, in which island after island is cut off from the store and comes back."""
+def try_store(links: Links, islands: Sequence[Island], args: argparse.Namespace, folder: Path, url: str) -> Tally:
+    """One run, in which island after island is cut off and comes back."""
     chance = random.Random(args.seed)
     tally = Tally()
     config = {
@@ -332,15 +335,20 @@ def try_bucket(links: Links, islands: Sequence[Island], args: argparse.Namespace
         "exchange_timeout": DEADLINE,
         "keep_rounds": 1000,
     }
+    is_direct = args.what == "elastic"
     for island in islands:
-        island.begin(folder=str(folder), num_rounds=1_000_000, pause=0.05, width=300, config=config)
+        own = {"exchange": "mesh", "bind_address": links.address(island.number)} if is_direct else {}
+        place = str(folder)
+        island.begin(folder=place, num_rounds=1_000_000, pause=0.05, width=300, config={**config, **own})
     wait_until(lambda: all(len(island.rounds()) > 2 for island in islands), islands)
     for number in range(args.tries):
         kind = KINDS[number % len(KINDS)]
         victim = islands[chance.randrange(NUM_ISLANDS)]
         time.sleep(chance.uniform(0.0, 1.0))
         before = len(victim.told())
-        cut(links, kind, victim.number, links.host, chance)
+        others = [links.address(island.number) for island in islands if island is not victim]
+        peer = chance.choice([*others, links.host]) if is_direct else links.host
+        cut(links, kind, victim.number, peer, chance)
         newest = islands[(victim.number + 1) % NUM_ISLANDS].rounds()[-1]["round"]
         wait_until(
             lambda victim=victim, newest=newest: any(
@@ -355,7 +363,8 @@ def try_bucket(links: Links, islands: Sequence[Island], args: argparse.Namespace
         for island in islands:
             if island.ending():
                 raise SystemExit(f"try {number} ({kind}): island {island.number}: {island.ending()}")
-        print(f"try {number}: {kind}, {missed} missed, round {newest}", file=sys.stderr, flush=True)
+        what = f"{kind}, island {victim.number} and {'the store' if peer == links.host else peer}"
+        print(f"try {number}: {what}, {missed} missed, round {newest}", file=sys.stderr, flush=True)
     num_rounds = tally.compare([island.rounds() for island in islands])
     print(f"{num_rounds} rounds in one run")
     return tally
@@ -364,7 +373,7 @@ def try_bucket(links: Links, islands: Sequence[Island], args: argparse.Namespace
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["mesh", "bucket", "island"], metavar="{mesh,bucket}")
+    parser.add_argument("what", choices=["mesh", "bucket", "elastic", "island"], metavar="{mesh,bucket,elastic}")
     parser.add_argument("--tries", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settings", help=argparse.SUPPRESS)
@@ -385,7 +394,7 @@ def main() -> None:
         if args.what == "mesh":
             tally = try_mesh(links, islands, args, Path(folder))
         else:
-            tally = try_bucket(links, islands, args, Path(folder), f"{server.url}/cuts")
+            tally = try_store(links, islands, args, Path(folder), f"{server.url}/cuts")
     tally.show()
     sys.exit(tally.num_splits > 0)
 

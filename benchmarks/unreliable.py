@@ -243,7 +243,7 @@ def run_island(argv: list[str]) -> None:
         ElasticSession.sync = miss_some  # type: ignore[method-assign,assignment]
         # All stay in step: nobody shifts its rounds to where the others are, and all wait for those that are behind.
         Pace.align = lambda pace: False  # type: ignore[method-assign,assignment]
-        Council._awaited = lambda council, attempt, alive: set(alive)  # type: ignore[method-assign,assignment]
+        Council._awaited = lambda council, attempt, alive, waited: set(alive)  # type: ignore[method-assign,assignment]
     train(argv)
 
 

@@ -36,6 +36,8 @@ logger = logging.getLogger("hf_diloco")
 MAX_ATTEMPTS = 16
 _TRIES = 2
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
+_RETRY_SECONDS = 0.5
+"""How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
 _HISTORY_ROUNDS = 16
 _MIN_HISTORY_ROUNDS = 5
 
@@ -172,8 +174,8 @@ class Council:
                 offers = {island: made for island, made in offers.items() if self._waits(island, made[1], alive)}
             if len(offers) >= self._rules.min_islands:
                 quorum_at = self._clock() if quorum_at is None else quorum_at
-                is_late = self._clock() - quorum_at >= self._rules.grace
-                if is_late or not self._awaited(attempt, alive) - offers.keys():
+                waited = self._clock() - quorum_at
+                if waited >= self._rules.grace or not self._awaited(attempt, alive, waited) - offers.keys():
                     written = self._log.decide(f"{attempt.path}/plan.json", self._plan(attempt, offers, offer.state))
                     return Attempt(attempt.round, attempt.number, written, unusable=attempt.unusable)
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
@@ -281,18 +283,22 @@ class Council:
         is_here = island in alive and alive[island].phase == "syncing"
         return is_here and self._members.claim_of(island) == offer.claim
 
-    def _awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord]) -> set[int]:
-        """Islands that are alive and hold the state before this round.
+    def _awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord], waited: float) -> set[int]:
+        """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
 
         Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
-        island that joins counts from when it stands where the others do, unless it lets the round pass.
+        island that joins counts from when it stands where the others do, unless it lets the round pass. Who must be
+        there and was lost in the last attempt counts for a moment only: if it hangs, that has cost enough time.
         """
+        is_patient = not self._rules.needs_presence or waited < _RETRY_SECONDS
+        lost = () if is_patient else attempt.unusable[-1:]
         return {
             island
             for island, beat in alive.items()
             if (beat.round >= attempt.round - 1 or island in self._last_participants)
             and beat.phase != "passing"
             and not attempt.bars(island, self._members.claim_of(island))
+            and author_of(island, self._members.claim_of(island)) not in lost
         }
 
     def _plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:

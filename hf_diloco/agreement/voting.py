@@ -92,6 +92,9 @@ class Voting:
                 found = self._log.read_or_refuse(path, VoteRecord)
                 if found is not None and path.startswith(f"{folder}/votes/{found.island:05d}-"):
                     votes[found.island] = found.mean
-        others = [island for island, other in votes.items() if island != self._members.island and other == mean]
+        others = [other for island, other in votes.items() if island != self._members.island]
         at_it = {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}
-        return (bool(others) and not is_unanimous) or not (at_it & set(participants)) - votes.keys()
+        have_all_voted = not (at_it & set(participants)) - votes.keys()
+        if mean in others:
+            return have_all_voted or not is_unanimous
+        return have_all_voted and len(set(others)) == len(others)  # outvoted, it leaves the outcome to the others

@@ -11,7 +11,7 @@ from hf_diloco.agreement.patience import call_within
 from hf_diloco.errors import DiLoCoError
 
 NOTE_SECONDS = 2.0
-"""How long the store may take, and how long an island that timed out waits for another's note."""
+"""How long the store may take, and, where nothing else is said, a note that an island is about to leave."""
 
 
 class LossNotes:
@@ -24,11 +24,14 @@ class LossNotes:
         store: reaches all islands; island 0 keeps it.
         name: the lane's name.
         island: this island's number.
+        patience: seconds that an island which timed out waits for another's note. All time out at about the same
+            moment: as far apart as they began.
     """
 
-    def __init__(self, store: Store, name: str, island: int) -> None:
+    def __init__(self, store: Store, name: str, island: int, patience: float = NOTE_SECONDS) -> None:
         self._store = PrefixStore(f"lost/{name}", store)
         self._island = island
+        self._patience = patience
 
     def find_first(self, peer: int, timed_out: bool) -> int:
         """Notes that `peer` is gone, or late, and returns the island with which it began.
@@ -37,7 +40,7 @@ class LossNotes:
             peer: whom this island found missing.
             timed_out: nothing was closed: `peer` may be about to find out the same and leave its note.
         """
-        patience = NOTE_SECONDS if timed_out else 0.0
+        patience = self._patience if timed_out else 0.0
         suspect, asked = peer, {self._island}
         try:
             call_within(NOTE_SECONDS, lambda: self._store.set(str(self._island), str(peer)))

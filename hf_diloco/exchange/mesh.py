@@ -39,7 +39,7 @@ class MeshExchange(Exchange):
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each whole exchange, may take.
         key: of the run; with one, the others prove that they hold it before anything is exchanged.
-        notes: name under which islands note whom they lost; default: the lane's.
+        notes: where islands note whom they lost; default: notes of the lane's own.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -55,7 +55,7 @@ class MeshExchange(Exchange):
         address: str,
         timeout: float,
         key: bytes = b"",
-        notes: str | None = None,
+        notes: LossNotes | None = None,
     ) -> None:
         self.island = island
         self.num_islands = num_islands
@@ -63,7 +63,7 @@ class MeshExchange(Exchange):
         self._peers = [peer for peer in range(num_islands) if peer != island]
         self._tag = 0
         self._buffers: dict[str, torch.Tensor] = {}
-        self._notes = LossNotes(store, notes or name, island)
+        self._notes = notes or LossNotes(store, name, island)
         self._links = Connections(store, name, island, num_islands, address, timeout)
         if key and self._peers:
             self._tag = handshake.NUM_TAGS

@@ -17,7 +17,11 @@ from torch.distributed import Store
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import ExchangeError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
+from hf_diloco.exchange.losses import LossNotes
 from hf_diloco.exchange.mesh import MeshExchange
+
+NOTE_PATIENCE = 0.5
+"""See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""
 
 
 class Range(NamedTuple):
@@ -83,10 +87,11 @@ class SegmentedMesh:
         self._own = own
         self._is_open = True
         self._pieces: list[tuple[Range, MeshExchange]] = []
+        notes = LossNotes(store, name, place, NOTE_PATIENCE)
         try:
             for piece in cut(own, all_ranges):
                 lane = f"{name}/{piece.start}"
-                mesh = MeshExchange(store, lane, place, len(all_ranges), address, timeout, notes=name, key=key)
+                mesh = MeshExchange(store, lane, place, len(all_ranges), address, timeout, notes=notes, key=key)
                 self._pieces.append((piece, mesh))
         except BaseException:
             self.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.chaos import run_file
+from benchmarks.chaos import ENGINES, run_file
 from hf_diloco.agreement.objects import ObjectStore, open_object_store
 from tests.processes import Process, Processes
 from tests.s3 import FaultyProxy, S3Server, share_of
@@ -31,12 +31,11 @@ FAULTY_SHARE = 0.04
 class Launch:
     """A launch of both islands, and what is known of it while it runs."""
 
-    def __init__(self, folder: Path, processes: Processes, proxy: FaultyProxy, url: str) -> None:
+    def __init__(self, folder: Path, processes: Processes, proxy: FaultyProxy, url: str, **engine: Any) -> None:
         file = folder / "run.yaml"
         settings: dict[str, Any] = {"num_islands": 2, "max_islands": 2, "min_islands": 2, "grace": 30.0}
-        file.write_text(
-            yaml.safe_dump(run_file(folder, ROUNDS, SYNC_EVERY, exchange_timeout=STORE_SECONDS, **settings))
-        )
+        settings |= {**engine, "exchange_timeout": STORE_SECONDS}
+        file.write_text(yaml.safe_dump(run_file(folder, ROUNDS, SYNC_EVERY, **settings)))
         self._folder = folder / "chaos"
         environment = {**proxy.environment(), "HF_DILOCO_KEY": secrets.token_hex(16), "OMP_NUM_THREADS": 1}
         command = [sys.executable, "-m", "hf_diloco.cli", "launch", str(file), "--rendezvous", url]
@@ -77,14 +76,15 @@ def proxy(server: S3Server) -> Iterator[FaultyProxy]:
         yield started
 
 
+@pytest.mark.parametrize("engine", list(ENGINES))
 def test_faults_an_outage_and_an_intruder(
-    tmp_path: Path, server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     store = open_object_store(f"{server.url}/run")
     with Processes() as processes:
-        launch = Launch(tmp_path, processes, proxy, store.url)
+        launch = Launch(tmp_path, processes, proxy, store.url, **ENGINES[engine])
         launch.wait("first rounds", lambda island: launch.round(island) >= 3)
         outage = run_through_outage(launch, server)
         forged = put_forged_offers(store, max(map(launch.round, (0, 1))) + 3)
