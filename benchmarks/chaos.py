@@ -47,7 +47,7 @@ NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {
     "bucket": {},
     # A participant that hangs is given up after this many seconds; one that dies, at once.
-    "mesh": {"exchange": "mesh", "bind_address": "127.0.0.1", "exchange_timeout": 1.5},
+    "mesh": {"exchange": "mesh", "bind_address": "127.0.0.1", "exchange_timeout": 1.0},
 }
 NEWCOMER = 3
 ZERO2 = {
