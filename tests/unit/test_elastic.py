@@ -516,6 +516,30 @@ def vanish(member: Member) -> None:
 
 
 @only("mesh")
+def test_who_was_lost_is_not_waited_for_as_long_as_who_is_late(tmp_path: Path) -> None:
+    """It gives signs of life, but hangs; its grace would be a minute."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=60.0, **FEDAVG)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    others_are_done = threading.Barrier(3)
+
+    def hang(*_: Any) -> None:
+        islands[1].session._engine.close()
+        others_are_done.wait(30)
+        raise Vanished
+
+    islands[1].session._engine.average = hang  # type: ignore[method-assign,assignment]
+
+    def train(which: int) -> None:
+        islands[which].train(2)
+        others_are_done.wait(30)
+
+    outcomes = try_islands(3, train)
+    assert [type(outcome) for outcome in outcomes] == [type(None), Vanished, type(None)]
+    assert islands[0].reports[-1].participants == [0, 2]
+    assert islands[0].hash == islands[2].hash
+
+
+@only("mesh")
 def test_an_attempt_that_nobody_carries_out_is_given_up(tmp_path: Path) -> None:
     """All islands die between plan and exchange, and are started again."""
     meeting = Meeting(tmp_path, 2, grace=1.0)
