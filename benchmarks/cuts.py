@@ -1,7 +1,7 @@
 """Links that are cut while islands synchronise: does a round ever happen on some islands otherwise than on others?
 
     python -m benchmarks.cuts mesh                  # 100 cuts, about a quarter of an hour on two cores
-    python -m benchmarks.cuts elastic               # about half an hour
+    python -m benchmarks.cuts elastic               # about as long
     python -m benchmarks.cuts bucket --tries 40 --seed 3
 
 Three islands, each a process in a network of its own, on links of 100 Mbit/s. One link is cut at a random moment:
@@ -13,8 +13,7 @@ Three islands, each a process in a network of its own, on links of 100 Mbit/s. O
 
 mesh: between two islands that meet over tcp://; after each cut the islands start anew. bucket: between an island and
 the object store; the islands go on, and the next cut comes when the island is back in a round. elastic: islands that
-meet in the object store and exchange directly; now and then it is the link between two islands, now and then the one
-to the store.
+meet in the object store and exchange directly; the link is one between two islands, or the one to the store.
 
 The exit code is 1 if two islands ever hold different outer parameters after the same round, an island ends with
 another error than a lost island or a missed round, or one that was cut off does not come back.
@@ -338,8 +337,8 @@ def try_store(links: Links, islands: Sequence[Island], args: argparse.Namespace,
     is_direct = args.what == "elastic"
     for island in islands:
         own = {"exchange": "mesh", "bind_address": links.address(island.number)} if is_direct else {}
-        place = str(folder)
-        island.begin(folder=place, num_rounds=1_000_000, pause=0.05, width=300, config={**config, **own})
+        whole = {**config, **own}
+        island.begin(folder=str(folder), num_rounds=1_000_000, pause=0.05, width=300, config=whole)
     wait_until(lambda: all(len(island.rounds()) > 2 for island in islands), islands)
     for number in range(args.tries):
         kind = KINDS[number % len(KINDS)]

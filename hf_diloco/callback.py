@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.advice import warn_about_plan
-from hf_diloco.checkpoint import complete_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     ConfigError,
@@ -30,6 +29,7 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import Facts
 from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
+from hf_diloco.retention import Retention
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
@@ -97,7 +97,7 @@ class DiLoCoCallback(TrainerCallback):
         self._writer: MetricsWriter | None = None
         self._failure: DiLoCoError | None = None
         self._to_log: dict[str, float] = {}
-        self._keep_checkpoints: int | None = None
+        self._retention: Retention | None = None
         self._tokens_seen = 0
         self._totals = RunTotals()
 
@@ -150,7 +150,7 @@ class DiLoCoCallback(TrainerCallback):
         session.join(shards, _folder(args), self._facts, checkpoint)
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
-        self._keep_one_more(args)
+        self._retention = Retention(args, _folder(args))
         self._open_metrics(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
@@ -198,13 +198,8 @@ class DiLoCoCallback(TrainerCallback):
         self._outer.save(checkpoint, state.global_step, position)
         if self._writer:
             self._writer.write("save", state.global_step, path=checkpoint.name)
-        if self._keep_checkpoints is not None and args.should_save:
-            rotate_checkpoints(
-                output_dir=str(_folder(args)),
-                save_total_limit=self._keep_checkpoints,
-                best_model_checkpoint=state.best_model_checkpoint,
-                use_mtime=True,
-            )
+        if self._retention:
+            self._retention.rotate(state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -213,8 +208,8 @@ class DiLoCoCallback(TrainerCallback):
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
         self._stop.uninstall()
-        if self._keep_checkpoints is not None:
-            args.save_total_limit = self._keep_checkpoints
+        if self._retention:
+            self._retention.end()
         if not self._outer.on_boundary and not (self._failure or self.stopped):
             logger.warning(
                 "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
@@ -342,18 +337,6 @@ class DiLoCoCallback(TrainerCallback):
             raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
         if getattr(args, "fsdp", None):
             raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
-
-    def _keep_one_more(self, args: TrainingArguments) -> None:
-        """The Trainer deletes old checkpoints before `on_save`: until the outer state is written, one more stays.
-
-        What a killed run left without its outer state must not take a whole checkpoint's place either.
-        """
-        if args.save_total_limit is not None and args.save_total_limit > 0:
-            self._keep_checkpoints = args.save_total_limit
-            num_torn = len(list(_folder(args).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))) - len(
-                complete_checkpoints(_folder(args))
-            )
-            args.save_total_limit += 1 + num_torn
 
     def _open_metrics(self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool) -> None:
         session = self._need_session()

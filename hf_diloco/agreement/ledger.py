@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
@@ -36,11 +36,21 @@ _GO, _LATE, _GONE, _LEAVES = "go", "late", "gone", "leaves"
 _COMMIT = "commit"
 
 
-class _Missing(NamedTuple):
-    """Islands that did not post what was waited for; `is_gone` if that was found before the deadline."""
+class _Watch:
+    """Looks now and then for broken connections while something is waited for."""
 
-    islands: list[int]
-    is_gone: bool = False
+    def __init__(self, find_broken: Callable[[], Collection[int]]) -> None:
+        self._find_broken = find_broken
+        self._broken: set[int] = set()
+        self._next_at = time.monotonic() + LOOK_SECONDS
+        self.gone: set[int] = set()
+
+    def look(self) -> None:
+        if time.monotonic() < self._next_at:
+            return
+        before, self._broken = self._broken, set(self._find_broken())
+        self.gone = before & self._broken
+        self._next_at = time.monotonic() + LOOK_SECONDS
 
 
 class Ledger:
@@ -90,7 +100,7 @@ class Ledger:
         """
         self._post(f"{topic}/{self.island}", record)
         keys = [f"{topic}/{island}" for island in range(self.num_islands)]
-        missing = self._await(keys, timeout, interruptible).islands
+        missing = self._await(keys, timeout, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
         return [self._read(key) for key in keys]
@@ -105,14 +115,17 @@ class Ledger:
         topic = f"round/{round_number}"
         self._post(f"{topic}/arrived/{self.island}", record)
         keys = [f"{topic}/arrived/{island}" for island in range(self.num_islands)]
+        watch = _Watch(self._find_broken)
         try:
-            missing = self._await(keys, timeout, unless=f"{topic}/plan")
+            missing = self._await(keys, timeout, unless=f"{topic}/plan", watch=watch)
         except StopRequested:
             if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
                 raise
-            missing = self._await(keys, timeout, interruptible=False)  # all had arrived: it is too late to leave
-        kind = _GONE if missing.is_gone else _LATE
-        plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing.islands)]) if missing.islands else _GO)
+            missing = self._await(
+                keys, timeout, interruptible=False, watch=watch
+            )  # all had arrived: it is too late to leave
+        kind = _GONE if watch.gone.intersection(missing) else _LATE
+        plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]) if missing else _GO)
         if plan != _GO:
             raise self._no_round(round_number, plan, timeout)
         return [self._read(key) for key in keys]
@@ -129,7 +142,7 @@ class Ledger:
             )
         if kind == _GONE:
             return IslandLostError(
-                f"{_names(islands)} was lost before round {round_number} (its connection broke); {again}", islands
+                f"{_names(islands)} lost before round {round_number}: the connection broke; {again}", islands
             )
         return IslandLostError(
             f"{_names(islands)} left the run before round {round_number}: it was asked to stop, or lost another "
@@ -147,7 +160,8 @@ class Ledger:
         self._post(f"{topic}/vote/{self.island}", vote)
         keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
         if vote["ok"]:
-            self._await(keys, timeout, interruptible=False, unless=f"{topic}/outcome")
+            watch = _Watch(self._find_broken)
+            self._await(keys, timeout, interruptible=False, unless=f"{topic}/outcome", watch=watch)
         votes = {str(island): self._read(key) for island, key in enumerate(keys) if self._has(key)}
         agreed = len(votes) == len(keys) and all(
             record.get("ok") is True and record.get("digest") == vote["digest"] for record in votes.values()
@@ -179,32 +193,35 @@ class Ledger:
         return record
 
     def _await(
-        self, keys: list[str], timeout: float, interruptible: bool = True, unless: str | None = None
-    ) -> _Missing:
-        """Waits until all `keys` are there or `unless` is, an absent island is gone, or the time is over."""
+        self,
+        keys: list[str],
+        timeout: float,
+        interruptible: bool = True,
+        unless: str | None = None,
+        watch: _Watch | None = None,
+    ) -> list[int]:
+        """Waits until all `keys` are there or `unless` is; returns the islands whose key is absent at the deadline.
+
+        Where `watch` sees that absent islands are gone, it returns those before.
+        """
         deadline = time.monotonic() + timeout
         absent = dict(enumerate(keys))
-        next_look = time.monotonic() + LOOK_SECONDS
-        broken: set[int] = set()
-        gone: set[int] = set()
         while absent:
-            if time.monotonic() >= next_look:
-                before, broken = broken, set(self._find_broken())
-                gone = before & broken
-                next_look = time.monotonic() + LOOK_SECONDS
+            if watch:
+                watch.look()  # before the keys are read: what an island wrote before it went counts
             if interruptible and self._should_stop():
                 raise StopRequested
             absent = {island: key for island, key in absent.items() if not self._has(key)}
             if not absent or (unless and self._has(unless)):
-                return _Missing([])
-            if gone := gone & absent.keys():
-                return _Missing(sorted(gone), is_gone=True)
+                return []
+            if watch and (gone := watch.gone & absent.keys()):
+                return sorted(gone)
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             waited = timeout - left
             time.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
-        return _Missing(sorted(absent))
+        return sorted(absent)
 
     def _has(self, key: str) -> bool:
         return self._guard(lambda: self._store.check([key]))

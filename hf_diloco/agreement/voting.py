@@ -61,7 +61,8 @@ class Voting:
     def vote(self, folder: str, participants: Collection[int], mean: str, is_unanimous: bool = False) -> None:
         """Says that this island holds an average; returns when there is an outcome, or this island may write it.
 
-        That is when another island agrees; when no participant is at it that could; or when the patience is over.
+        That is when another island agrees; when no participant is at it that could, and no two others agree on
+        another average; or when the patience is over.
 
         Args:
             folder: of the attempt.

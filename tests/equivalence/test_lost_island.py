@@ -55,7 +55,7 @@ def test_a_killed_island_is_named_and_the_run_resumes_as_if_nothing_had_happened
         start(processes, broken, 1, rendezvous, fail_at=5)
         ended = survivor.wait(timeout=150, expect=None)
     assert ended.returncode != 0
-    assert "IslandLostError: island 1 was lost before round 3 (its connection broke)" in ended.output
+    assert "IslandLostError: island 1 lost before round 3: the connection broke" in ended.output
     assert "resumes from the newest round" in ended.output
     pending = json.loads((broken / "island-0" / "checkpoint-6" / "diloco" / "outer.json").read_text())
     assert (pending["round"], pending["steps_since_sync"]) == (
