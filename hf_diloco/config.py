@@ -18,6 +18,9 @@ ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
 ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
 _ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
 
+FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
+"""Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
+
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
@@ -51,8 +54,17 @@ class DiLoCoConfig(StrictModel):
     outer_lr: float = Field(default=0.7, gt=0, le=10, description="learning rate of the outer SGD")
     outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of the outer SGD")
     nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
-    payload: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="number format of the pseudo-gradients on the wire; sums are always fp32"
+    payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"] = Field(
+        default="fp32",
+        description="number format of the pseudo-gradients on the wire; sums are always fp32. topk sends 64 values of "
+        "4,096 in 2 bits, sign 1 bit a value",
+    )
+    error_feedback: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of what the payload left out that is added to the next pseudo-gradient; 0: none. Default: "
+        "topk 0.95, sign 1, which need it, else 0",
     )
     weight_by: Literal["uniform", "examples", "tokens"] = Field(
         default="uniform", description="how islands' pseudo-gradients are weighted in the average"
@@ -129,6 +141,7 @@ class DiLoCoConfig(StrictModel):
         "sync_every",
         "outer_lr",
         "outer_momentum",
+        "error_feedback",
         "num_islands",
         "island",
         "max_islands",
@@ -162,6 +175,20 @@ class DiLoCoConfig(StrictModel):
         return url
 
     @model_validator(mode="after")
+    def _check_feedback(self) -> DiLoCoConfig:
+        if self.payload == "fp32" and self.error_feedback:
+            raise ValueError(
+                f"error_feedback={self.error_feedback:g} has no use with payload=fp32, which leaves nothing out: "
+                "remove it, or choose another payload"
+            )
+        if self.payload in FEEDBACK_DECAYS and self.error_feedback == 0:
+            raise ValueError(
+                f"payload={self.payload} leaves out most of a pseudo-gradient and does not learn without "
+                f"error_feedback: remove error_feedback=0 (default {FEEDBACK_DECAYS[self.payload]:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoConfig:
         check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
         if self.num_shares > 1 and self.rendezvous is None:
@@ -171,6 +198,11 @@ class DiLoCoConfig(StrictModel):
             )
         check_meeting(self)
         return self
+
+    @property
+    def feedback_decay(self) -> float:
+        """Share of what the payload left out that is added to the next pseudo-gradient."""
+        return FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
 
     @property
     def meets_in_store(self) -> bool:

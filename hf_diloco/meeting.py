@@ -14,7 +14,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, FingerprintError, RendezvousError
 from hf_diloco.shards.base import Shards
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when what islands tell each other changes its form or meaning."""
 
 Facts = Mapping[str, str | int | float | bool | None]
@@ -28,6 +28,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
         "protocol": PROTOCOL,
         "algorithm": "diloco",
         **{name: getattr(config, name) for name in _AGREED_SETTINGS},
+        "error_feedback": config.feedback_decay,
         **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
         "trainable parameters": shards.num_parameters,
         "model (names and sizes)": model_digest(shards),

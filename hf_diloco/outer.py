@@ -1,6 +1,6 @@
 """One rank's part of the outer state, and how far it is: what every kind of session does with it.
 
-    masters -> pseudo_gradient -> (average it with the other islands') -> install -> masters
+    masters -> pseudo_gradient (+ what was left out before) -> (average over the islands) -> install -> masters
 
 Nothing here knows of other islands. What reads or writes parameters or files is collective over the island's ranks.
 """
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from hf_diloco.checkpoint import OuterIndex, load_outer, read_index, save_outer
+from hf_diloco.codecs import CODECS
+from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
 from hf_diloco.errors import CheckpointError
@@ -34,6 +36,7 @@ class OuterState:
 
     Attributes:
         strategy: holds the outer parameters and momentum, and takes the outer step.
+        codec: how pseudo-gradients travel.
         partition: which part of them is this rank's; set by `open`.
         scratch: fp32 host vector of that length, for what is on its way in or out; set by `open`.
         round: rounds completed.
@@ -47,11 +50,13 @@ class OuterState:
     partition: Partition
     scratch: torch.Tensor
     _shards: Shards
+    _feedback: ErrorFeedback | None = None
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
         self.island = island
         self.strategy: Strategy = DiLoCo(config.outer_lr, config.outer_momentum, config.nesterov)
+        self.codec = CODECS[config.payload]
         self.round = 0
         self.steps = 0
         self.weight = 0.0
@@ -89,6 +94,8 @@ class OuterState:
         self._shards = shards
         self.partition = partition
         self.scratch = torch.empty(partition.numel)
+        if self.config.feedback_decay:
+            self._feedback = ErrorFeedback(self.codec, self.config.feedback_decay, partition.numel)
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
@@ -106,22 +113,36 @@ class OuterState:
     def pseudo_gradient(self) -> tuple[torch.Tensor, float]:
         """What this island contributes to the next round. Neither the masters nor the outer state are changed.
 
+        With error feedback, what was left out of its earlier ones is added.
+
         Returns:
             This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
             exactly if some value is not, or is beyond all reason.
         """
-        self.partition.gather(self.scratch)
-        own_square = self.strategy.pseudo_gradient_(self.scratch)
+        own_square = self._take_progress()
+        if self._feedback is not None:
+            own_square = self._feedback.add_(self.scratch)
         (square,) = self.island.sum([own_square])
         return self.scratch, square
 
-    def install(self, mean: torch.Tensor) -> float:
+    def _take_progress(self) -> float:
+        """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
+        self.partition.gather(self.scratch)
+        return self.strategy.pseudo_gradient_(self.scratch)
+
+    def install(self, mean: torch.Tensor, took_part: bool = True) -> float:
         """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round.
+
+        Args:
+            mean: this rank's part of it.
+            took_part: it was made with what `pseudo_gradient` returned last.
 
         Returns:
             The `round_weight` of the round that this completes.
         """
         weight = self.round_weight
+        if took_part and self._feedback is not None:
+            self._feedback.commit()
         self.strategy.step(mean)
         self.write_masters()
         self.round += 1
@@ -152,9 +173,18 @@ class OuterState:
         What they amount to can only be estimated: their share of it.
         """
         left = 1 - num_steps / self.steps
-        delta, _ = self.pseudo_gradient()
-        self.partition.scatter(torch.add(self.strategy.parameters, delta, alpha=-left, out=delta))
+        self._take_progress()
+        self.partition.scatter(torch.add(self.strategy.parameters, self.scratch, alpha=-left, out=self.scratch))
         self.count_down(num_steps)
+        if self._feedback is not None:
+            self._feedback.load(None)
+
+    def use_up(self) -> None:
+        """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
+        if self._feedback is not None:
+            self.pseudo_gradient()
+            self._feedback.commit()
+        self.write_masters()
 
     def jump(self, state: dict[str, torch.Tensor], round_number: int) -> None:
         """Takes over the outer state after `round_number`, keeping this island's own progress on top of it."""
@@ -164,7 +194,8 @@ class OuterState:
 
     @contextmanager
     def _keeping_progress(self, used: torch.Tensor | None = None) -> Iterator[None]:
-        delta, _ = self.pseudo_gradient()
+        self._take_progress()
+        delta = self.scratch
         if used is not None:
             delta.sub_(used)
         yield
@@ -206,7 +237,10 @@ class OuterState:
             settings=self.config.model_dump(),
             data=dict(data),
         )
-        save_outer(checkpoint, self.island, self.strategy.state_dict(), self.partition.intervals, index)
+        tensors = self.strategy.state_dict()
+        if self._feedback is not None:
+            tensors["residual"] = self._feedback.residual
+        save_outer(checkpoint, self.island, tensors, self.partition.intervals, index)
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the outer state of a checkpoint. The masters must have been restored already.
@@ -227,6 +261,9 @@ class OuterState:
         state = load_outer(checkpoint, index, self.partition.intervals)
         if self.config.outer_momentum and "momentum" not in state:
             state["momentum"] = torch.zeros_like(state["anchor"])
+        residual = state.pop("residual", None)
+        if self._feedback is not None:
+            self._feedback.load(residual)
         self.strategy.load_state_dict(state)
         self.round = index.round
         self.steps = index.steps_since_sync

@@ -1,6 +1,6 @@
-"""Bytes on the wire and back."""
+"""Bytes on the wire and back: one file a number format."""
 
 from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.cast import CODECS, CastCodec
+from hf_diloco.codecs.registry import CODECS
 
-__all__ = ["CODECS", "CastCodec", "Codec"]
+__all__ = ["CODECS", "Codec"]

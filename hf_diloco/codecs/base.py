@@ -1,38 +1,89 @@
-"""The seam between numbers and bytes: what a codec turns a chunk of a pseudo-gradient into."""
+"""The seam between numbers and bytes: what a codec turns a vector of values into, and back."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 
 import torch
 
+TILE_VALUES = 1 << 18
+"""Values that a codec handles at a time, so that its passes run in the processor's cache: 1 MiB of fp32. A multiple of
+every codec's blocks."""
+
 
 class Codec(ABC):
-    """Turns chunks of fp32 values into the form that travels, and back.
+    """Turns fp32 values into the bytes that travel, and back.
 
-    Both directions work on chunks, in buffers that the caller allocates once. A codec is deterministic and
-    element-wise or block-wise, so that every island decodes the same bytes to the same floats.
+    A vector is coded in blocks of `block_values` values, `block_bytes` bytes each, counted from its first value; the
+    last block may hold fewer values, and takes as many bytes. So code can be cut, and pieces of it decoded, wherever
+    a block begins. Numbers on the wire are little-endian.
+
+    A codec is deterministic, both ways: equal values have equal code, and equal code is decoded to the same bits on
+    all processors. Every instance may be used by several threads at once.
+
+    Attributes:
+        name: what the setting `payload` calls it.
+        block_values: values in a block; a power of two.
+        block_bytes: bytes that they take.
+        is_exact: decoding gives back every value bit for bit.
+        needs_feedback: what is left out is most of the values. It must be sent later (`codecs.feedback`), and an
+            average cannot be coded again: islands send each other their codes, and each averages by itself.
     """
 
     name: str
-    wire_dtype: torch.dtype
+    block_values: int
+    block_bytes: int
+    is_exact = False
+    needs_feedback = False
+
+    def num_bytes(self, num_values: int) -> int:
+        """Bytes that `num_values` values take."""
+        return -(-num_values // self.block_values) * self.block_bytes
+
+    def locate(self, low: int, high: int) -> slice:
+        """Where the code of the values from `low` to `high` lies; a block begins at `low`, and ends at `high`."""
+        return slice(self.num_bytes(low), self.num_bytes(high))
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the code of `values` (fp32, 1-D): `values` itself where nothing need change, else `buffer`, filled.
+    def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
+        """Writes the code of `values` to `code`.
 
-        `buffer` has `values.numel()` elements of `wire_dtype`.
+        A block that holds a value that is not finite decodes to values that are not finite, or are beyond all
+        reason, never to others that look right.
+
+        Args:
+            values: fp32, 1-D, contiguous; left as they are.
+            code: uint8, 1-D, contiguous, `num_bytes(values.numel())` bytes.
         """
 
     @abstractmethod
-    def decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the fp32 values of `code`: `code` itself where nothing need change, else `buffer`, filled."""
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes what `code` stands for to `values`; arguments as for `encode`. Any bytes are some values."""
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether decoding gives back every fp32 value bit for bit."""
-        return self.wire_dtype == torch.float32
+    def round_trip(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes to `out` what the code of `values` is decoded to; `out` may be `values`."""
+        for low in range(0, values.numel(), TILE_VALUES):
+            tile = values[low : low + TILE_VALUES]
+            size = self.num_bytes(tile.numel())
+            code = _round_trips.take(self.name, size, torch.uint8, values.device)
+            self.encode(tile, code)
+            self.decode(code, out[low : low + TILE_VALUES])
 
-    def num_bytes(self, num_values: int) -> int:
-        """Bytes that `num_values` values take on the wire."""
-        return num_values * self.wire_dtype.itemsize
+
+class Workspace(threading.local):
+    """Buffers of one thread that last: fresh memory costs eight times what used memory does."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D buffer of `size` undefined elements, which the next call of that name may return as well."""
+        key = f"{name}/{dtype}/{device}"
+        known = self._buffers.get(key)
+        if known is None or known.numel() < size:
+            known = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        return known[:size]
+
+
+_round_trips = Workspace()

@@ -13,25 +13,19 @@ class CastCodec(Codec):
     fp16 reaches to 65,504: larger magnitudes are clamped to it rather than becoming infinite.
     """
 
-    def __init__(self, name: str, wire_dtype: torch.dtype) -> None:
-        self.name = name
-        self.wire_dtype = wire_dtype
+    block_values = 1
 
-    def encode(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        if self.is_exact:
-            return values
-        code = buffer[: values.numel()]
-        if self.wire_dtype == torch.float16:
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.block_bytes = dtype.itemsize
+        self.is_exact = dtype == torch.float32
+        self._dtype = dtype
+
+    def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
+        if self._dtype == torch.float16:
             limit = torch.finfo(torch.float16).max
             values = values.clamp(-limit, limit)
-        return code.copy_(values)
+        code.view(self._dtype).copy_(values)
 
-    def decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        return code if self.is_exact else buffer[: code.numel()].copy_(code)
-
-
-CODECS = {
-    "fp32": CastCodec("fp32", torch.float32),
-    "bf16": CastCodec("bf16", torch.bfloat16),
-    "fp16": CastCodec("fp16", torch.float16),
-}
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        values.copy_(code.view(self._dtype))

@@ -3,7 +3,8 @@
 A *lane* is the part of the outer state that one rank of each island owns. An `Exchange` joins the owners of one
 lane; it knows islands and numbers, nothing of models or algorithms. Transports differ in how bytes travel, not in
 what comes out: sums run in fp32, in the order of the islands' numbers, with operations that round the same way on
-every processor, so that all islands, and all transports, get the same bits.
+every processor, so that all islands, and all transports, get the same bits. Codes are counted in blocks from the
+lane's first value, whatever the transport cuts it into.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -20,7 +22,8 @@ Observer = Callable[[torch.Tensor, torch.Tensor], None]
 """Is shown each block as (own values, average), in order, just before the average replaces the values."""
 
 BLOCK_VALUES = 1 << 18
-"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache."""
+"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache. Any codec
+has whole blocks in it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,18 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of all connections at once; may be called more than once."""
+
+
+def averaged_by_all(num_islands: int, codec: Codec) -> bool:
+    """Whether each island averages all values by itself, instead of a piece of them for all."""
+    return num_islands == 2 or codec.needs_feedback
+
+
+def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
+    """One piece an island of `size` values, of nearly equal length, in whole blocks of `codec`."""
+    num_blocks = -(-size // codec.block_values)
+    bounds = [min(size, num_blocks * k // num_islands * codec.block_values) for k in range(num_islands + 1)]
+    return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:

@@ -27,8 +27,7 @@ class LoadedBlock:
 
     def view(self, low: int, high: int, codec: Codec) -> torch.Tensor:
         """The code of the values from `low` to `high`."""
-        first = codec.num_bytes(low - self.block.low)
-        return self.buffer[first : first + codec.num_bytes(high - low)].view(codec.wire_dtype)
+        return self.buffer[codec.locate(low - self.block.low, high - self.block.low)]
 
 
 class BlockReader:

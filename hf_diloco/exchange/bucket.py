@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from hf_diloco.agreement.objects import PART_BYTES, ObjectStore
@@ -40,9 +39,12 @@ class BucketExchange:
     the size of the model. Publishing takes none for fp32 and one code of the whole range otherwise, which is freed at
     once.
 
+    Codes are in blocks of some values, counted from the canonical index 0: where objects and ranges begin, so does a
+    block.
+
     Args:
         store: where the objects lie; threads share it.
-        start: canonical index of the first value of this rank's range.
+        start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
         length: values in the range; may be 0.
         num_transfers: range reads, or digests, at a time.
     """
@@ -72,19 +74,23 @@ class BucketExchange:
             StoreError: the store did not take it.
         """
         self._check(values)
-        code = values if codec.is_exact else torch.empty(self.length, dtype=codec.wire_dtype)
+        code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
+        code = values.view(torch.uint8) if codec.is_exact else code
         with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
             digests = []
-            blocks = zip(values.split(OBJECT_BLOCK_VALUES), code.split(OBJECT_BLOCK_VALUES), strict=True)
-            for block, buffer in blocks if self.length else ():
-                digests.append(pool.submit(digest_of, _bytes_of(codec.encode(block, buffer)).data))
+            for low in range(0, self.length, OBJECT_BLOCK_VALUES):
+                block = values[low : low + OBJECT_BLOCK_VALUES]
+                part = code[codec.locate(low, low + block.numel())]
+                if not codec.is_exact:
+                    codec.encode(block, part)
+                digests.append(pool.submit(digest_of, part.numpy().data))
             if self.length:  # while the digests are still at work
-                data = _bytes_of(code).data
+                data = code.numpy().data
                 # A store in this process's memory would keep the caller's memory as the object.
                 self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data)
             info = ObjectInfo(
                 path=path,
-                codec=codec.name,  # type: ignore[arg-type]  # checked here
+                codec=codec.name,
                 start=self.start,
                 length=self.length,
                 num_bytes=codec.num_bytes(self.length),
@@ -185,7 +191,8 @@ class _Mixer:
         self._codec = codec
         self._own = own
         self._own_values = own_values
-        self._code = torch.empty(0 if own_values is None else BLOCK_VALUES, dtype=codec.wire_dtype)
+        has_code = own_values is not None and not codec.is_exact
+        self._code = torch.empty(codec.num_bytes(BLOCK_VALUES) if has_code else 0, dtype=torch.uint8)
         self._decoded = [torch.empty(0 if codec.is_exact else BLOCK_VALUES) for _ in range(num_parts)]
         self._zeros = torch.zeros(BLOCK_VALUES if own is None else 0)
 
@@ -195,16 +202,25 @@ class _Mixer:
         parts = []
         for participant, buffer in enumerate(self._decoded):
             if participant in held:
-                code = held[participant].view(low, high, self._codec)
+                parts.append(self._decode(held[participant].view(low, high, self._codec), buffer[: high - low]))
             else:
                 assert self._own_values is not None
                 own_part = self._own_values[low - self._start : high - self._start]
-                code = self._codec.encode(own_part, self._code[: high - low])
-            parts.append(self._codec.decode(code, buffer[: high - low]))
+                parts.append(self._round_trip(own_part, buffer[: high - low]))
             if participant == self._own and participant in held:
                 own_part = parts[-1]
         return own_part, weighted_mean(parts, self._weights, keep=NOBODY if self._own is None else self._own)
 
+    def _decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        if self._codec.is_exact:
+            return code.view(torch.float32)
+        self._codec.decode(code, buffer)
+        return buffer
 
-def _bytes_of(code: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return code.view(torch.uint8).numpy()
+    def _round_trip(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """This island's own values as the others read them."""
+        if self._codec.is_exact:
+            return values
+        code = self._code[: self._codec.num_bytes(values.numel())]
+        self._codec.encode(values, code)
+        return self._decode(code, buffer)

@@ -10,7 +10,7 @@ import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.base import BLOCK_VALUES, Exchange, Observer, Traffic, weighted_mean
+from hf_diloco.exchange.base import BLOCK_VALUES, Exchange, Observer, Traffic, averaged_by_all, weighted_mean
 
 
 class MemoryNetwork:
@@ -56,19 +56,16 @@ class MemoryExchange(Exchange):
             if observe:
                 observe(values, values)
             return Traffic()
-        wire = torch.empty(values.numel(), dtype=codec.wire_dtype)
-        codes = self._swap(codec.encode(values, wire).clone())
-        parts = [codec.decode(code, torch.empty_like(values)).clone() for code in codes]
-        mean = weighted_mean(parts, weights, keep=self.island)
-        if self.num_islands > 2 and not codec.is_exact:  # as in the mesh: the sum travels encoded as well
-            mean = codec.decode(codec.encode(mean, wire), torch.empty_like(values))
+        size = values.numel()
+        codes = self._swap(_encode(values, codec))
+        mean = weighted_mean([_decode(code, size, codec) for code in codes], weights, keep=self.island)
+        if not averaged_by_all(self.num_islands, codec):  # as in the mesh: the average travels encoded
+            mean = _decode(_encode(mean, codec), size, codec)
         if observe:
             for own, average in zip(values.split(BLOCK_VALUES), mean.split(BLOCK_VALUES), strict=True):
                 observe(own, average)
         values.copy_(mean)
-        num_bytes = codec.num_bytes(values.numel())
-        sent = num_bytes if self.num_islands == 2 else 2 * (self.num_islands - 1) * num_bytes // self.num_islands
-        return Traffic(sent, sent)
+        return self._traffic(size, codec)
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
         num_bytes = values.numel() * values.itemsize
@@ -82,6 +79,15 @@ class MemoryExchange(Exchange):
         with self._lane.changed:
             self._lane.left.add(self.island)
             self._lane.changed.notify_all()
+
+    def _traffic(self, size: int, codec: Codec) -> Traffic:
+        """What a mesh would move."""
+        others = self.num_islands - 1
+        if averaged_by_all(self.num_islands, codec):
+            num_bytes = others * codec.num_bytes(size)
+        else:
+            num_bytes = 2 * others * codec.num_bytes(size) // self.num_islands
+        return Traffic(num_bytes, num_bytes)
 
     def _swap(self, item: Any) -> list[Any]:
         """Gives `item` to all and returns what all gave, in the order of the islands."""
@@ -101,3 +107,15 @@ class MemoryExchange(Exchange):
             self.close()
             raise IslandLostError(f"islands {missing} did not come to the exchange", missing)
         return [given[island] for island in range(self.num_islands)]
+
+
+def _encode(values: torch.Tensor, codec: Codec) -> torch.Tensor:
+    code = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, code)
+    return code
+
+
+def _decode(code: torch.Tensor, size: int, codec: Codec) -> torch.Tensor:
+    values = torch.empty(size)
+    codec.decode(code, values)
+    return values

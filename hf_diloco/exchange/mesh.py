@@ -1,9 +1,10 @@
 """Direct connections between islands: a Gloo group outside the default world, point to point, in chunks.
 
 Two islands send each other their chunks and both average. More than two cut each chunk into one piece an island:
-every piece goes to its owner, which averages and sends the result to all, so that an island sends and receives
-2 (n-1)/n of its payload, as a ring all-reduce would. Several chunks are in flight at once: one transfer hides the
-round trip and the arithmetic of another.
+every piece goes to its owner, which averages in fp32, encodes the average and sends it to all, so that an island sends
+and receives 2 (n-1)/n of its payload, as a ring all-reduce would. Where averages cannot be encoded again (codecs that
+need error feedback, and are small), all send theirs to all. Several chunks are in flight at once: one transfer hides
+the round trip and the arithmetic of another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from torch.distributed import Store
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.exchange import handshake
-from hf_diloco.exchange.base import BLOCK_VALUES, Exchange, Observer, Traffic, weighted_mean
+from hf_diloco.exchange.base import (
+    BLOCK_VALUES,
+    Exchange,
+    Observer,
+    Traffic,
+    averaged_by_all,
+    cut_into_pieces,
+    weighted_mean,
+)
 from hf_diloco.exchange.connections import Connections, Deadline, Transfers, lost
 from hf_diloco.exchange.losses import LossNotes
 
@@ -133,40 +142,36 @@ class MeshExchange(Exchange):
 
     def _scatter(self, chunk: _Chunk, codec: Codec) -> None:
         """Encodes the chunk and starts sending each piece to the island that averages it."""
-        values = chunk.values
-        code = codec.encode(values, self._buffer("code", chunk.slot, values.numel(), codec.wire_dtype))
-        tag = self._next_tag()
-        if self.num_islands == 2:  # both average the whole chunk: one trip instead of two, the same bytes
-            chunk.pieces = [code, code]
+        size = chunk.values.numel()
+        chunk.code = self._encode(chunk, codec)
+        chunk.is_averaged_by_all = averaged_by_all(self.num_islands, codec)
+        if chunk.is_averaged_by_all:  # one trip instead of two
+            chunk.pieces = [slice(0, size)] * self.num_islands
         else:
-            chunk.pieces = list(code.tensor_split(self.num_islands))
-        own_size = chunk.pieces[self.island].numel()
+            chunk.pieces = cut_into_pieces(size, self.num_islands, codec)
+        tag = self._next_tag()
+        own_bytes = codec.num_bytes(_length(chunk.pieces[self.island]))
         for peer in self._peers:
-            received = self._buffer(f"from{peer}", chunk.slot, own_size, codec.wire_dtype)
+            received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
-            self._links.send(chunk.pieces[peer], peer, tag, chunk.transfers)
+            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers)
             self._links.receive(received, peer, tag, chunk.transfers)
 
     def _reduce(self, chunk: _Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
-        """With more than two islands: averages the piece that this island owns and starts handing it to all."""
-        if self.num_islands == 2 or chunk.is_reduced:
+        """Where each island has a piece of its own: averages it and starts handing it to all."""
+        if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
         chunk.traffic = self._links.wait(chunk.transfers, deadline)
-        size = chunk.pieces[self.island].numel()
-        encoded = self._buffer("mean", chunk.slot, size, codec.wire_dtype)
-        for where in _blocks(size):
+        result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.values.numel()))
+        pieces = [result[codec.locate(piece.start, piece.stop)] for piece in chunk.pieces]
+        for where in _blocks(_length(chunk.pieces[self.island])):
             mean = self._mean(chunk, where, weights, codec)
-            code = codec.encode(mean, encoded[where])
-            if code is mean:
-                encoded[where].copy_(mean)
-        result = self._buffer("result", chunk.slot, chunk.values.numel(), codec.wire_dtype)
-        results = result.tensor_split(self.num_islands)
-        results[self.island].copy_(encoded)
+            codec.encode(mean, pieces[self.island][codec.locate(where.start, where.stop)])
         tag = self._next_tag()
         for peer in self._peers:
-            self._links.send(encoded, peer, tag, chunk.transfers)
-            self._links.receive(results[peer], peer, tag, chunk.transfers)
+            self._links.send(pieces[self.island], peer, tag, chunk.transfers)
+            self._links.receive(pieces[peer], peer, tag, chunk.transfers)
 
     def _finish(
         self, chunk: _Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
@@ -175,11 +180,11 @@ class MeshExchange(Exchange):
         traffic = chunk.traffic + self._links.wait(chunk.transfers, deadline)
         for where in _blocks(chunk.values.numel()):
             values = chunk.values[where]
-            if self.num_islands == 2:
+            if chunk.is_averaged_by_all:
                 mean = self._mean(chunk, where, weights, codec)
             else:
-                result = self._buffer("result", chunk.slot, chunk.values.numel(), codec.wire_dtype)
-                mean = codec.decode(result[where], self._buffer("block", 0, values.numel(), torch.float32))
+                result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.values.numel()))
+                mean = self._decode(result, where, "mean", codec)
             if observe:
                 observe(values, mean)
             values.copy_(mean)
@@ -187,11 +192,28 @@ class MeshExchange(Exchange):
 
     def _mean(self, chunk: _Chunk, where: slice, weights: Sequence[float], codec: Codec) -> torch.Tensor:
         """Averages a block of the piece that this island owns; leaves its own values as they are."""
-        parts = []
-        for island in range(self.num_islands):
-            code = chunk.received.get(island, chunk.pieces[self.island])[where]
-            parts.append(codec.decode(code, self._buffer(f"block{island}", 0, code.numel(), torch.float32)))
+        own = chunk.code_of(self.island, codec)
+        parts = [
+            self._decode(chunk.received.get(island, own), where, f"part{island}", codec)
+            for island in range(self.num_islands)
+        ]
         return weighted_mean(parts, weights, keep=self.island)
+
+    def _encode(self, chunk: _Chunk, codec: Codec) -> torch.Tensor:
+        if codec.is_exact:
+            return chunk.values.view(torch.uint8)
+        code = self._buffer("code", chunk.slot, codec.num_bytes(chunk.values.numel()))
+        codec.encode(chunk.values, code)
+        return code
+
+    def _decode(self, code: torch.Tensor, where: slice, buffer: str, codec: Codec) -> torch.Tensor:
+        """The values `where` of `code`; not a copy if nothing need change."""
+        code = code[codec.locate(where.start, where.stop)]
+        if codec.is_exact:
+            return code.view(torch.float32)
+        values = self._buffer(buffer, 0, 4 * _length(where)).view(torch.float32)
+        codec.decode(code, values)
+        return values
 
     def _give_up(self, error: ExchangeError, deadline: Deadline) -> ExchangeError:
         """Closes, and returns the error that names the island with which it began."""
@@ -205,13 +227,13 @@ class MeshExchange(Exchange):
 
     # Buffers, sockets.
 
-    def _buffer(self, name: str, slot: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, name: str, slot: int, num_bytes: int) -> torch.Tensor:
         """A buffer that lives as long as the exchange: fresh memory costs eight times what used memory does."""
-        key = f"{name}/{slot}/{dtype}"
+        key = f"{name}/{slot}"
         known = self._buffers.get(key)
-        if known is None or known.numel() < size:
-            known = self._buffers[key] = torch.empty(size, dtype=dtype)
-        return known[:size]
+        if known is None or known.numel() < num_bytes:
+            known = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
+        return known[:num_bytes]
 
     def _next_tag(self) -> int:
         self._tag += 1
@@ -224,12 +246,23 @@ class _Chunk:
 
     values: torch.Tensor
     slot: int
-    pieces: list[torch.Tensor] = field(default_factory=list)
+    code: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    pieces: list[slice] = field(default_factory=list)
     received: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_averaged_by_all: bool = True
     is_reduced: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     transfers: Transfers = field(default_factory=Transfers)
 
+    def code_of(self, island: int, codec: Codec) -> torch.Tensor:
+        """The code of the piece that `island` averages."""
+        piece = self.pieces[island]
+        return self.code[codec.locate(piece.start, piece.stop)]
+
 
 def _blocks(size: int) -> list[slice]:
     return [slice(start, min(start + BLOCK_VALUES, size)) for start in range(0, size, BLOCK_VALUES)]
+
+
+def _length(where: slice) -> int:
+    return int(where.stop - where.start)

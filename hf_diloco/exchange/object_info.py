@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError
@@ -34,9 +34,10 @@ class ObjectInfo(BaseModel):
     has no blocks and need not exist.
 
     Attributes:
+        format: version of the wire format (docs/codecs.md).
         path: where it lies, relative to the store's root.
         codec: name of the number format.
-        start: canonical index of the first value.
+        start: canonical index of the first value; a block of the codec begins there.
         length: values.
         num_bytes: size of the object.
         block_values: values a block, but for the last.
@@ -45,16 +46,30 @@ class ObjectInfo(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    format: Literal[1] = 1
     path: _Path
-    codec: Literal["fp32", "bf16", "fp16"]
+    codec: str = Field(max_length=32)
     start: int = Field(ge=0, le=MAX_VALUES)
     length: int = Field(ge=0, le=MAX_VALUES)
     num_bytes: int = Field(ge=0, le=4 * MAX_VALUES)
     block_values: int = Field(ge=1, le=MAX_BLOCK_VALUES)
     digests: list[_Digest] = Field(max_length=MAX_BLOCKS)
 
+    @field_validator("codec")
+    @classmethod
+    def _check_codec(cls, name: str) -> str:
+        if name not in CODECS:
+            raise ValueError(f"{name!r} is none of {', '.join(CODECS)}")
+        return name
+
     @model_validator(mode="after")
     def _check_sizes(self) -> ObjectInfo:
+        block_values = CODECS[self.codec].block_values
+        if self.start % block_values or self.block_values % block_values:
+            raise ValueError(
+                f"start {self.start} and block_values {self.block_values} must be multiples of {self.codec}'s blocks "
+                f"of {block_values} values"
+            )
         num_bytes = CODECS[self.codec].num_bytes(self.length)
         if self.num_bytes != num_bytes:
             raise ValueError(f"{self.length} values of {self.codec} take {num_bytes} bytes, not {self.num_bytes}")

@@ -110,7 +110,8 @@ class ElasticSession(BaseSession):
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():
             check_cover(shards, self.island)
-            self.outer.open(shards, LanePartition(shards, self.island, NUM_LANES))
+            lanes = LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
+            self.outer.open(shards, lanes)
             if checkpoint is not None:
                 self.outer.restore(checkpoint)
             else:

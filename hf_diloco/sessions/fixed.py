@@ -30,7 +30,6 @@ from hf_diloco.agreement.records import (
     parse_some,
 )
 from hf_diloco.agreement.verdicts import states_are_equal, weigh, why_aborted
-from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import combine_digests
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
@@ -70,7 +69,6 @@ class FixedSession(BaseSession):
         transport: Transport | None = None,
     ) -> None:
         super().__init__(config, island)
-        self._codec = CODECS[config.payload]
         self._exchanges: list[Exchange] = []
         self._transport = self._connect(transport)
         self._ledger = Ledger(self._transport.store, config.island, config.num_islands, should_stop, self._find_broken)
@@ -105,7 +103,8 @@ class FixedSession(BaseSession):
         with self._leave_on_error():
             records = self._meet(shards, folder, facts or {})
             layouts = [record.layout.model_dump() for record in records]
-            self.outer.open(shards, choose_partition(shards, self.island, layouts))
+            partition = choose_partition(shards, self.island, layouts, self.outer.codec.block_values)
+            self.outer.open(shards, partition)
             self.island.on_all(self._open_lanes)
             if checkpoint is not None:
                 self.outer.restore(checkpoint)
@@ -175,7 +174,7 @@ class FixedSession(BaseSession):
         traffic = self._average(delta, weights, stats)
         voting = time.monotonic()
         self._vote(stats)
-        weight = self.outer.install(delta)
+        weight = self.outer.install(delta, took_part=weights[self.config.island] > 0)
         sent, received, dot, mean = self.island.sum(
             [traffic.bytes_sent, traffic.bytes_received, stats.dot, stats.mean]
         )
@@ -225,7 +224,7 @@ class FixedSession(BaseSession):
             traffic = Traffic()
             for exchange, part in zip(self._exchanges, self.outer.partition.split(delta), strict=True):
                 stats.begin_lane()
-                traffic += exchange.average(part, weights, self._codec, stats.observe)
+                traffic += exchange.average(part, weights, self.outer.codec, stats.observe)
             return traffic
 
         try:

@@ -302,8 +302,10 @@ class Rounds:
     def _give_up(self, planned: PlannedRound, part: Part) -> None:
         """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
         own = planned.place_of(self.config.island)
-        if part is Part.WHOLE:
+        if part is Part.WHOLE and own is None:
             self.outer.write_masters()
+        elif part is Part.WHOLE:
+            self.outer.use_up()
         elif part is Part.SOME and own is not None:
             self.outer.shrink(planned.offers[own].steps)
 
@@ -358,10 +360,10 @@ class Rounds:
 
     def _install(self, planned: PlannedRound, mean: torch.Tensor, part: Part, used: torch.Tensor | None) -> None:
         """Takes the outer step; this island's progress is used up, partly used, or stays its own."""
-        if part is Part.WHOLE:
-            self.outer.install(mean)
-            return
         own = planned.place_of(self.config.island)
+        if part is Part.WHOLE:
+            self.outer.install(mean, took_part=own is not None)
+            return
         steps = planned.offers[own].steps if part is Part.SOME and own is not None else 0
         if steps and used is None:
             self.outer.shrink(steps)

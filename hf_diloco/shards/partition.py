@@ -100,13 +100,16 @@ class LanePartition(Partition):
         shards: this rank's master weights.
         island: the ranks of the island.
         num_lanes: equal on all islands, at least the ranks of the largest.
+        block_values: lanes begin at multiples of it, so that a codec's blocks lie in one lane.
     """
 
-    def __init__(self, shards: Shards, island: IslandGroup, num_lanes: int) -> None:
+    def __init__(self, shards: Shards, island: IslandGroup, num_lanes: int, block_values: int = 1) -> None:
         self._shards = shards
         self._island = island
         total = shards.num_parameters
-        bounds = list(pairwise(total * lane // num_lanes for lane in range(num_lanes + 1)))
+        num_blocks = -(-total // block_values)
+        starts = [num_blocks * lane // num_lanes * block_values for lane in range(num_lanes)]
+        bounds = list(pairwise([*starts, total]))
         self._owned = [
             [lane for lane in range(num_lanes) if lane * island.size // num_lanes == rank]
             for rank in range(island.size)
@@ -183,13 +186,15 @@ class LanePartition(Partition):
         return received
 
 
-def choose_partition(shards: Shards, island: IslandGroup, layouts: Sequence[dict[str, object]]) -> Partition:
-    """The cut that all islands can share, given every island's `layout_of`."""
+def choose_partition(
+    shards: Shards, island: IslandGroup, layouts: Sequence[dict[str, object]], block_values: int = 1
+) -> Partition:
+    """The cut that all islands can share, given every island's `layout_of`; `block_values` as for `LanePartition`."""
     first = layouts[0]
     if all(layout == first for layout in layouts) and (island.size == 1 or not shards.is_replicated):
         return AlignedPartition(shards, island)
     num_lanes = max(len(layout["ranks"]) for layout in layouts)  # type: ignore[arg-type]
-    return LanePartition(shards, island, num_lanes)
+    return LanePartition(shards, island, num_lanes, block_values)
 
 
 def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:

@@ -82,8 +82,8 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("outer_momentum", 1, "less than 1"),
         ("nesterov", "maybe", "valid boolean"),
         ("nesterov", 2, "valid boolean"),
-        ("payload", "fp8", "'fp32', 'bf16' or 'fp16'"),
-        ("payload", None, "'fp32', 'bf16' or 'fp16'"),
+        ("payload", "fp8", "'fp32', 'bf16', 'fp16'"),
+        ("payload", None, "'fp32', 'bf16', 'fp16'"),
         ("weight_by", "batches", "'uniform', 'examples' or 'tokens'"),
         ("num_islands", 0, "greater than or equal to 1"),
         ("num_islands", 1025, "less than or equal to 1024"),
@@ -296,7 +296,7 @@ def test_the_json_schema_tells_editors_types_ranges_and_meaning() -> None:
         "title": "",
         "type": "integer",
     }
-    assert properties["payload"]["enum"] == ["fp32", "bf16", "fp16"]
+    assert properties["payload"]["enum"] == ["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"]
 
 
 def test_settings_survive_a_round_trip() -> None:

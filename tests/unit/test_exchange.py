@@ -226,7 +226,7 @@ def expected_traffic(num_islands: int, island: int, size: int, bytes_a_value: in
     total = 0
     for start in range(0, size, CHUNK):
         chunk = min(CHUNK, size - start)
-        own = chunk // num_islands + (island < chunk % num_islands)
+        own = chunk * (island + 1) // num_islands - chunk * island // num_islands
         total += (chunk - own) + (num_islands - 1) * own
     return Traffic(total * bytes_a_value, total * bytes_a_value)
 

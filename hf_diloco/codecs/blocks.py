@@ -1,0 +1,77 @@
+"""What codecs of blocks share: the way through a long vector, and the largest magnitude of every block."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from hf_diloco.codecs.base import Codec, Workspace
+
+# Values coded at a time: what they and one scratch buffer take, 1 MB, stays in a core's cache from one operation to the
+# next. Accelerators want more work in every call.
+CPU_TILE = 1 << 17
+ACCELERATOR_TILE = 1 << 24
+
+INFINITY_BITS = 0x7F80_0000
+MAGNITUDE_BITS = 0x7FFF_FFFF
+
+
+class BlockCodec(Codec):
+    """Codes whole blocks, many at a time. A partial block is padded with zeros, and what they decode to is cut off."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+
+    @abstractmethod
+    def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        """Codes `values` (n, block_values) to `code` (n, block_bytes); the first `num_values` of each row are real."""
+
+    @abstractmethod
+    def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        """Decodes `code` (n, block_bytes) to `values` (n, block_values)."""
+
+    def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
+        for rows, blocks in self._tiles(values, code):
+            self._encode_blocks(rows, blocks, self.block_values)
+        rest = values.numel() % self.block_values
+        if rest:
+            padded = self._workspace.take("partial", self.block_values, torch.float32, values.device)
+            padded[:rest].copy_(values[-rest:])
+            padded[rest:].zero_()
+            self._encode_blocks(padded[None], code[None, -self.block_bytes :], rest)
+
+    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        for rows, blocks in self._tiles(values, code):
+            self._decode_blocks(blocks, rows)
+        rest = values.numel() % self.block_values
+        if rest:
+            padded = self._workspace.take("partial", self.block_values, torch.float32, values.device)
+            self._decode_blocks(code[None, -self.block_bytes :], padded[None])
+            values[-rest:].copy_(padded[:rest])
+
+    def _tiles(self, values: torch.Tensor, code: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The whole blocks of a vector, a tile at a time: their values and their code, a row each."""
+        whole = values.numel() // self.block_values
+        rows = values[: whole * self.block_values].view(whole, self.block_values)
+        blocks = code[: whole * self.block_bytes].view(whole, self.block_bytes)
+        step = (CPU_TILE if values.device.type == "cpu" else ACCELERATOR_TILE) // self.block_values
+        for first in range(0, whole, step):
+            yield rows[first : first + step], blocks[first : first + step]
+
+    def _scratch(self, name: str, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
+        """A buffer with as many rows as `like`."""
+        rows = like.shape[0]
+        return self._workspace.take(name, rows * columns, dtype, like.device).view(rows, columns)
+
+    def _largest_magnitudes(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """max |v| of each row, (n, 1); infinite where a value is infinite or NaN. Overwrites `scratch`.
+
+        By the bits of the magnitudes: as integers they are in the same order, NaN last, and compare faster.
+        """
+        bits = scratch.view(torch.int32)
+        torch.bitwise_and(values.view(torch.int32), MAGNITUDE_BITS, out=bits)
+        largest = self._scratch("largest", values, torch.int32, 1)
+        torch.amax(bits, 1, keepdim=True, out=largest)
+        return largest.clamp_max_(INFINITY_BITS).view(torch.float32)

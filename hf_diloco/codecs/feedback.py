@@ -1,0 +1,55 @@
+"""Error feedback: what a codec left out of a pseudo-gradient is added to the next one.
+
+    a(t)    = decay e(t-1) + Delta(t)
+    sent(t) = decode(encode(a(t)))
+    e(t)    = a(t) - sent(t)
+
+(Seide et al., Interspeech 2014, with decay 1; SparseLoCo, arXiv 2508.15706, with decay 0.95.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_diloco.codecs.base import TILE_VALUES, Codec
+
+
+class ErrorFeedback:
+    """One rank's residual e: fp32, on the host. A round that fails leaves it as it was.
+
+    Takes 8 bytes a value: the residual, and the one that takes its place if the round is committed.
+
+    Args:
+        codec: how pseudo-gradients travel.
+        decay: share of the residual that is added, above 0 up to 1.
+        size: values.
+
+    Attributes:
+        residual: e; not a copy.
+    """
+
+    def __init__(self, codec: Codec, decay: float, size: int) -> None:
+        self._codec = codec
+        self._decay = decay
+        self.residual = torch.zeros(size)
+        self._next = torch.zeros(size)
+
+    def add_(self, delta: torch.Tensor) -> float:
+        """Turns a pseudo-gradient into what is sent, before it is encoded; returns the sum of its squares."""
+        square = 0.0
+        for low in range(0, delta.numel(), TILE_VALUES):
+            where = slice(low, low + TILE_VALUES)
+            tile, residual, left = delta[where], self.residual[where], self._next[where]
+            tile.add_(residual, alpha=self._decay)
+            square += float(torch.dot(tile, tile))
+            self._codec.round_trip(tile, left)
+            torch.sub(tile, left, out=left)
+        return square
+
+    def commit(self) -> None:
+        """What `add_` made last was used: its residual counts from now on."""
+        self.residual, self._next = self._next, self.residual
+
+    def load(self, residual: torch.Tensor | None) -> None:
+        """Takes back a saved residual, without copying; None: nothing is left from before."""
+        self.residual = torch.zeros_like(self._next) if residual is None else residual

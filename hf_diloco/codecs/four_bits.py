@@ -1,0 +1,66 @@
+"""What codecs of four bits a value share: sixteen levels, two codes a byte, a bf16 scale for every 128 values."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from hf_diloco.codecs.blocks import BlockCodec
+
+BF16_BITS = ~0xFFFF
+
+
+class FourBitCodec(BlockCodec):
+    """v ~ scale x levels[code], 4.125 bits a value.
+
+    Block: the scale in bf16, then 64 bytes; byte i has the code of value 2i in its low half, of value 2i + 1 in its
+    high half. The scale is positive, or infinite if a value is not finite: then all decode to infinities and NaN.
+    """
+
+    block_values = 128
+    block_bytes = 2 + 64
+
+    def __init__(self, levels: Sequence[float]) -> None:
+        super().__init__()
+        self._levels = levels
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    @abstractmethod
+    def _scales(self, largest: torch.Tensor) -> None:
+        """Makes the largest magnitudes scales, normal numbers; they will be cut to bf16 before this returns."""
+
+    @abstractmethod
+    def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The codes of `values`, uint8; overwrites both other arguments."""
+
+    def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        scratch = self._scratch("values", values, torch.float32, self.block_values)
+        scale = self._largest_magnitudes(values, scratch)
+        self._scales(scale)
+        code[:, :2].view(torch.bfloat16).copy_(scale)
+        codes = self._codes(values, scale.reciprocal_(), scratch).view(torch.int16)
+        pairs = self._scratch("pairs", values, torch.int16, self.block_values // 2)
+        torch.bitwise_right_shift(codes, 4, out=pairs)
+        code[:, 2:].copy_(pairs.bitwise_or_(codes))  # keeps the low byte
+
+    def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        indices = self._scratch("indices", values, torch.int32, self.block_values // 2)
+        indices.copy_(code[:, 2:])
+        pairs = self._scratch("values", values, torch.float32, self.block_values)
+        # Looking up both values of a byte at once is faster than taking it apart; complex64 is a pair of floats.
+        torch.index_select(
+            self._table(values.device), 0, indices.view(-1), out=pairs.view(-1).view(torch.complex64)
+        )
+        scale = self._scratch("largest", values, torch.float32, 1)
+        scale.copy_(code[:, :2].view(torch.bfloat16))
+        torch.mul(pairs, scale, out=values)
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        """The two levels of each of the 256 bytes."""
+        if device not in self._tables:
+            levels = torch.tensor(self._levels)
+            pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)
+            self._tables[device] = torch.view_as_complex(pairs).to(device)
+        return self._tables[device]
