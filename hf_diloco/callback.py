@@ -26,6 +26,7 @@ from hf_diloco.errors import (
     UnsupportedError,
 )
 from hf_diloco.island import IslandGroup
+from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
 from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
@@ -154,16 +155,19 @@ class DiLoCoCallback(TrainerCallback):
         self._open_metrics(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
-        if session.outer.is_due:  # the checkpoint was written when this round could not take place; it still stands
+        if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
             self._sync_at_start(state, control)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Counts the step and runs the round that is due."""
-        if self._need_session().is_over:
+        session = self._need_session()
+        if session.is_over:
             self._end_with_the_run(state, control)
-        elif self._outer.count_step(self._step_weight(args, state)):
+            return
+        self._outer.count_step(self._step_weight(args, state))
+        if session.is_due(is_last=state.global_step >= state.max_steps):
             self._sync(state, control)
         elif self._stop.agreed():
             self._end_early(state, control)
@@ -194,6 +198,8 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
         checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        for report in self._need_session().settle():
+            self._note(report, state)
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         self._outer.save(checkpoint, state.global_step, position)
         if self._writer:
@@ -305,11 +311,14 @@ class DiLoCoCallback(TrainerCallback):
             self._on_missed(state, error)
 
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
-        report = self._need_session().sync()
+        for report in self._need_session().advance(is_last=state.global_step >= state.max_steps):
+            self._note(report, state)
+            control.should_log = True
+
+    def _note(self, report: SyncReport, state: TrainerState) -> None:
         self._totals.add(report)
         event = asdict(report)
         self._to_log.update({f"diloco/{name}": event[name] for name in _LOGGED if event[name] is not None})
-        control.should_log = True
         if self._writer:
             self._writer.write("sync", state.global_step, **event)
 

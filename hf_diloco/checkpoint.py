@@ -1,6 +1,7 @@
 """Outer state on disk, beside the Trainer's checkpoint that it belongs to.
 
-    checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum")
+    checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum", "residual")
+    checkpoint-N/diloco/fragment-00001-rank-...  its part of a further fragment, where the model is cut into fragments
     checkpoint-N/diloco/outer.json               round, steps since it, and each file's size, digest and intervals
 
 Files are written under another name, flushed, then renamed; `outer.json` comes last, so a checkpoint that has it is
@@ -13,11 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -43,6 +44,26 @@ class OuterFile(BaseModel):
     intervals: list[Interval]
 
 
+class FragmentIndex(BaseModel):
+    """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
+
+    `install_in` is after how many steps the masters take the outer parameters of its last round; None: they have.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int = Field(ge=0)
+    weight: float
+    install_in: int | None = None
+
+
+class OuterPart(NamedTuple):
+    """One fragment's tensors on one rank, each 1-D fp32, and what of the canonical index space they hold in order."""
+
+    tensors: Mapping[str, torch.Tensor]
+    intervals: Sequence[Interval]
+
+
 class OuterIndex(BaseModel):
     """The contents of `outer.json`.
 
@@ -57,6 +78,7 @@ class OuterIndex(BaseModel):
         run: id of the run in its object store; empty without one.
         settings: the outer loop's settings when it was written.
         data: how far the island had read.
+        fragments: how far each is; for the one whose round is next, the same as above.
         files: what each rank wrote.
     """
 
@@ -73,43 +95,54 @@ class OuterIndex(BaseModel):
     run: str = ""
     settings: dict[str, Any]
     data: dict[str, Any]
+    fragments: list[FragmentIndex] = []
     files: list[OuterFile] = []
 
 
-def save_outer(
-    checkpoint: Path,
-    island: IslandGroup,
-    tensors: Mapping[str, torch.Tensor],
-    intervals: Sequence[Interval],
-    index: OuterIndex,
-) -> None:
+def save_outer(checkpoint: Path, island: IslandGroup, parts: Sequence[OuterPart], index: OuterIndex) -> None:
     """Writes outer state into the folder of a checkpoint. Collective over the island's ranks.
 
     Args:
         checkpoint: the Trainer's `checkpoint-N`.
         island: the ranks that write.
-        tensors: this rank's outer state, each 1-D fp32 of the intervals' total length.
-        intervals: what of the canonical index space the tensors hold, in their order.
+        parts: this rank's outer state, one a fragment.
         index: everything but `files`.
     """
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{island.rank:05d}.safetensors"
-    temporary = path.with_suffix(".partial")
-    save_file(dict(tensors), temporary)
-    written = OuterFile(
-        name=path.name, num_bytes=temporary.stat().st_size, digest=_digest(tensors), intervals=list(intervals)
-    )
-    flush(temporary)
-    files = island.gather(written.model_dump())  # all have written before any old file goes
+    written = [_write_part(folder / _file_name(number, island.rank), part) for number, part in enumerate(parts)]
+    files = island.gather([file.model_dump() for file in written])  # all have written before any old file goes
     if island.is_leader:
         (folder / _INDEX).unlink(missing_ok=True)  # from here to its return this checkpoint counts as incomplete
     island.barrier()
-    os.replace(temporary, path)
+    for file in written:
+        os.replace(_temporary(folder / file.name), folder / file.name)
     island.barrier()
     if island.is_leader:
-        whole = index.model_copy(update={"files": [OuterFile(**file) for file in files]})
+        all_files = [OuterFile(**file) for rank in files for file in rank]
+        whole = index.model_copy(update={"files": all_files})
         write_whole(folder / _INDEX, whole.model_dump_json(indent=1))
+
+
+def _file_name(fragment: int, rank: int) -> str:
+    return f"{f'fragment-{fragment:05d}-' if fragment else ''}rank-{rank:05d}.safetensors"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_suffix(".partial")
+
+
+def _write_part(path: Path, part: OuterPart) -> OuterFile:
+    """Writes one file under its temporary name."""
+    temporary = _temporary(path)
+    save_file(dict(part.tensors), temporary)
+    flush(temporary)
+    return OuterFile(
+        name=path.name,
+        num_bytes=temporary.stat().st_size,
+        digest=_digest(part.tensors),
+        intervals=list(part.intervals),
+    )
 
 
 def read_index(checkpoint: Path) -> OuterIndex:

@@ -69,6 +69,32 @@ class DiLoCoConfig(StrictModel):
     weight_by: Literal["uniform", "examples", "tokens"] = Field(
         default="uniform", description="how islands' pseudo-gradients are weighted in the average"
     )
+    num_fragments: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="parts of the model that synchronise one at a time, each every sync_every steps",
+    )
+    fragment_order: Literal["strided", "sequential"] = Field(
+        default="strided",
+        description="which transformer blocks a fragment takes: strided (block l to fragment l mod num_fragments) or "
+        "sequential (successive ones)",
+    )
+    fragment_patterns: list[str] = Field(
+        default=[],
+        description="regular expressions of parameter names, one a fragment, instead of fragment_order",
+    )
+    fragment_sync_delay: int = Field(
+        default=0,
+        ge=0,
+        description="inner steps that go on while a round is under way in the background; 0: training waits for it",
+    )
+    fragment_update_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="with fragment_sync_delay: share of its own weights that an island keeps when a round ends",
+    )
     num_islands: int = Field(
         default_factory=_from_env(ENV_NUM_ISLANDS, 1),
         ge=1,
@@ -142,6 +168,9 @@ class DiLoCoConfig(StrictModel):
         "outer_lr",
         "outer_momentum",
         "error_feedback",
+        "num_fragments",
+        "fragment_sync_delay",
+        "fragment_update_alpha",
         "num_islands",
         "island",
         "max_islands",
@@ -189,6 +218,11 @@ class DiLoCoConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_fragments(self) -> DiLoCoConfig:
+        check_fragments(self)
+        return self
+
+    @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoConfig:
         check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
         if self.num_shares > 1 and self.rendezvous is None:
@@ -203,6 +237,11 @@ class DiLoCoConfig(StrictModel):
     def feedback_decay(self) -> float:
         """Share of what the payload left out that is added to the next pseudo-gradient."""
         return FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether rounds are of a part of the model, or end some steps after they began."""
+        return self.num_fragments > 1 or self.fragment_sync_delay > 0
 
     @property
     def meets_in_store(self) -> bool:
@@ -246,11 +285,36 @@ def check_islands(island: int, num_islands: int, max_islands: int | None, min_is
         )
 
 
+def check_fragments(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
+    if config.num_fragments > config.sync_every:
+        raise ValueError(
+            f"num_fragments={config.num_fragments} is more than sync_every={config.sync_every}: at most one fragment "
+            "synchronises at a step; lower num_fragments or raise sync_every"
+        )
+    if config.fragment_sync_delay >= config.sync_every:
+        raise ValueError(
+            f"fragment_sync_delay={config.fragment_sync_delay} must be less than sync_every={config.sync_every}: a "
+            "round must end before the next one of its fragment begins"
+        )
+    if config.fragment_update_alpha and not config.fragment_sync_delay:
+        raise ValueError(
+            f"fragment_update_alpha={config.fragment_update_alpha:g} needs fragment_sync_delay: without it nothing "
+            "was trained since the round began; set fragment_sync_delay, or remove fragment_update_alpha"
+        )
+
+
 def check_meeting(config: DiLoCoConfig) -> None:
     """Raises ValueError if settings ask for what is not possible where the islands meet."""
     if config.rendezvous is None:
         return
     if is_object_store(config.rendezvous):
+        if config.is_streaming:
+            name = "num_fragments" if config.num_fragments > 1 else "fragment_sync_delay"
+            raise ValueError(
+                f"{name}={getattr(config, name)} needs a rendezvous at tcp://HOST:PORT: islands that meet in an "
+                f"object store do not stream yet; remove {name}, or let them meet at island 0"
+            )
         return
     wanted = _wants_store(config)
     if wanted:

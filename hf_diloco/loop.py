@@ -78,9 +78,9 @@ class OuterLoop:
         self._session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
             self._global_step = read_index(self._resume_from).global_step
-        if self._session.outer.is_due:  # the checkpoint was written when this round could not take place
+        if self._session.is_due():  # the checkpoint was written when this round could not take place
             try:
-                self._sync()
+                self._advance()
             except MissedRoundError as error:
                 logger.warning("%s", error)
             except DiLoCoError:
@@ -90,6 +90,8 @@ class OuterLoop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()
+        if kind is None and session.is_due(is_last=True):
+            self._advance(is_last=True)
         if kind is None and not session.outer.on_boundary:
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
@@ -116,7 +118,7 @@ class OuterLoop:
             weight: examples or tokens that this step saw on all ranks; required unless `weight_by` is "uniform".
 
         Returns:
-            The round's figures if one took place.
+            The figures of the round that ended with this step, if one did.
 
         Raises:
             ExchangeError: an island was lost; nothing was changed, `save_state` still works.
@@ -130,10 +132,11 @@ class OuterLoop:
         if not self._accelerator.sync_gradients:
             return None
         self._global_step += 1
-        if not outer.count_step():
+        outer.count_step()
+        if not self._need_session().is_due():
             return None
         try:
-            return self._sync()
+            return self._advance()
         except MissedRoundError as error:
             logger.warning("%s", error)
             return None
@@ -145,14 +148,21 @@ class OuterLoop:
 
     def save_state(self, folder: str | Path) -> None:
         """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`."""
+        for report in self._need_session().settle():
+            self._note(report)
         self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step})
 
-    def _sync(self) -> SyncReport:
-        self.report = report = self._need_session().sync()
+    def _advance(self, is_last: bool = False) -> SyncReport | None:
+        reports = self._need_session().advance(is_last)
+        for report in reports:
+            self._note(report)
+        return reports[-1] if reports else None
+
+    def _note(self, report: SyncReport) -> None:
+        self.report = report
         if self._accelerator.trackers:
             names = ("round", "seconds_exchanging", "bytes_sent", "bytes_received", "pseudo_gradient_norm")
             self._accelerator.log({f"diloco/{name}": getattr(report, name) for name in names}, step=self._global_step)
-        return report
 
     def _need_session(self) -> BaseSession:
         if self._session is None:

@@ -25,6 +25,8 @@ class SyncReport:
         cosine: of this island's pseudo-gradient to the average of the others'; None for a single island.
         weight: examples or tokens behind it, or 1.
         outer_hash: digest of the outer parameters after the round.
+        fragment: whose round it was.
+        seconds_hidden: of those waiting and exchanging, how many passed behind inner steps.
     """
 
     round: int
@@ -39,6 +41,8 @@ class SyncReport:
     cosine: float | None
     weight: float
     outer_hash: str
+    fragment: int = 0
+    seconds_hidden: float = 0.0
 
 
 class CosineSums:

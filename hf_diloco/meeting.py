@@ -19,7 +19,18 @@ PROTOCOL = 2
 
 Facts = Mapping[str, str | int | float | bool | None]
 
-_AGREED_SETTINGS = ("sync_every", "outer_lr", "outer_momentum", "nesterov", "payload", "weight_by")
+_AGREED_SETTINGS = (
+    "sync_every",
+    "outer_lr",
+    "outer_momentum",
+    "nesterov",
+    "payload",
+    "weight_by",
+    "num_fragments",
+    "fragment_order",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+)
 
 
 def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict[str, Any]:
@@ -29,6 +40,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
         "algorithm": "diloco",
         **{name: getattr(config, name) for name in _AGREED_SETTINGS},
         "error_feedback": config.feedback_decay,
+        "fragment_patterns": " ".join(config.fragment_patterns),
         **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
         "trainable parameters": shards.num_parameters,
         "model (names and sizes)": model_digest(shards),

@@ -37,7 +37,8 @@ class RunTotals:
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
-        self._sums = dict.fromkeys(("seconds_waiting", "seconds_exchanging", "bytes_sent", "bytes_received"), 0.0)
+        names = ("seconds_waiting", "seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
+        self._sums = dict.fromkeys(names, 0.0)
 
     def add(self, report: SyncReport) -> None:
         """Counts one more round."""
@@ -47,7 +48,7 @@ class RunTotals:
     def as_event(self, rounds: int, steps_since_sync: int) -> dict[str, Any]:
         """The values of the record\'s "end" event."""
         total = time.monotonic() - self._begin
-        idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"]
+        idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"] - self._sums["seconds_hidden"]
         return {
             "seconds_total": total,
             "seconds_computing": total - idle,

@@ -1,30 +1,31 @@
-"""One rank's part of the outer state, and how far it is: what every kind of session does with it.
+"""The outer state of a run on one rank, and how far it is: what every kind of session does with it.
 
-    masters -> pseudo_gradient (+ what was left out before) -> (average over the islands) -> install -> masters
+A run is a sequence of rounds, and round r is of fragment (r - 1) mod P: with one fragment (DiLoCo) of the whole model,
+with several (Streaming DiLoCo) of each in turn, at steps that are spread evenly.
 
 Nothing here knows of other islands. What reads or writes parameters or files is collective over the island's ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from hf_diloco.checkpoint import OuterIndex, load_outer, read_index, save_outer
+from hf_diloco.checkpoint import FragmentIndex, OuterIndex, OuterPart, load_outer, read_index, save_outer
 from hf_diloco.codecs import CODECS
-from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.digests import digest_vector
 from hf_diloco.errors import CheckpointError
+from hf_diloco.fragment import Fragment, ScratchPool
 from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import model_digest
 from hf_diloco.shards.base import Shards
-from hf_diloco.shards.partition import Partition
-from hf_diloco.strategies import DiLoCo, Strategy
+from hf_diloco.shards.partition import Partition, to_model_intervals
+from hf_diloco.strategies import Strategy
 
 
 class OuterState:
@@ -35,52 +36,95 @@ class OuterState:
         island: the ranks of this island.
 
     Attributes:
-        strategy: holds the outer parameters and momentum, and takes the outer step.
         codec: how pseudo-gradients travel.
-        partition: which part of them is this rank's; set by `open`.
-        scratch: fp32 host vector of that length, for what is on its way in or out; set by `open`.
+        fragments: of the model; set by `open`.
         round: rounds completed.
-        steps: inner steps since the last of them.
-        weight: examples or tokens since then.
+        num_begun: rounds begun: more than completed while some are under way.
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
-        due_at: inner steps since the last round at which the next one is due.
         run: id of the run in its object store; empty without one.
     """
 
-    partition: Partition
-    scratch: torch.Tensor
+    fragments: list[Fragment]
     _shards: Shards
-    _feedback: ErrorFeedback | None = None
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
         self.island = island
-        self.strategy: Strategy = DiLoCo(config.outer_lr, config.outer_momentum, config.nesterov)
         self.codec = CODECS[config.payload]
         self.round = 0
-        self.steps = 0
-        self.weight = 0.0
+        self.num_begun = 0
         self.outer_hash = ""
-        self.due_at = config.sync_every
         self.run = ""
+
+    # The fragment whose round is the next to begin; the only one, where there is one.
+
+    @property
+    def current(self) -> Fragment:
+        """The fragment of the next round that begins."""
+        return self.fragments[self.num_begun % len(self.fragments)]
+
+    @property
+    def strategy(self) -> Strategy:
+        """Its outer parameters and momentum."""
+        return self.current.strategy
+
+    @property
+    def partition(self) -> Partition:
+        """Which part of it is this rank's."""
+        return self.current.partition
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """Its fp32 host vector, for what is on its way in or out."""
+        return self.current.scratch
+
+    @property
+    def steps(self) -> int:
+        """Inner steps since its last round."""
+        return self.current.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.current.steps = steps
+
+    @property
+    def weight(self) -> float:
+        """Examples or tokens since then."""
+        return self.current.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.current.weight = weight
+
+    @property
+    def due_at(self) -> int:
+        """Inner steps since then at which the next round is due."""
+        return self.current.due_at
+
+    @due_at.setter
+    def due_at(self, due_at: int) -> None:
+        self.current.due_at = due_at
 
     # The inner steps
 
     def count_step(self, weight: float = 0.0) -> bool:
         """Counts one inner step with `weight` examples or tokens behind it; returns whether a round is due."""
-        self.steps += 1
-        self.weight += weight
+        for fragment in self.fragments:
+            fragment.steps += 1
+            fragment.weight += weight
+            if fragment.install_in is not None:
+                fragment.install_in -= 1
         return self.is_due
 
     @property
     def is_due(self) -> bool:
         """Whether the inner steps of the next round are done."""
-        return self.steps >= self.due_at
+        return self.current.steps >= self.current.due_at
 
     @property
     def on_boundary(self) -> bool:
         """Whether the model's weights are the outer parameters."""
-        return self.steps == 0
+        return all(fragment.steps == 0 and fragment.install_in is None for fragment in self.fragments)
 
     @property
     def round_weight(self) -> float:
@@ -89,49 +133,43 @@ class OuterState:
 
     # The first outer parameters
 
-    def open(self, shards: Shards, partition: Partition) -> None:
-        """Takes this rank's master weights, and the cut that the islands agreed on."""
+    def open(self, shards: Shards, parts: Sequence[tuple[Shards, Partition]]) -> None:
+        """Takes this rank's master weights, and the cut that the islands agreed on.
+
+        Args:
+            shards: of the model.
+            parts: for each fragment its shards, and this rank's part of it.
+        """
         self._shards = shards
-        self.partition = partition
-        self.scratch = torch.empty(partition.numel)
-        if self.config.feedback_decay:
-            self._feedback = ErrorFeedback(self.codec, self.config.feedback_decay, partition.numel)
+        pool = ScratchPool(max(partition.numel for _, partition in parts))
+        self.fragments = []
+        for number, (part, partition) in enumerate(parts):
+            intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)
+            due_at = self.config.sync_every * (number + 1) // len(parts)
+            self.fragments.append(Fragment(self.config, self.island, partition, intervals, pool, due_at))
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
-        self.partition.gather(self.scratch)
-        self.strategy.start(self.scratch)
-        self.outer_hash = self.digest()
+        for fragment in self.fragments:
+            fragment.begin()
+            fragment.make_digest()
+            self.rest(fragment)
+        self._combine_digests()
 
-    def replace(self, parameters: torch.Tensor) -> None:
-        """Takes `parameters` (this rank's part) as the first outer parameters, and writes them into the masters."""
-        self.strategy.start(parameters)
-        self.write_masters()
+    def write_all(self) -> None:
+        """Writes the outer parameters of all fragments into the masters; what was trained since is dropped."""
+        for fragment in self.fragments:
+            fragment.write_masters()
+            fragment.start_anew(self.config.sync_every)
 
     # Rounds
 
     def pseudo_gradient(self) -> tuple[torch.Tensor, float]:
-        """What this island contributes to the next round. Neither the masters nor the outer state are changed.
-
-        With error feedback, what was left out of its earlier ones is added.
-
-        Returns:
-            This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
-            exactly if some value is not, or is beyond all reason.
-        """
-        own_square = self._take_progress()
-        if self._feedback is not None:
-            own_square = self._feedback.add_(self.scratch)
-        (square,) = self.island.sum([own_square])
-        return self.scratch, square
-
-    def _take_progress(self) -> float:
-        """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
-        self.partition.gather(self.scratch)
-        return self.strategy.pseudo_gradient_(self.scratch)
+        """See `Fragment.pseudo_gradient`."""
+        return self.current.pseudo_gradient()
 
     def install(self, mean: torch.Tensor, took_part: bool = True) -> float:
-        """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round.
+        """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round at once.
 
         Args:
             mean: this rank's part of it.
@@ -141,11 +179,9 @@ class OuterState:
             The `round_weight` of the round that this completes.
         """
         weight = self.round_weight
-        if took_part and self._feedback is not None:
-            self._feedback.commit()
-        self.strategy.step(mean)
+        self.current.step(mean, took_part)
         self.write_masters()
-        self.round += 1
+        self.round = self.num_begun = self.round + 1
         return weight
 
     def install_beside(self, mean: torch.Tensor, used: torch.Tensor | None = None) -> None:
@@ -160,7 +196,7 @@ class OuterState:
         """
         with self._keeping_progress(used):
             self.strategy.step(mean)
-        self.round += 1
+        self.round = self.num_begun = self.round + 1
 
     def count_down(self, num_steps: int) -> None:
         """Takes inner steps that a round has used from what is this island's own."""
@@ -173,47 +209,55 @@ class OuterState:
         What they amount to can only be estimated: their share of it.
         """
         left = 1 - num_steps / self.steps
-        self._take_progress()
+        self.current.take_progress()
         self.partition.scatter(torch.add(self.strategy.parameters, self.scratch, alpha=-left, out=self.scratch))
         self.count_down(num_steps)
-        if self._feedback is not None:
-            self._feedback.load(None)
+        if self.current.feedback is not None:
+            self.current.feedback.load(None)
 
     def use_up(self) -> None:
         """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
-        if self._feedback is not None:
+        if self.current.feedback is not None:
             self.pseudo_gradient()
-            self._feedback.commit()
+            self.current.feedback.commit()
         self.write_masters()
 
     def jump(self, state: dict[str, torch.Tensor], round_number: int) -> None:
         """Takes over the outer state after `round_number`, keeping this island's own progress on top of it."""
         with self._keeping_progress():
             self.strategy.load_state_dict(state)
-        self.round = round_number
+        self.round = self.num_begun = round_number
 
     @contextmanager
     def _keeping_progress(self, used: torch.Tensor | None = None) -> Iterator[None]:
-        self._take_progress()
+        self.current.take_progress()
         delta = self.scratch
         if used is not None:
             delta.sub_(used)
         yield
         torch.sub(self.strategy.parameters, delta, out=delta)
         self.partition.scatter(delta)
-        self.outer_hash = self.digest()
+        self.update_digest(self.current)
 
     def write_masters(self) -> None:
         """Writes the outer parameters into the masters: the inner steps begin anew from there."""
-        self.partition.scatter(self.strategy.parameters)
-        self.outer_hash = self.digest()
-        self.steps = 0
-        self.weight = 0.0
-        self.due_at = self.config.sync_every
+        self.current.write_masters()
+        self.update_digest(self.current)
+        self.current.start_anew(self.config.sync_every)
 
-    def digest(self) -> str:
-        """Digest of the whole island's outer parameters; islands with equal ones have equal digests."""
-        return digest_vector(self.strategy.parameters, self.partition, self.island)
+    def update_digest(self, fragment: Fragment, island: IslandGroup | None = None) -> None:
+        """Computes the digests that the outer parameters of `fragment` are in; see `Fragment.make_digest`."""
+        fragment.make_digest(island)
+        self._combine_digests()
+
+    def _combine_digests(self) -> None:
+        digests = [fragment.digest for fragment in self.fragments]
+        self.outer_hash = digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+    def rest(self, fragment: Fragment) -> None:
+        """Lets other fragments have the scratch vector of one that is under way no more."""
+        if len(self.fragments) > 1:
+            fragment.release()
 
     # Checkpoints
 
@@ -236,11 +280,13 @@ class OuterState:
             run=self.run,
             settings=self.config.model_dump(),
             data=dict(data),
+            fragments=[
+                FragmentIndex(steps=fragment.steps, weight=fragment.weight, install_in=fragment.install_in)
+                for fragment in self.fragments
+            ],
         )
-        tensors = self.strategy.state_dict()
-        if self._feedback is not None:
-            tensors["residual"] = self._feedback.residual
-        save_outer(checkpoint, self.island, tensors, self.partition.intervals, index)
+        parts = [OuterPart(fragment.state_dict(), fragment.intervals) for fragment in self.fragments]
+        save_outer(checkpoint, self.island, parts, index)
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the outer state of a checkpoint. The masters must have been restored already.
@@ -249,7 +295,9 @@ class OuterState:
             CheckpointError: on every rank, where one rank cannot read it, or it is of another model.
         """
         self.island.on_all(lambda: self._load(checkpoint))
-        self.outer_hash = self.digest()
+        for fragment in self.fragments:
+            fragment.make_digest()
+        self._combine_digests()
 
     def _load(self, checkpoint: Path) -> None:
         index = read_index(checkpoint)
@@ -258,14 +306,16 @@ class OuterState:
                 f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
                 f"here {self._shards.num_parameters:,} (or others of the same number)"
             )
-        state = load_outer(checkpoint, index, self.partition.intervals)
-        if self.config.outer_momentum and "momentum" not in state:
-            state["momentum"] = torch.zeros_like(state["anchor"])
-        residual = state.pop("residual", None)
-        if self._feedback is not None:
-            self._feedback.load(residual)
-        self.strategy.load_state_dict(state)
-        self.round = index.round
-        self.steps = index.steps_since_sync
-        self.weight = index.weight_since_sync
+        stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
+        if len(stored) != len(self.fragments):
+            raise CheckpointError(
+                f"{checkpoint} is of a run with num_fragments={len(stored)}, here num_fragments="
+                f"{len(self.fragments)}, which cannot go on from there: resume with the same number"
+            )
+        for number, (fragment, counts) in enumerate(zip(self.fragments, stored, strict=True)):
+            fragment.load_state_dict(load_outer(checkpoint, index, fragment.intervals))
+            fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
+            if index.round > number:  # it has had its first round
+                fragment.due_at = self.config.sync_every
+        self.round = self.num_begun = index.round
         self.run = index.run

@@ -71,6 +71,35 @@ class BaseSession(ABC):
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
 
+    def is_due(self, is_last: bool = False) -> bool:
+        """Whether `advance` is to be called after the inner step that was counted last.
+
+        Args:
+            is_last: it is the last step of the run.
+        """
+        return self.outer.is_due
+
+    def advance(self, is_last: bool = False) -> list[SyncReport]:
+        """Begins the round that is due and ends those whose time has come, as `sync` does at once.
+
+        After the last step, what streams is synchronised to its end: the masters hold the outer parameters.
+
+        Returns:
+            The figures of the rounds that ended.
+
+        Raises:
+            As `sync`.
+        """
+        return [self.sync()]
+
+    def settle(self) -> list[SyncReport]:
+        """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
+
+        Returns:
+            The figures of the rounds that ended. A failure is raised by the next `advance`.
+        """
+        return []
+
     @abstractmethod
     def sync(self) -> SyncReport:
         """Runs one round: afterwards the masters hold the new outer parameters, bit-identical on all islands.

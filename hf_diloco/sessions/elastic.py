@@ -111,7 +111,7 @@ class ElasticSession(BaseSession):
         with self._leave_on_error():
             check_cover(shards, self.island)
             lanes = LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
-            self.outer.open(shards, lanes)
+            self.outer.open(shards, [(shards, lanes)])
             if checkpoint is not None:
                 self.outer.restore(checkpoint)
             else:

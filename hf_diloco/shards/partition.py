@@ -197,6 +197,22 @@ def choose_partition(
     return LanePartition(shards, island, num_lanes, block_values)
 
 
+def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) -> list[Interval]:
+    """The runs that a partition of a fragment is made of, in the canonical index space of the whole model."""
+    names, starts = list(fragment.sizes), list(fragment.offsets().values())
+    offsets = model.offsets()
+    found: list[Interval] = []
+    for start, length in partition.intervals:
+        position, end = start, start + length
+        while position < end:
+            number = bisect_right(starts, position) - 1
+            name, inside = names[number], position - starts[number]
+            count = min(end - position, fragment.sizes[name] - inside)
+            found.append((offsets[name] + inside, count))
+            position += count
+    return found
+
+
 def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
     """What tells whether two islands' shards line up: equal exactly if each rank holds the same segments.
 

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 from hf_diloco import checkpoint as module
-from hf_diloco.checkpoint import OuterIndex, complete_checkpoints, load_outer, read_index, save_outer
+from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, load_outer, read_index, save_outer
 from hf_diloco.errors import CheckpointError
 from hf_diloco.island import IslandGroup
 from tests.programs.shards_pieces import Cut, make_shards
@@ -90,7 +90,8 @@ def save(path: Path, state: dict[str, torch.Tensor], cut: list[list[Interval]], 
     def one_rank(rank: int) -> None:
         island = ThreadIsland(rank, slots, barrier)
         try:
-            save_outer(path, island, take(state, cut[rank]), cut[rank], make_index(step))
+            part = OuterPart(take(state, cut[rank]), cut[rank])
+            save_outer(path, island, [part], make_index(step))
         except BaseException:
             barrier.abort()
             raise

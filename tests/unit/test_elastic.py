@@ -451,7 +451,7 @@ def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_pat
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
     islands[1].session.outer.strategy.parameters[3] += 1.0
-    islands[1].session.outer.outer_hash = islands[1].session.outer.digest()
+    islands[1].session.outer.update_digest(islands[1].session.outer.current)
     outcomes = try_islands(3, lambda which: islands[which].train_to(2))
     assert isinstance(outcomes[1], DivergedError)
     assert islands[0].hash == islands[2].hash

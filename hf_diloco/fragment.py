@@ -1,0 +1,170 @@
+"""One rank's part of the outer state of the parameters that are synchronised together: all, or one fragment's.
+
+    masters -> pseudo_gradient (+ what was left out before) -> (average over the islands) -> step -> masters
+
+With one fragment (DiLoCo) the masters take the outer parameters at once. In Streaming DiLoCo (arXiv 2501.18512) the
+average may come `fragment_sync_delay` inner steps later; the outer step still starts from the old outer parameters,
+and the masters become alpha * local + (1 - alpha) * outer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.digests import digest_vector
+from hf_diloco.island import IslandGroup
+from hf_diloco.shards.partition import Interval, Partition
+from hf_diloco.strategies import DiLoCo, Strategy
+
+
+class ScratchPool:
+    """fp32 host vectors for what is on its way in or out: as many as are in use at a time, and kept.
+
+    Args:
+        size: values in each.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        return self._free.pop() if self._free else torch.empty(self._size)
+
+    def give(self, vector: torch.Tensor) -> None:
+        self._free.append(vector)
+
+
+class Fragment:
+    """Outer parameters, momentum and residual of one fragment, and its inner steps since its last round.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        partition: which part of the fragment is this rank's.
+        intervals: the same part in the canonical index space of the whole model.
+        pool: of vectors at least as long.
+        due_at: inner steps before its first round.
+
+    Attributes:
+        strategy: holds the outer parameters and momentum, and takes the outer step.
+        codec: how pseudo-gradients travel.
+        steps: inner steps since the last round.
+        weight: examples or tokens since then.
+        due_at: inner steps since then at which the next round is due.
+        install_in: inner steps until the masters take the outer parameters of a round that is under way; None: no
+            round is.
+        digest: of the whole island's outer parameters of the fragment; empty before there are any.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        island: IslandGroup,
+        partition: Partition,
+        intervals: list[Interval],
+        pool: ScratchPool,
+        due_at: int,
+    ) -> None:
+        self.config = config
+        self.partition = partition
+        self.intervals = intervals
+        self.strategy: Strategy = DiLoCo(config.outer_lr, config.outer_momentum, config.nesterov)
+        self.codec = CODECS[config.payload]
+        self.steps = 0
+        self.weight = 0.0
+        self.due_at = due_at
+        self.install_in: int | None = None
+        self.digest = ""
+        self._island = island
+        self._pool = pool
+        self._vector: torch.Tensor | None = None
+        decay = config.feedback_decay
+        self.feedback = ErrorFeedback(self.codec, decay, partition.numel) if decay else None
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """fp32 host vector of this rank's part, until it is released."""
+        if self._vector is None:
+            self._vector = self._pool.take()
+        return self._vector[: self.partition.numel]
+
+    def release(self) -> None:
+        """Lets other fragments have the scratch vector."""
+        if self._vector is not None:
+            self._pool.give(self._vector)
+            self._vector = None
+
+    def begin(self) -> None:
+        """Takes the master weights as the first outer parameters. Collective over the island's ranks."""
+        self.partition.gather(self.scratch)
+        self.strategy.start(self.scratch)
+
+    def pseudo_gradient(self) -> tuple[torch.Tensor, float]:
+        """What this island contributes to the next round. Neither the masters nor the outer state are changed.
+
+        With error feedback, what was left out of its earlier ones is added. Collective over the island's ranks.
+
+        Returns:
+            This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
+            exactly if some value is not, or is beyond all reason.
+        """
+        own_square = self.take_progress()
+        if self.feedback is not None:
+            own_square = self.feedback.add_(self.scratch)
+        (square,) = self._island.sum([own_square])
+        return self.scratch, square
+
+    def take_progress(self) -> float:
+        """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
+        self.partition.gather(self.scratch)
+        return self.strategy.pseudo_gradient_(self.scratch)
+
+    def step(self, mean: torch.Tensor, took_part: bool = True) -> None:
+        """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
+
+        Args:
+            mean: this rank's part of it.
+            took_part: it was made with what `pseudo_gradient` returned last.
+        """
+        if took_part and self.feedback is not None:
+            self.feedback.commit()
+        self.strategy.step(mean)
+
+    def write_masters(self, alpha: float = 0.0) -> None:
+        """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island."""
+        if not alpha:
+            self.partition.scatter(self.strategy.parameters)
+            return
+        self.partition.gather(self.scratch)
+        self.partition.scatter(self.scratch.mul_(alpha).add_(self.strategy.parameters, alpha=1 - alpha))
+
+    def start_anew(self, due_at: int) -> None:
+        """The inner steps of the next round begin."""
+        self.steps = 0
+        self.weight = 0.0
+        self.due_at = due_at
+
+    def make_digest(self, island: IslandGroup | None = None) -> None:
+        """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
+        self.digest = digest_vector(self.strategy.parameters, self.partition, island or self._island)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All of this rank's outer state by name, not copied."""
+        state = self.strategy.state_dict()
+        if self.feedback is not None:
+            state["residual"] = self.feedback.residual
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes back what `state_dict` gave, under these settings or others, without copying."""
+        state = dict(state)
+        if self.config.outer_momentum and "momentum" not in state:
+            state["momentum"] = torch.zeros_like(state["anchor"])
+        residual = state.pop("residual", None)
+        if self.feedback is not None:
+            self.feedback.load(residual)
+        self.strategy.load_state_dict(state)
