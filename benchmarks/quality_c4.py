@@ -9,6 +9,8 @@ weights), take the same number of steps, and are evaluated on the same held-out 
     synchronous         batch B x islands in one data-parallel job: the same tokens as all islands, traffic every step
     DiLoCo ...          islands of batch B, each on its own share of the corpus, synchronised every H steps
 
+--rows codecs: number formats on the wire, with and without error feedback. --rows streaming: fragments and overlap.
+
 "recovered" is the share of the way from one island to synchronous training. Bytes are what one island sends: measured
 for DiLoCo; for synchronous training 2 (M-1)/M x 4 bytes x parameters a step, as a ring all-reduce of fp32 gradients.
 """
@@ -49,14 +51,66 @@ class Row:
     name: str
     eval_loss: float
     bytes_sent: float
+    against_fp32: float | None = None
     recovered: float | None = None
     less_traffic: float | None = None
 
 
+NO_FEEDBACK = 1e-9
+"""As good as none, which the configuration refuses for codecs that need it."""
+
+
 def plans(args: argparse.Namespace) -> list[Plan]:
     """The rows of the table."""
-    alone = {"sync_every": args.steps, "outer_lr": 1.0, "outer_momentum": 0.0}
     fitted = {"sync_every": args.sync_every, "outer_lr": args.outer_lr, "outer_momentum": args.outer_momentum}
+    rows = {"learning": learning, "codecs": codecs, "streaming": streaming}[args.rows](args, fitted)
+    return [Plan("DiLoCo, fitted", args.islands, fitted), *rows]
+
+
+def codecs(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
+    """One change of the fitted DiLoCo a row, but for the last: SparseLoCo's own outer optimizer."""
+    plain = {**fitted, "outer_lr": 1.0, "outer_momentum": 0.0}
+    rows = {
+        "bf16": {"payload": "bf16"},
+        "int8": {"payload": "int8"},
+        "int4": {"payload": "int4"},
+        "int4, feedback 1": {"payload": "int4", "error_feedback": 1.0},
+        "fp4": {"payload": "fp4"},
+        "fp4, feedback 1": {"payload": "fp4", "error_feedback": 1.0},
+        "top-k 64 of 4096, feedback 0.95": {"payload": "topk"},
+        "top-k 64 of 4096, no feedback": {"payload": "topk", "error_feedback": NO_FEEDBACK},
+        "sign, feedback 1": {"payload": "sign"},
+        "sign, no feedback": {"payload": "sign", "error_feedback": NO_FEEDBACK},
+    }
+    return [
+        *(Plan(name, args.islands, {**fitted, **changes}) for name, changes in rows.items()),
+        Plan("fp32, outer 1.0 / 0", args.islands, plain),
+        Plan("SparseLoCo, top-k, outer 1.0 / 0", args.islands, {**plain, "payload": "topk"}),
+    ]
+
+
+def streaming(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
+    """Fragments without and with overlap, then with 4 bits."""
+    two = {**fitted, "num_fragments": 2}
+    rows = {
+        "streaming, 2 fragments": two,
+        "streaming, delay 1, alpha 0.5": {**two, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+        "streaming, delay 5, alpha 0.5": {**two, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
+        "streaming, delay 5, alpha 0": {**two, "fragment_sync_delay": 5},
+        "streaming, delay 1, alpha 0.5, fp4": {
+            **two,
+            "fragment_sync_delay": 1,
+            "fragment_update_alpha": 0.5,
+            "payload": "fp4",
+        },
+        "whole model, delay 5, alpha 0.5": {**fitted, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
+    }
+    return [Plan(name, args.islands, changes) for name, changes in rows.items()]
+
+
+def learning(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
+    """The baselines, and other outer settings."""
+    alone = {"sync_every": args.steps, "outer_lr": 1.0, "outer_momentum": 0.0}
     return [
         Plan("one island", diloco=alone),
         Plan(
@@ -65,7 +119,6 @@ def plans(args: argparse.Namespace) -> list[Plan]:
             training={"per_device_train_batch_size": args.batch * args.islands // 2},
             num_processes=2,
         ),
-        Plan("DiLoCo, fitted", args.islands, fitted),
         Plan("DiLoCo, fitted, bf16 payload", args.islands, {**fitted, "payload": "bf16"}),
         Plan("DiLoCo, paper's 0.7 / 0.9", args.islands, {**fitted, "outer_lr": 0.7, "outer_momentum": 0.9}),
         Plan("FedAvg (1.0 / 0)", args.islands, {**fitted, "outer_lr": 1.0, "outer_momentum": 0.0}),
@@ -141,8 +194,10 @@ def measure(args: argparse.Namespace) -> list[Row]:
 def compare(rows: list[Row]) -> None:
     """Fills in what depends on the two baselines."""
     named = {row.name: row for row in rows}
-    alone, synchronous = named.get("one island"), named.get("synchronous")
+    alone, synchronous, fp32 = (named.get(name) for name in ("one island", "synchronous", "DiLoCo, fitted"))
     for row in rows:
+        if fp32:
+            row.against_fp32 = row.eval_loss / fp32.eval_loss - 1
         if alone and synchronous:
             row.recovered = (alone.eval_loss - row.eval_loss) / (alone.eval_loss - synchronous.eval_loss)
         if synchronous and row.bytes_sent:
@@ -157,12 +212,13 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
         title=f"{args.islands} islands, {args.model}, {args.steps} steps of batch {args.batch}, {start}, "
         f"H={args.sync_every}, seed {args.seed}"
     )
-    for column in ("", "evaluation loss", "recovered", "MB sent by an island", "less traffic"):
+    for column in ("", "evaluation loss", "against fp32", "recovered", "MB sent by an island", "less traffic"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(
             row.name,
             f"{row.eval_loss:.4f}",
+            "" if row.against_fp32 is None else f"{row.against_fp32:+.2%}",
             "" if row.recovered is None else f"{row.recovered:.0%}",
             f"{row.bytes_sent / 1e6:,.1f}",
             "" if row.less_traffic is None else f"{row.less_traffic:.1f}x",
@@ -178,6 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("runs/quality_c4"), help="run folders; finished ones are kept"
     )
+    parser.add_argument("--rows", choices=["learning", "codecs", "streaming"], default="learning")
     parser.add_argument("--model", default="llama-tiny")
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
@@ -193,7 +250,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work = args.work / f"seed{args.seed}{'-scratch' if args.from_scratch else ''}"
     rows = measure(args)
-    (args.work / "result.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    (args.work / f"result-{args.rows}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -105,3 +105,50 @@ def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     assert losses(resumed) == losses(whole)[6:]
     assert [r["outer_hash"] for r in events(resumed, "sync")] == [r["outer_hash"] for r in events(whole, "sync")][1:]
     assert_islands_agree(resumed)
+
+
+STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+
+
+def streaming(runs: Runs, stage: int | None) -> Path:
+    return runs.launch(
+        f"streaming-{stage}",
+        deepspeed=None if stage is None else zero(stage),
+        training={"per_device_train_batch_size": 2},
+        launch={"num_processes": 2, "threads": 1},
+        diloco=STREAMING,
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> None:
+    """Fragments of two ranks' shards, their rounds behind the inner steps, two islands."""
+    ddp, sharded = streaming(runs, None), streaming(runs, stage)
+    assert [record["fragment"] for record in events(sharded, "sync")] == [0, 1, 0, 1, 0], "the last takes in all steps"
+    assert_islands_agree(sharded)
+    assert events(sharded, "end")[0]["on_boundary"] is True
+    assert largest_difference(ddp, sharded) < ROUNDING
+    assert largest_difference(ddp, two_by_two(runs, "ddp", None)) > ROUNDING, "it is another algorithm"
+
+
+def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs) -> None:
+    """A checkpoint is written after step 4, at which fragment 1 has begun its round; it lands at step 5."""
+    changes = {
+        "deepspeed": zero(2),
+        "diloco": {**STREAMING, "payload": "int4", "error_feedback": 1.0},
+        "training": {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3},
+    }
+    whole = runs.launch("whole-streaming", **changes)
+    broken = runs.folder / "resumed-streaming"
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    for island in range(2):
+        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
+        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    resumed = runs.launch("resumed-streaming", **changes)
+    assert events(resumed, "start")[0]["step"] == 4
+    assert largest_difference(whole, resumed) == 0.0
+    assert losses(resumed) == losses(whole)[4:]
+    hashes = [record["outer_hash"] for record in events(whole, "sync")]
+    assert [record["outer_hash"] for record in events(resumed, "sync")] == hashes[2:]
+    assert_islands_agree(resumed)

@@ -1,0 +1,391 @@
+"""Streaming DiLoCo: fragments in turn, and rounds behind the inner steps, against the equations written out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_diloco.errors import ConfigError, ExchangeError
+from hf_diloco.measure import SyncReport
+from hf_diloco.sessions import fixed
+from hf_diloco.sessions.fixed import FixedSession
+from hf_diloco.shards import open_shards
+from tests.islands import run_islands
+from tests.unit.test_session import FaultyTransport, Run, batches, cut, save, take_step
+
+NUM_BLOCKS = 4
+NUM_STEPS = 18
+
+
+@pytest.fixture(autouse=True)
+def quick_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests leave islands alone on purpose."""
+    monkeypatch.setitem(fixed._FAREWELL_SECONDS, "early", 0.2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.inner(values).tanh()
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head, named as a language model's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 5)
+        self.layers = nn.ModuleList([Block() for _ in range(NUM_BLOCKS)])
+        self.head = nn.Linear(5, 1)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.embed(values)
+        for layer in self.layers:
+            values = layer(values)
+        return self.head(values)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def vector_of(model: nn.Module, names: list[str]) -> torch.Tensor:
+    parameters = dict(model.named_parameters())
+    return torch.cat([parameters[name].detach().flatten() for name in names])
+
+
+def write_vector(model: nn.Module, names: list[str], vector: torch.Tensor) -> None:
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, part in zip(names, vector.split([parameters[name].numel() for name in names]), strict=True):
+            parameters[name].copy_(part.view_as(parameters[name]))
+
+
+# The equations, on all islands at once
+
+
+@dataclass
+class Part:
+    """One fragment in the reference: outer parameters, momentum, and when it is due or lands."""
+
+    names: list[str]
+    anchor: torch.Tensor
+    momentum: torch.Tensor
+    due: int
+    lands: int | None = None
+    synced_at: int = 0
+
+
+@dataclass
+class Reference:
+    """Islands in lockstep: arXiv 2501.18512, algorithm 2, with the outer Nesterov SGD of arXiv 2311.08105."""
+
+    models: list[nn.Module]
+    sync_every: int
+    delay: int
+    alpha: float
+    fragments: list[list[str]]
+    lr: float = 0.7
+    mu: float = 0.9
+    parts: list[Part] = field(default_factory=list)
+    num_begun: int = 0
+
+    def __post_init__(self) -> None:
+        for number, names in enumerate(self.fragments):
+            start = vector_of(self.models[0], names)
+            due = self.sync_every * (number + 1) // len(self.fragments)
+            self.parts.append(Part(names, start, torch.zeros_like(start), due))
+
+    def after_step(self, step: int, is_last: bool) -> None:
+        flying = [part for part in self.parts if part.lands is not None]
+        for part in sorted(flying, key=lambda part: part.lands or 0):
+            if is_last or part.lands == step:
+                self._land(part, self.alpha)
+        while is_last and self.parts[self.num_begun % len(self.parts)].synced_at < step:
+            self._land(self._outer_step(step), 0.0)
+        if self.parts[self.num_begun % len(self.parts)].due == step:
+            part = self._outer_step(step)
+            part.lands = step + self.delay
+            if not self.delay:
+                self._land(part, 0.0)
+
+    def _outer_step(self, step: int) -> Part:
+        part = self.parts[self.num_begun % len(self.parts)]
+        self.num_begun += 1
+        deltas = [part.anchor - vector_of(model, part.names) for model in self.models]
+        mean = deltas[0]
+        for delta in deltas[1:]:
+            mean = mean + delta
+        if len(deltas) > 1:
+            mean = mean * (1.0 / len(deltas))
+        part.momentum = part.momentum * self.mu + mean
+        part.anchor = part.anchor - (part.momentum * self.mu + mean) * self.lr
+        part.due = step + self.sync_every
+        part.synced_at = step
+        return part
+
+    def _land(self, part: Part, alpha: float) -> None:
+        part.lands = None
+        for model in self.models:
+            local = vector_of(model, part.names)
+            mixed = local.mul_(alpha).add_(part.anchor, alpha=1 - alpha) if alpha else part.anchor
+            write_vector(model, part.names, mixed)
+
+
+def strided(num_fragments: int) -> list[list[str]]:
+    """The cut of `Stack`: block l in fragment l mod P, then embedding and head where there is least."""
+    if num_fragments == 1:
+        return [[name for name, _ in Stack().named_parameters()]]
+    blocks = [[f"layers.{block}.inner.weight", f"layers.{block}.inner.bias"] for block in range(NUM_BLOCKS)]
+    found = [sum(blocks[one::num_fragments], []) for one in range(num_fragments)]
+    sizes = [30 * len(blocks[one::num_fragments]) for one in range(num_fragments)]
+    for names, size in ((["embed.weight", "embed.bias"], 30), (["head.weight", "head.bias"], 6)):
+        smallest = sizes.index(min(sizes))
+        found[smallest] += names
+        sizes[smallest] += size
+    order = [name for name, _ in Stack().named_parameters()]
+    return [sorted(names, key=order.index) for names in found]
+
+
+def expected_weights(num_islands: int, config: dict[str, Any], num_steps: int = NUM_STEPS) -> list[torch.Tensor]:
+    models = [Stack() for _ in range(num_islands)]
+    optimizers = [make_optimizer(model) for model in models]
+    reference = Reference(
+        models,
+        config["sync_every"],
+        config.get("fragment_sync_delay", 0),
+        config.get("fragment_update_alpha", 0.0),
+        strided(config.get("num_fragments", 1)),
+    )
+    data = [batches(island, num_steps) for island in range(num_islands)]
+    for step in range(1, num_steps + 1):
+        for model, optimizer, mine in zip(models, optimizers, data, strict=True):
+            take_step(model, optimizer, mine[step - 1])
+        reference.after_step(step, is_last=step == num_steps)
+    return [vector_of(model, strided(1)[0]) for model in models]
+
+
+# The islands
+
+
+def steps_of(
+    session: FixedSession, model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, end: int
+) -> Iterator[list[SyncReport]]:
+    """Takes a step on each batch; yields the reports of the rounds that ended with it."""
+    first = end - len(data)
+    for number, batch in enumerate(data, start=first + 1):
+        take_step(model, optimizer, batch)
+        session.outer.count_step(len(batch))
+        is_last = number == NUM_STEPS
+        yield session.advance(is_last) if session.is_due(is_last) else []
+
+
+def train(run: Run) -> list[tuple[torch.Tensor, list[SyncReport], FixedSession]]:
+    def island_main(island: int) -> tuple[torch.Tensor, list[SyncReport], FixedSession]:
+        model = Stack()
+        session = run.join(island, model)
+        steps = steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS), NUM_STEPS)
+        reports = [report for ended in steps for report in ended]
+        session.leave(finished=True)
+        return vector_of(model, strided(1)[0]), reports, session
+
+    return run_islands(run.num_islands, island_main)
+
+
+CASES: list[dict[str, Any]] = [
+    {"sync_every": 3},
+    {"sync_every": 4, "num_fragments": 2},
+    {"sync_every": 4, "num_fragments": 4},
+    {"sync_every": 7, "num_fragments": 3},
+    {"sync_every": 4, "fragment_sync_delay": 2},
+    {"sync_every": 4, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
+    {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+    {"sync_every": 8, "num_fragments": 4, "fragment_sync_delay": 5, "fragment_update_alpha": 0.25},
+]
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize("config", CASES, ids=lambda config: "-".join(map(str, config.values())))
+def test_it_computes_the_equations_bit_for_bit(num_islands: int, config: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(tmp_path, num_islands, **config)
+    for (weights, _, _), expected in zip(train(run), expected_weights(num_islands, config), strict=True):
+        assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("config", CASES[1:], ids=lambda config: "-".join(map(str, config.values())))
+def test_after_the_last_step_all_hold_the_same_outer_parameters(config: dict[str, Any], tmp_path: Path) -> None:
+    first, second = train(Run(tmp_path, 2, **config))
+    assert torch.equal(first[0], second[0])
+    assert first[2].outer.on_boundary
+    assert [(report.round, report.outer_hash) for report in first[1]] == [
+        (report.round, report.outer_hash) for report in second[1]
+    ]
+    num_fragments = config.get("num_fragments", 1)
+    assert [report.round for report in first[1]] == list(range(1, len(first[1]) + 1))
+    assert [report.fragment for report in first[1]] == [number % num_fragments for number in range(len(first[1]))]
+
+
+@pytest.mark.parametrize("payload", ["int8", "topk"])
+def test_every_codec_streams(payload: str, tmp_path: Path) -> None:
+    first, second = train(Run(tmp_path, 2, payload=payload, **CASES[-1]))
+    assert torch.equal(first[0], second[0])
+    fp32, _ = train(Run(tmp_path / "fp32", 2, **CASES[-1]))
+    assert not torch.equal(first[0], fp32[0])
+
+
+def test_a_fragments_traffic_is_its_own(tmp_path: Path) -> None:
+    (_, reports, _), _ = train(Run(tmp_path, 2, sync_every=4, num_fragments=4))
+    sizes = [sum(dict(Stack().named_parameters())[name].numel() for name in names) for names in strided(4)]
+    assert [report.bytes_sent for report in reports[:4]] == [4 * size for size in sizes]
+
+
+def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
+    """Island 1 comes to its round only after island 0 has taken all the steps of the delay."""
+    run = Run(tmp_path, 2, sync_every=4, fragment_sync_delay=3)
+    has_trained = threading.Event()
+
+    def island_main(island: int) -> float:
+        model = Stack()
+        session = run.join(island, model)
+        steps = steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS), NUM_STEPS)
+        hidden = 0.0
+        for number, ended in enumerate(steps, start=1):
+            if number == 6 and island == 0:
+                has_trained.set()
+            if number == 3 and island == 1:
+                assert has_trained.wait(timeout=20)
+            hidden = max([hidden, *(report.seconds_hidden for report in ended)])
+        session.leave(finished=True)
+        return hidden
+
+    hidden = run_islands(2, island_main)
+    assert hidden[0] > 0
+
+
+# Going on from a checkpoint
+
+
+@pytest.mark.parametrize("at", [3, 8, 9, 10, 12, 14])
+@pytest.mark.parametrize("config", CASES[3:], ids=lambda config: "-".join(map(str, config.values())))
+def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: dict[str, Any], tmp_path: Path) -> None:
+    def run_steps(run: Run, island: int, first: int, last: int, state: dict[str, Any] | None) -> Any:
+        model = Stack()
+        optimizer = make_optimizer(model)
+        session = run.session(island)
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        session.join(
+            open_shards(model, None), run.folder / str(island), checkpoint=state["checkpoint"] if state else None
+        )
+        steps = steps_of(session, model, optimizer, batches(island, NUM_STEPS)[first:last], last)
+        hashes = [report.outer_hash for ended in steps for report in ended]
+        hashes += [report.outer_hash for report in session.settle()]
+        where = save(session, run.folder / str(island), last)
+        session.leave(finished=True)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
+        return vector_of(model, strided(1)[0]), hashes, saved
+
+    settings = {**config, "payload": "int8", "error_feedback": 1.0, "weight_by": "examples"}
+    whole, before, after = (Run(tmp_path / name, 2, **settings) for name in ("whole", "before", "after"))
+    uninterrupted = run_islands(2, lambda island: run_steps(whole, island, 0, NUM_STEPS, None))
+    stopped = run_islands(2, lambda island: run_steps(before, island, 0, at, None))
+    resumed = run_islands(2, lambda island: run_steps(after, island, at, NUM_STEPS, stopped[island][2]))
+    for island in range(2):
+        assert torch.equal(resumed[island][0], uninterrupted[island][0])
+        assert stopped[island][1] + resumed[island][1] == uninterrupted[island][1]
+
+
+def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
+    session = Run(tmp_path, 1, sync_every=4, num_fragments=2).join(0, Stack())
+    checkpoint = save(session, tmp_path / "0", 0)
+    other = Run(tmp_path, 1, sync_every=4, num_fragments=4).session(0)
+    with pytest.raises(Exception, match=r"num_fragments=2, here num_fragments=4.*resume with the same"):
+        other.join(open_shards(Stack(), None), tmp_path / "0", checkpoint=checkpoint)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int, tmp_path: Path) -> None:
+    """The round fails on all islands; each goes on from its checkpoint, and nothing that was trained is lost."""
+    config: dict[str, Any] = {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": delay}
+    broken, mended = Run(tmp_path / "broken", 2, **config), Run(tmp_path / "mended", 2, **config)
+
+    def island_main(island: int) -> Path:
+        transport = broken.transport(island)
+        model = Stack()
+        session = broken.join(
+            island, model, transport=FaultyTransport(transport, cut) if island == 1 else transport
+        )
+        anchors = [part.strategy.parameters.clone() for part in session.outer.fragments]
+        steps = steps_of(session, model, make_optimizer(model), batches(island, 2 + delay), 2 + delay)
+        with pytest.raises(ExchangeError):
+            list(steps)
+        assert session.settle() == []
+        outer = session.outer
+        assert (outer.round, outer.num_begun, outer.steps, outer.weight) == (0, 0, 2 + delay, 4.0 * (2 + delay))
+        assert outer.is_due
+        assert all(part.install_in is None for part in outer.fragments)
+        for part, anchor in zip(outer.fragments, anchors, strict=True):
+            assert torch.equal(part.strategy.parameters, anchor)
+        checkpoint = save(session, broken.folder / str(island), 2 + delay)
+        session.leave(finished=False)
+        torch.save(model.state_dict(), checkpoint / "model.pt")
+        return checkpoint
+
+    checkpoints = run_islands(2, island_main)
+
+    def resume(island: int) -> int:
+        model = Stack()
+        model.load_state_dict(torch.load(checkpoints[island] / "model.pt"))
+        session = mended.session(island)
+        session.join(open_shards(model, None), mended.folder / str(island), checkpoint=checkpoints[island])
+        assert session.is_due()
+        reports = session.advance(is_last=True)
+        session.leave(finished=True)
+        return len(reports)
+
+    assert run_islands(2, resume) == [2, 2]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_fragments": 5, "sync_every": 4}, r"num_fragments=5 is more than sync_every=4"),
+        ({"fragment_sync_delay": 4, "sync_every": 4}, r"fragment_sync_delay=4 must be less than sync_every=4"),
+        ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha=0.5 needs fragment_sync_delay"),
+        ({"num_fragments": 2, "rendezvous": "file:///tmp/x"}, r"num_fragments=2 needs a rendezvous at tcp://"),
+        ({"fragment_sync_delay": 1, "rendezvous": "file:///tmp/x"}, r"fragment_sync_delay=1 needs a rendezvous at"),
+        ({"payload": "fp32", "error_feedback": 0.5}, r"error_feedback=0.5 has no use with payload=fp32"),
+        ({"payload": "topk", "error_feedback": 0}, r"payload=topk .* does not learn without error_feedback"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], text: str) -> None:
+    from hf_diloco.config import DiLoCoConfig
+
+    with pytest.raises(ConfigError, match=text):
+        DiLoCoConfig(**settings)
+
+
+def test_more_fragments_than_blocks_are_refused_before_training(tmp_path: Path) -> None:
+    session = Run(tmp_path, 1, sync_every=8, num_fragments=5).session(0)
+    with pytest.raises(ConfigError, match=r"num_fragments=5: each fragment needs.*take 1 to 4"):
+        session.join(open_shards(Stack(), None), tmp_path / "0")
