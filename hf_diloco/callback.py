@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
 from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
+from hf_diloco.outer_view import OuterView
 from hf_diloco.retention import Retention
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
-from hf_diloco.trackers import move_before_trackers
+from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
 
@@ -101,6 +103,8 @@ class DiLoCoCallback(TrainerCallback):
         self._retention: Retention | None = None
         self._tokens_seen = 0
         self._totals = RunTotals()
+        self._view: OuterView | None = None
+        self._num_evaluations: int | None = None
 
     @property
     def round(self) -> int:
@@ -122,6 +126,23 @@ class DiLoCoCallback(TrainerCallback):
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
         self._stop.request()
 
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """The model holds the outer parameters meanwhile; then training goes on as it was, to the last bit.
+
+            with callback.outer_weights():
+                trainer.save_model("outer")
+
+        Call it on all ranks of the island, between steps.
+        """
+        self._need_session().settle()
+        view = OuterView(self._outer)
+        view.begin()
+        try:
+            yield
+        finally:
+            view.end()
+
     # Trainer events, in the order in which they happen
 
     def on_init_end(
@@ -137,6 +158,7 @@ class DiLoCoCallback(TrainerCallback):
         """Joins the other islands, restores or begins the outer state, makes all islands' weights equal."""
         frame = inspect.currentframe()
         move_before_trackers(self, frame.f_back if frame else None)  # `add_callback` comes after `on_init_end`
+        self._num_evaluations = count_evaluations(frame.f_back if frame else None)
         self.stopped = False
         self.moved_at_end = False
         self._failure = None
@@ -149,6 +171,7 @@ class DiLoCoCallback(TrainerCallback):
         session.num_rounds = state.max_steps // self.config.sync_every or None
         session.tokens_per_step = _tokens_per_step(self._facts, examples_per_step(args))
         session.join(shards, _folder(args), self._facts, checkpoint)
+        self._view = OuterView(session.outer)
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
         self._retention = Retention(args, _folder(args))
@@ -162,6 +185,16 @@ class DiLoCoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Counts the step and runs the round that is due."""
+        self._after_step(args, state, control)
+        self._show_for_evaluation(state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepares an evaluation at the end of an epoch."""
+        self._show_for_evaluation(state, control)
+
+    def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         session = self._need_session()
         if session.is_over:
             self._end_with_the_run(state, control)
@@ -175,18 +208,20 @@ class DiLoCoCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records which weights were evaluated."""
+        """Records which weights were evaluated, and has training go on from its own."""
         metrics = kwargs.get("metrics") or {}
         if self._writer and "eval_loss" in metrics:
-            weights = "outer" if self._outer.on_boundary else "inner"
+            weights = "outer" if self._holds_outer else "inner"
             self._writer.write("eval", state.global_step, weights=weights, **_floats(metrics))
+        if self._view is not None:
+            self._view.end()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
         logs = kwargs.get("logs")
         if logs is None:
             return
-        if "eval_loss" in logs and self._session and self._session.outer.on_boundary:
+        if "eval_loss" in logs and self._session and self._holds_outer:
             self._to_log["diloco/outer_loss"] = float(logs["eval_loss"])
         if self._writer and "loss" in logs:
             self._writer.write("train", state.global_step, **_floats(logs))
@@ -198,8 +233,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
         checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        for report in self._need_session().settle():
-            self._note(report, state)
+        self._settle(state)
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         self._outer.save(checkpoint, state.global_step, position)
         if self._writer:
@@ -250,6 +284,23 @@ class DiLoCoCallback(TrainerCallback):
     @property
     def _outer(self) -> OuterState:
         return self._need_session().outer
+
+    @property
+    def _holds_outer(self) -> bool:
+        """Whether the model holds the outer parameters."""
+        return self._outer.on_boundary or (self._view is not None and self._view.is_on)
+
+    def _show_for_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
+        """Has the evaluation that the Trainer is about to make be one of the outer parameters."""
+        wanted = control.should_evaluate and self.config.eval_weights == "outer"
+        if wanted and self._view is not None and not self._holds_outer and self._num_evaluations:
+            self._settle(state)
+            self._view.begin(self._num_evaluations)
+
+    def _settle(self, state: TrainerState) -> None:
+        """Waits for the rounds under way."""
+        for report in self._need_session().settle():
+            self._note(report, state)
 
     def _sync(self, state: TrainerState, control: TrainerControl) -> None:
         try:

@@ -95,6 +95,11 @@ class DiLoCoConfig(StrictModel):
         lt=1,
         description="with fragment_sync_delay: share of its own weights that an island keeps when a round ends",
     )
+    eval_weights: Literal["outer", "inner"] = Field(
+        default="outer",
+        description="which weights the Trainer evaluates between rounds: outer (those of the last round, equal on all "
+        "islands) or inner (this island's own)",
+    )
     num_islands: int = Field(
         default_factory=_from_env(ENV_NUM_ISLANDS, 1),
         ge=1,

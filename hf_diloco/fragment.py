@@ -82,7 +82,9 @@ class Fragment:
         self._island = island
         self._pool = pool
         self._vector: torch.Tensor | None = None
-        decay = config.feedback_decay
+        self._fed_at: int | None = None  # inner steps behind what `feedback` holds ready
+        is_alone = config.num_islands == 1 and not config.meets_in_store  # nothing is encoded, so nothing is left out
+        decay = 0.0 if is_alone else config.feedback_decay
         self.feedback = ErrorFeedback(self.codec, decay, partition.numel) if decay else None
 
     @property
@@ -103,18 +105,22 @@ class Fragment:
         self.partition.gather(self.scratch)
         self.strategy.start(self.scratch)
 
-    def pseudo_gradient(self) -> tuple[torch.Tensor, float]:
+    def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
         """What this island contributes to the next round. Neither the masters nor the outer state are changed.
 
         With error feedback, what was left out of its earlier ones is added. Collective over the island's ranks.
+
+        Args:
+            with_residual: False for what was trained only; what is known of the last pseudo-gradient stays known.
 
         Returns:
             This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
             exactly if some value is not, or is beyond all reason.
         """
         own_square = self.take_progress()
-        if self.feedback is not None:
+        if with_residual and self.feedback is not None:
             own_square = self.feedback.add_(self.scratch)
+            self._fed_at = self.steps
         (square,) = self._island.sum([own_square])
         return self.scratch, square
 
@@ -130,9 +136,48 @@ class Fragment:
             mean: this rank's part of it.
             took_part: it was made with what `pseudo_gradient` returned last.
         """
-        if took_part and self.feedback is not None:
-            self.feedback.commit()
+        if took_part:
+            self.commit_feedback()
         self.strategy.step(mean)
+
+    def commit_feedback(self) -> None:
+        """What `pseudo_gradient` returned last was used: what it left out counts from now on."""
+        if self.feedback is not None:
+            self.feedback.commit()
+            self._fed_at = None
+
+    def take_out(self, progress: torch.Tensor, sent: torch.Tensor, num_steps: int) -> None:
+        """Takes out of `progress` what an earlier pseudo-gradient of this island has brought into a round.
+
+        With error feedback, what that one left out becomes the residual. If another was made since, it is not known
+        any more and stays in `progress`; together with the residual that is as much.
+
+        Args:
+            progress: since the last round, this rank's part.
+            sent: what the others have read of the pseudo-gradient.
+            num_steps: inner steps behind it.
+        """
+        progress.sub_(sent)
+        if self.feedback is not None and self._fed_at == num_steps:
+            self.feedback.commit_beside(progress)
+            self._fed_at = None
+
+    def commit_share(self, num_steps: int) -> None:
+        """As `commit_feedback`, for the pseudo-gradient after `num_steps`; an estimate if another was made since.
+
+        Collective over the island's ranks.
+        """
+        if self.feedback is None:
+            return
+        if self._fed_at != num_steps:
+            self.take_progress()
+            self.feedback.add_(self.scratch.mul_(num_steps / self.steps))
+        self.commit_feedback()
+
+    def encode_alone(self, mean: torch.Tensor) -> None:
+        """Makes what one participant had, which went nowhere, what others would have read; else it counted twice."""
+        if self.feedback is not None:
+            self.codec.round_trip(mean, mean)
 
     def write_masters(self, alpha: float = 0.0) -> None:
         """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island."""
@@ -167,4 +212,5 @@ class Fragment:
         residual = state.pop("residual", None)
         if self.feedback is not None:
             self.feedback.load(residual)
+            self._fed_at = None
         self.strategy.load_state_dict(state)

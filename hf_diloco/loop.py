@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
+from hf_diloco.outer_view import OuterView
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import open_shards
 
@@ -140,6 +143,22 @@ class OuterLoop:
         except MissedRoundError as error:
             logger.warning("%s", error)
             return None
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """The model holds the outer parameters meanwhile, to evaluate or save them; then training goes on as it was.
+
+        Call it on all ranks of the island, between steps.
+        """
+        session = self._need_session()
+        for report in session.settle():
+            self._note(report)
+        view = OuterView(session.outer)
+        view.begin()
+        try:
+            yield
+        finally:
+            view.end()
 
     @property
     def is_over(self) -> bool:

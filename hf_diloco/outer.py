@@ -162,11 +162,31 @@ class OuterState:
             fragment.write_masters()
             fragment.start_anew(self.config.sync_every)
 
+    # The outer parameters between rounds
+
+    def show(self) -> list[torch.Tensor]:
+        """Has the masters hold the outer parameters for a while; returns what they held, for `hide`.
+
+        Takes 4 bytes a parameter meanwhile. No round may be under way.
+        """
+        held = []
+        for fragment in self.fragments:
+            vector = torch.empty(fragment.partition.numel)
+            fragment.partition.gather(vector)
+            fragment.write_masters()
+            held.append(vector)
+        return held
+
+    def hide(self, held: Sequence[torch.Tensor]) -> None:
+        """Gives the masters back what they held before `show`, to the last bit."""
+        for fragment, vector in zip(self.fragments, held, strict=True):
+            fragment.partition.scatter(vector)
+
     # Rounds
 
-    def pseudo_gradient(self) -> tuple[torch.Tensor, float]:
+    def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
         """See `Fragment.pseudo_gradient`."""
-        return self.current.pseudo_gradient()
+        return self.current.pseudo_gradient(with_residual)
 
     def install(self, mean: torch.Tensor, took_part: bool = True) -> float:
         """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round at once.
@@ -184,7 +204,7 @@ class OuterState:
         self.round = self.num_begun = self.round + 1
         return weight
 
-    def install_beside(self, mean: torch.Tensor, used: torch.Tensor | None = None) -> None:
+    def install_beside(self, mean: torch.Tensor, used: torch.Tensor | None = None, num_steps: int = 0) -> None:
         """Takes the outer step of a round without ending this island's own inner steps.
 
         Its progress stays what it was, now on top of the new outer parameters. The masters move by what the outer
@@ -192,9 +212,10 @@ class OuterState:
 
         Args:
             mean: the averaged pseudo-gradient.
-            used: the part of this island's progress that went into `mean`, and is its own no more.
+            used: what this island sent, before it trained on, that went into `mean`, and is its own no more.
+            num_steps: inner steps behind `used`.
         """
-        with self._keeping_progress(used):
+        with self._keeping_progress(used, num_steps):
             self.strategy.step(mean)
         self.round = self.num_begun = self.round + 1
 
@@ -209,17 +230,16 @@ class OuterState:
         What they amount to can only be estimated: their share of it.
         """
         left = 1 - num_steps / self.steps
+        self.current.commit_share(num_steps)
         self.current.take_progress()
         self.partition.scatter(torch.add(self.strategy.parameters, self.scratch, alpha=-left, out=self.scratch))
         self.count_down(num_steps)
-        if self.current.feedback is not None:
-            self.current.feedback.load(None)
 
     def use_up(self) -> None:
         """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
         if self.current.feedback is not None:
             self.pseudo_gradient()
-            self.current.feedback.commit()
+            self.current.commit_feedback()
         self.write_masters()
 
     def jump(self, state: dict[str, torch.Tensor], round_number: int) -> None:
@@ -229,11 +249,11 @@ class OuterState:
         self.round = self.num_begun = round_number
 
     @contextmanager
-    def _keeping_progress(self, used: torch.Tensor | None = None) -> Iterator[None]:
+    def _keeping_progress(self, used: torch.Tensor | None = None, num_steps: int = 0) -> Iterator[None]:
         self.current.take_progress()
         delta = self.scratch
         if used is not None:
-            delta.sub_(used)
+            self.current.take_out(delta, used, num_steps)
         yield
         torch.sub(self.strategy.parameters, delta, out=delta)
         self.partition.scatter(delta)

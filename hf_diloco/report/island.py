@@ -20,8 +20,8 @@ class TimeSplit(BaseModel):
 
     Attributes:
         computing: everything between rounds: inner steps, and evaluations and checkpoints if there were any.
-        waiting: for the other islands to arrive at the synchronisation.
-        exchanging: moving pseudo-gradients.
+        waiting: for the other islands to arrive at the synchronisation, as long as training stood still for it.
+        exchanging: moving pseudo-gradients, as long as training stood still for it.
         applying: reading and writing the master weights, and the outer step.
     """
 
@@ -229,8 +229,8 @@ def _section_seconds(section: Section) -> TimeSplit | None:
     syncs, end = section.of(Sync), section.of(End)
     if not syncs and not end:
         return None
-    waiting = _spent(sync.seconds_waiting for sync in syncs)
-    exchanging = _spent(sync.seconds_exchanging for sync in syncs)
+    waiting = _spent(sync.stalled_waiting for sync in syncs)
+    exchanging = _spent(sync.stalled_exchanging for sync in syncs)
     applying = _spent(sync.seconds_applying for sync in syncs)
     computing = _spent(sync.seconds_computing for sync in syncs)
     whole = end[-1].seconds_total if end else None

@@ -76,6 +76,25 @@ class Sync(Record):
     pseudo_gradient_norm: float | None = None
     cosine: float | None = None
     outer_hash: str | None = None
+    fragment: Count | None = None
+    seconds_hidden: Seconds | None = None
+
+    @property
+    def stalled_exchanging(self) -> float | None:
+        """Seconds of exchanging that training stood still for: what waiting and exchanging took last."""
+        stalled = self._stalled()
+        return None if stalled is None or self.seconds_exchanging is None else min(self.seconds_exchanging, stalled)
+
+    @property
+    def stalled_waiting(self) -> float | None:
+        """Seconds of waiting for other islands that training stood still for."""
+        stalled, exchanging = self._stalled(), self.stalled_exchanging
+        return None if stalled is None or exchanging is None else stalled - exchanging
+
+    def _stalled(self) -> float | None:
+        if self.seconds_waiting is None or self.seconds_exchanging is None:
+            return None
+        return max(0.0, self.seconds_waiting + self.seconds_exchanging - (self.seconds_hidden or 0.0))
 
 
 class End(Record):

@@ -172,8 +172,8 @@ def _round(number: int, by_island: dict[int, Sync]) -> RoundReport:
         islands=tuple(by_island),
         seconds=TimeSplit(
             computing=_mean(sync.seconds_computing for sync in syncs),
-            waiting=_mean(sync.seconds_waiting for sync in syncs),
-            exchanging=_mean(sync.seconds_exchanging for sync in syncs),
+            waiting=_mean(sync.stalled_waiting for sync in syncs),
+            exchanging=_mean(sync.stalled_exchanging for sync in syncs),
             applying=_mean(sync.seconds_applying for sync in syncs),
         ),
         bytes_sent=total(sync.bytes_sent for sync in syncs),

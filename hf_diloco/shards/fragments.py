@@ -59,7 +59,7 @@ def cut_into_fragments(
         raise ConfigError(
             f"num_fragments={num_fragments}: each fragment needs a transformer block, and the names of the trainable "
             f"parameters (as model.layers.0.…) show {len(blocks)} {plural('block', len(blocks))}: take "
-            f"{'1' if len(blocks) < 2 else f'1 to {len(blocks)}'}, or give one pattern of names a fragment"
+            f"{'1' if len(blocks) < 2 else f'1 to {len(blocks)}'}, or say by fragment_patterns which names go where"
         )
     if order == "strided":
         chosen = [block % num_fragments for block in range(len(blocks))]
@@ -138,17 +138,17 @@ def _cut_into_runs(weights: Sequence[int], num_runs: int) -> list[int]:
 
 def _cut_by_patterns(sizes: Mapping[str, int], num_fragments: int, patterns: Sequence[str]) -> list[list[str]]:
     if num_fragments != len(patterns):
-        raise ConfigError(f"num_fragments={num_fragments} with patterns {list(patterns)}: give one a fragment")
+        raise ConfigError(f"num_fragments={num_fragments} but fragment_patterns={list(patterns)}: give one each")
     compiled = [_compile(pattern) for pattern in patterns]
     fragments: list[list[str]] = [[] for _ in patterns]
     for name in sizes:
         matching = (one for one, pattern in enumerate(compiled) if pattern.search(name))
         if (first := next(matching, None)) is None:
-            raise ConfigError(f"no pattern matches parameter {name}: widen one, or let the last be '.' for all others")
+            raise ConfigError(f"fragment_patterns: none matches {name}; widen one, or end with '.' for all else")
         fragments[first].append(name)
     for pattern, names in zip(patterns, fragments, strict=True):
         if not names:
-            raise ConfigError(f"pattern {pattern!r} matches no parameter that those before it leave over: correct it")
+            raise ConfigError(f"fragment_patterns: {pattern!r} matches nothing that those before it leave; correct it")
     return fragments
 
 
@@ -156,4 +156,4 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}; correct it") from None
+        raise ConfigError(f"fragment_patterns: {pattern!r} is no regular expression ({error}); correct it") from None

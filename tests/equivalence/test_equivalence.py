@@ -107,6 +107,18 @@ def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     assert_islands_agree(resumed)
 
 
+def test_evaluations_of_the_outer_weights_leave_training_as_it_is(runs: Runs) -> None:
+    """Under ZeRO-3, where the weights have to be gathered anew, and back."""
+    evaluated = runs.launch(
+        "zero3-evaluated",
+        deepspeed=zero(3),
+        training={"per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 3},
+        launch={"num_processes": 2, "threads": 1},
+    )
+    assert [event["weights"] for event in events(evaluated, "eval")][:2] == ["outer", "outer"]
+    assert_identical(two_by_two(runs, "zero3", 3), evaluated)
+
+
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
 
 

@@ -248,7 +248,7 @@ def test_figures_reach_a_tracker_and_the_history(how: str, tmp_path: Path, monke
     outer = {step: logs["diloco/outer_loss"] for step, logs in Tracker.logged if "diloco/outer_loss" in logs}
     evaluated = {step: logs["eval_loss"] for step, logs in Tracker.logged if "eval_loss" in logs}
     assert evaluated.keys() == {2, 4, 6, 8}
-    assert outer == {4: evaluated[4], 8: evaluated[8]}, "only on a boundary are the weights the outer ones"
+    assert outer == evaluated
 
 
 def test_figures_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,14 +264,60 @@ def test_figures_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert scalars[tag] == [(4, 1.0), (8, 2.0)]
 
 
-def test_evaluations_say_whose_weights_they_saw(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), eval_strategy="steps", eval_steps=2)
+INNER = [(2, "inner"), (4, "outer"), (6, "inner"), (8, "outer"), (8, "outer")]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [("inner", INNER), ("outer", [(step, "outer") for step, _ in INNER])]
+)
+def test_evaluations_say_whose_weights_they_saw(weights: str, expected: list[tuple[int, str]], tmp_path: Path) -> None:
+    callback = DiLoCoCallback(sync_every=4, eval_weights=weights)
+    trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=2)
     trainer.train()
     trainer.evaluate()
-    seen = [(event["step"], event["weights"]) for event in events(tmp_path, "eval")]
-    assert seen == [(2, "inner"), (4, "outer"), (6, "inner"), (8, "outer"), (8, "outer")]
+    assert [(event["step"], event["weights"]) for event in events(tmp_path, "eval")] == expected
     history = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     assert events(tmp_path, "eval")[1]["eval_loss"] == history[4]
+    assert (history[6] == history[4]) is (weights == "outer"), "the outer parameters change with rounds only"
+    logged = {entry["step"] for entry in trainer.state.log_history if "diloco/outer_loss" in entry}
+    assert logged == {step for step, evaluated in expected if evaluated == "outer"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"fragment_sync_delay": 3}], ids=["blocking", "behind the steps"])
+def test_evaluations_of_the_outer_weights_leave_training_as_it_is(settings: dict[str, Any], tmp_path: Path) -> None:
+    def train(name: str, **arguments: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+        trainer = make_trainer(tmp_path / name, DiLoCoCallback(sync_every=4, **settings), **arguments)
+        trainer.eval_dataset = {"one": Tokens(1, size=8), "two": Tokens(2, size=8)}
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if arguments:
+            for name in ("one", "two"):
+                seen = {
+                    e["step"]: e[f"eval_{name}_loss"] for e in trainer.state.log_history if f"eval_{name}_loss" in e
+                }
+                assert seen[6] == seen[5] == seen[4]
+                assert seen[8] != seen[6]
+        return weights_of(trainer), losses
+
+    with_evaluations = train("with", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3)
+    without = train("without")
+    assert same_bits(with_evaluations[0], without[0])
+    assert with_evaluations[1] == without[1]
+
+
+def test_the_outer_weights_can_be_saved_between_rounds(tmp_path: Path) -> None:
+    class Saver(TrainerCallback):
+        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (4, 6):
+                before = {name: value.detach().clone() for name, value in kwargs["model"].named_parameters()}
+                with callback.outer_weights():
+                    kwargs["model"].save_pretrained(tmp_path / str(state.global_step))
+                assert same_bits(before, dict(kwargs["model"].named_parameters()))
+
+    callback = DiLoCoCallback(sync_every=4)
+    make_trainer(tmp_path, callback, Saver()).train()
+    saved = [(tmp_path / step / "model.safetensors").read_bytes() for step in ("4", "6")]
+    assert saved[0] == saved[1]
 
 
 def test_evaluating_without_training_works(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def strided(num_fragments: int) -> list[list[str]]:
     if num_fragments == 1:
         return [[name for name, _ in Stack().named_parameters()]]
     blocks = [[f"layers.{block}.inner.weight", f"layers.{block}.inner.bias"] for block in range(NUM_BLOCKS)]
-    found = [sum(blocks[one::num_fragments], []) for one in range(num_fragments)]
+    found = [[name for block in blocks[one::num_fragments] for name in block] for one in range(num_fragments)]
     sizes = [30 * len(blocks[one::num_fragments]) for one in range(num_fragments)]
     for names, size in ((["embed.weight", "embed.bias"], 30), (["head.weight", "head.bias"], 6)):
         smallest = sizes.index(min(sizes))
@@ -329,9 +329,7 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
     def island_main(island: int) -> Path:
         transport = broken.transport(island)
         model = Stack()
-        session = broken.join(
-            island, model, transport=FaultyTransport(transport, cut) if island == 1 else transport
-        )
+        session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island == 1 else transport)
         anchors = [part.strategy.parameters.clone() for part in session.outer.fragments]
         steps = steps_of(session, model, make_optimizer(model), batches(island, 2 + delay), 2 + delay)
         with pytest.raises(ExchangeError):

@@ -1,0 +1,52 @@
+"""What the Trainer does not hand its callbacks: their list, and how often an evaluation calls them.
+
+Whoever calls a callback is the one way there. Where it is not found, the callback does without.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+T = TypeVar("T")
+
+logger = logging.getLogger("hf_diloco")
+
+
+def move_before_trackers(callback: TrainerCallback, frame: Any) -> None:
+    """Puts `callback` ahead of the reporting integrations in the Trainer's list.
+
+    The Trainer calls these before a user's callbacks. Where its list is not found, trackers miss `diloco/*`; the
+    island's own record does not.
+
+    Args:
+        callback: one of the Trainer's.
+        frame: whoever calls it, found by `inspect`.
+    """
+    handler = _find_caller(frame, CallbackHandler)
+    if handler is None or callback not in handler.callbacks:
+        logger.warning("cannot reach the Trainer's list of callbacks: trackers will not see diloco/* metrics")
+        return
+    handler.callbacks.remove(callback)
+    handler.callbacks.insert(1, callback)  # behind the DefaultFlowCallback, which decides what this step does
+
+
+def count_evaluations(frame: Any) -> int | None:
+    """How often one evaluation calls `on_evaluate`: once a data set; None if that cannot be found out."""
+    trainer = _find_caller(frame, Trainer)
+    if trainer is None:
+        return None
+    return len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else 1
+
+
+def _find_caller(frame: Any, kind: type[T]) -> T | None:
+    """The nearest caller that is a method of an object of `kind`."""
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind):
+            return candidate
+        frame = frame.f_back
+    return None
