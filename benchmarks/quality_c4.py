@@ -70,7 +70,7 @@ def plans(args: argparse.Namespace) -> list[Plan]:
 def codecs(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
     """One change of the fitted DiLoCo a row, but for the last: SparseLoCo's own outer optimizer."""
     plain = {**fitted, "outer_lr": 1.0, "outer_momentum": 0.0}
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         "bf16": {"payload": "bf16"},
         "int8": {"payload": "int8"},
         "int4": {"payload": "int4"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,6 @@ from hf_diloco.errors import (
     ForgedError,
     MissedRoundError,
     StopRequested,
-    UnsupportedError,
 )
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
@@ -36,6 +35,7 @@ from hf_diloco.retention import Retention
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
+from hf_diloco.trainer_arguments import check_arguments, examples_per_step, floats, folder_of, tokens_per_step
 from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
@@ -162,19 +162,19 @@ class DiLoCoCallback(TrainerCallback):
         self.stopped = False
         self.moved_at_end = False
         self._failure = None
-        self._check_arguments(args, state)
+        check_arguments(self.config, args)
         session = self._connect()
         shards = open_shards(kwargs["model"], kwargs["optimizer"], session.island.size)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
-            checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         session.num_rounds = state.max_steps // self.config.sync_every or None
-        session.tokens_per_step = _tokens_per_step(self._facts, examples_per_step(args))
-        session.join(shards, _folder(args), self._facts, checkpoint)
+        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
+        session.join(shards, folder_of(args), self._facts, checkpoint)
         self._view = OuterView(session.outer)
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
-        self._retention = Retention(args, _folder(args))
+        self._retention = Retention(args, folder_of(args))
         self._open_metrics(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
@@ -212,7 +212,7 @@ class DiLoCoCallback(TrainerCallback):
         metrics = kwargs.get("metrics") or {}
         if self._writer and "eval_loss" in metrics:
             weights = "outer" if self._holds_outer else "inner"
-            self._writer.write("eval", state.global_step, weights=weights, **_floats(metrics))
+            self._writer.write("eval", state.global_step, weights=weights, **floats(metrics))
         if self._view is not None:
             self._view.end()
 
@@ -224,7 +224,7 @@ class DiLoCoCallback(TrainerCallback):
         if "eval_loss" in logs and self._session and self._holds_outer:
             self._to_log["diloco/outer_loss"] = float(logs["eval_loss"])
         if self._writer and "loss" in logs:
-            self._writer.write("train", state.global_step, **_floats(logs))
+            self._writer.write("train", state.global_step, **floats(logs))
         logs.update(self._to_log)
         if state.log_history:
             state.log_history[-1].update(self._to_log)
@@ -232,7 +232,7 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
-        checkpoint = _folder(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self._settle(state)
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         self._outer.save(checkpoint, state.global_step, position)
@@ -387,17 +387,6 @@ class DiLoCoCallback(TrainerCallback):
             return float(self._tokens_seen - before)
         return float(examples_per_step(args))
 
-    def _check_arguments(self, args: TrainingArguments, state: TrainerState) -> None:
-        if self.config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
-            raise ConfigError(
-                "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
-                "TrainingArguments, or use weight_by='examples'"
-            )
-        if args.save_only_model:
-            raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
-        if getattr(args, "fsdp", None):
-            raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
-
     def _open_metrics(self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool) -> None:
         session = self._need_session()
         examples = examples_per_step(args)
@@ -413,7 +402,7 @@ class DiLoCoCallback(TrainerCallback):
         )
         if not session.island.is_leader:
             return
-        self._writer = MetricsWriter(_folder(args) / "metrics.jsonl")
+        self._writer = MetricsWriter(folder_of(args) / "metrics.jsonl")
         self._writer.write(
             "start",
             state.global_step,
@@ -428,27 +417,8 @@ class DiLoCoCallback(TrainerCallback):
             outer_momentum=self.config.outer_momentum,
             max_steps=state.max_steps,
             examples_per_step=examples,
-            tokens_per_step=_tokens_per_step(self._facts, examples),
+            tokens_per_step=tokens_per_step(self._facts, examples),
             resumed=resumed,
             comes_and_goes=self.config.meets_in_store,
             params_hash=self._outer.outer_hash,
         )
-
-
-def _folder(args: TrainingArguments) -> Path:
-    """Where this island writes: the Trainer has a default for it, though its type does not say so."""
-    return Path(args.output_dir or "trainer_output")
-
-
-def examples_per_step(args: TrainingArguments) -> int:
-    """Examples that one optimizer step of this island sees."""
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
-
-
-def _tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
-    length = facts.get("sequence_length")
-    return examples * int(length) if length else None
-
-
-def _floats(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

@@ -48,6 +48,7 @@ class FragmentIndex(BaseModel):
     """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
 
     `install_in` is after how many steps the masters take the outer parameters of its last round; None: they have.
+    `digest` is what islands agree on; it cannot be computed again where their outer parameters differ.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,6 +56,7 @@ class FragmentIndex(BaseModel):
     steps: int = Field(ge=0)
     weight: float
     install_in: int | None = None
+    digest: str = ""
 
 
 class OuterPart(NamedTuple):

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hf_diloco import config_checks as checks
 from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.store_url import STORE_SCHEMES, check_store_url, is_object_store
 
@@ -17,9 +18,6 @@ ENV_ISLAND = "HF_DILOCO_ISLAND"
 ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
 ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
 _ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
-
-FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
-"""Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
@@ -94,6 +92,11 @@ class DiLoCoConfig(StrictModel):
         ge=0,
         lt=1,
         description="with fragment_sync_delay: share of its own weights that an island keeps when a round ends",
+    )
+    eager_updates: bool = Field(
+        default=False,
+        description="a round takes this island's own pseudo-gradient at once and the others' one round later, so that "
+        "the exchange passes behind a whole round's inner steps",
     )
     eval_weights: Literal["outer", "inner"] = Field(
         default="outer",
@@ -209,44 +212,31 @@ class DiLoCoConfig(StrictModel):
         return url
 
     @model_validator(mode="after")
-    def _check_feedback(self) -> DiLoCoConfig:
-        if self.payload == "fp32" and self.error_feedback:
-            raise ValueError(
-                f"error_feedback={self.error_feedback:g} has no use with payload=fp32, which leaves nothing out: "
-                "remove it, or choose another payload"
-            )
-        if self.payload in FEEDBACK_DECAYS and self.error_feedback == 0:
-            raise ValueError(
-                f"payload={self.payload} leaves out most of a pseudo-gradient and does not learn without "
-                f"error_feedback: remove error_feedback=0 (default {FEEDBACK_DECAYS[self.payload]:g})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_fragments(self) -> DiLoCoConfig:
-        check_fragments(self)
+    def _check_exchange(self) -> DiLoCoConfig:
+        checks.check_feedback(self)
+        checks.check_fragments(self)
         return self
 
     @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoConfig:
-        check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
         if self.num_shares > 1 and self.rendezvous is None:
             raise ValueError(
                 f"{self.num_shares} islands need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
                 "tcp://HOST:PORT, where HOST is island 0's machine as the other islands see it, or to an object store"
             )
-        check_meeting(self)
+        checks.check_meeting(self)
         return self
 
     @property
     def feedback_decay(self) -> float:
         """Share of what the payload left out that is added to the next pseudo-gradient."""
-        return FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
+        return checks.FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
 
     @property
     def is_streaming(self) -> bool:
         """Whether rounds are of a part of the model, or end some steps after they began."""
-        return self.num_fragments > 1 or self.fragment_sync_delay > 0
+        return self.num_fragments > 1 or self.fragment_sync_delay > 0 or self.eager_updates
 
     @property
     def meets_in_store(self) -> bool:
@@ -272,72 +262,6 @@ class DiLoCoConfig(StrictModel):
     def longest_wait(self) -> float:
         """Seconds that an island's ranks may have to wait while their leader waits for other islands."""
         return max(self.join_timeout, self.sync_timeout) + 2 * self.exchange_timeout
-
-
-def check_islands(island: int, num_islands: int, max_islands: int | None, min_islands: int | None) -> None:
-    """Raises ValueError if the numbers contradict each other."""
-    if max_islands is not None and max_islands < num_islands:
-        raise ValueError(f"max_islands={max_islands} is less than num_islands={num_islands}: raise it or leave it out")
-    if island >= (max_islands or num_islands):
-        raise ValueError(
-            f"island {island} does not exist in a run of {max_islands or num_islands}: islands are numbered from 0 "
-            f"to {(max_islands or num_islands) - 1}; correct island or num_islands (for an island that joins later "
-            "through an object store: max_islands)"
-        )
-    if min_islands is not None and min_islands > num_islands:
-        raise ValueError(
-            f"min_islands={min_islands} is more than num_islands={num_islands}: no round would take place"
-        )
-
-
-def check_fragments(config: DiLoCoConfig) -> None:
-    """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
-    if config.num_fragments > config.sync_every:
-        raise ValueError(
-            f"num_fragments={config.num_fragments} is more than sync_every={config.sync_every}: at most one fragment "
-            "synchronises at a step; lower num_fragments or raise sync_every"
-        )
-    if config.fragment_sync_delay >= config.sync_every:
-        raise ValueError(
-            f"fragment_sync_delay={config.fragment_sync_delay} must be less than sync_every={config.sync_every}: a "
-            "round must end before the next one of its fragment begins"
-        )
-    if config.fragment_update_alpha and not config.fragment_sync_delay:
-        raise ValueError(
-            f"fragment_update_alpha={config.fragment_update_alpha:g} needs fragment_sync_delay: without it nothing "
-            "was trained since the round began; set fragment_sync_delay, or remove fragment_update_alpha"
-        )
-
-
-def check_meeting(config: DiLoCoConfig) -> None:
-    """Raises ValueError if settings ask for what is not possible where the islands meet."""
-    if config.rendezvous is None:
-        return
-    if is_object_store(config.rendezvous):
-        if config.is_streaming:
-            name = "num_fragments" if config.num_fragments > 1 else "fragment_sync_delay"
-            raise ValueError(
-                f"{name}={getattr(config, name)} needs a rendezvous at tcp://HOST:PORT: islands that meet in an "
-                f"object store do not stream yet; remove {name}, or let them meet at island 0"
-            )
-        return
-    wanted = _wants_store(config)
-    if wanted:
-        raise ValueError(
-            f"{wanted} needs islands that meet in an object store: set rendezvous to s3://BUCKET/PREFIX, gs://…, "
-            f"az://… or file:///DIR, or leave {wanted.partition('=')[0]} out"
-        )
-
-
-def _wants_store(config: DiLoCoConfig) -> str:
-    """The setting that promises what only islands in an object store can keep; "" if there is none."""
-    if config.exchange == "bucket":
-        return "exchange=bucket"
-    if config.max_islands is not None and config.max_islands > config.num_islands:
-        return f"max_islands={config.max_islands}"
-    if config.min_islands is not None and config.min_islands < config.num_islands:
-        return f"min_islands={config.min_islands}"
-    return f"key_file={config.key_file}" if config.key_file is not None else ""
 
 
 def split_tcp_url(url: str) -> tuple[str, int]:

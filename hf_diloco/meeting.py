@@ -30,6 +30,7 @@ _AGREED_SETTINGS = (
     "fragment_order",
     "fragment_sync_delay",
     "fragment_update_alpha",
+    "eager_updates",
 )
 
 

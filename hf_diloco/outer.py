@@ -19,6 +19,7 @@ import xxhash
 from hf_diloco.checkpoint import FragmentIndex, OuterIndex, OuterPart, load_outer, read_index, save_outer
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.eager import EagerFragment
 from hf_diloco.errors import CheckpointError
 from hf_diloco.fragment import Fragment, ScratchPool
 from hf_diloco.island import IslandGroup
@@ -146,7 +147,8 @@ class OuterState:
         for number, (part, partition) in enumerate(parts):
             intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)
             due_at = self.config.sync_every * (number + 1) // len(parts)
-            self.fragments.append(Fragment(self.config, self.island, partition, intervals, pool, due_at))
+            kind = EagerFragment if self.config.eager_updates else Fragment
+            self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at))
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
@@ -301,7 +303,12 @@ class OuterState:
             settings=self.config.model_dump(),
             data=dict(data),
             fragments=[
-                FragmentIndex(steps=fragment.steps, weight=fragment.weight, install_in=fragment.install_in)
+                FragmentIndex(
+                    steps=fragment.steps,
+                    weight=fragment.weight,
+                    install_in=fragment.install_in,
+                    digest=fragment.digest,
+                )
                 for fragment in self.fragments
             ],
         )
@@ -335,6 +342,7 @@ class OuterState:
         for number, (fragment, counts) in enumerate(zip(self.fragments, stored, strict=True)):
             fragment.load_state_dict(load_outer(checkpoint, index, fragment.intervals))
             fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
+            fragment.digest = counts.digest
             if index.round > number:  # it has had its first round
                 fragment.due_at = self.config.sync_every
         self.round = self.num_begun = index.round

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hf_diloco.codecs.base import TILE_VALUES, Codec
@@ -33,6 +35,7 @@ class ErrorFeedback:
         self._decay = decay
         self.residual = torch.zeros(size)
         self._next = torch.zeros(size)
+        self._is_finite = True  # what `_next` was made from
 
     def add_(self, delta: torch.Tensor) -> float:
         """Turns a pseudo-gradient into what is sent, before it is encoded; returns the sum of its squares."""
@@ -44,11 +47,21 @@ class ErrorFeedback:
             square += float(torch.dot(tile, tile))
             self._codec.round_trip(tile, left)
             torch.sub(tile, left, out=left)
+        self._is_finite = math.isfinite(square)
         return square
 
     def commit(self) -> None:
-        """What `add_` made last was used: its residual counts from now on."""
-        self.residual, self._next = self._next, self.residual
+        """What `add_` made last was used: its residual counts from now on, unless it is not finite and would stay so."""
+        if self._is_finite:
+            self.residual, self._next = self._next, self.residual
+
+    def commit_beside(self, progress: torch.Tensor) -> None:
+        """As `commit`, where more was trained since `add_`; `progress` is all of that, less what was sent.
+
+        Leaves what was trained since: takes out Delta(t) - sent(t) = e(t) - decay e(t-1).
+        """
+        progress.sub_(self._next).add_(self.residual, alpha=self._decay)
+        self.commit()
 
     def load(self, residual: torch.Tensor | None) -> None:
         """Takes back a saved residual, without copying; None: nothing is left from before."""

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from hf_diloco.callback import DiLoCoCallback, examples_per_step
+from hf_diloco.callback import DiLoCoCallback
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.data.build import Datasets, build_datasets
 from hf_diloco.data.position import DataPositionCallback, read_position
@@ -32,6 +32,7 @@ from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
+from hf_diloco.trainer_arguments import examples_per_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments

@@ -14,13 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from hf_diloco import config_checks
 from hf_diloco.config import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
     DiLoCoConfig,
-    check_islands,
-    check_meeting,
     describe,
 )
 from hf_diloco.data.settings import DataBlock
@@ -115,8 +114,8 @@ class DiLoCoBlock(DiLoCoConfig):
 
     @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoBlock:
-        check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
-        check_meeting(self)
+        config_checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        config_checks.check_meeting(self)
         if self.num_shares > 1 and self.rendezvous and self.rendezvous.startswith("memory:"):
             raise ValueError(
                 f"rendezvous={self.rendezvous}: islands of a run file are processes, and share no memory: use "

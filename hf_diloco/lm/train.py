@@ -171,8 +171,8 @@ def _print_plan(island: Island) -> None:
     """What is about to happen, with the batch of one island and of all."""
     from transformers.trainer_pt_utils import get_model_param_count
 
-    from hf_diloco.callback import examples_per_step
     from hf_diloco.data.stream import PackedStream
+    from hf_diloco.trainer_arguments import examples_per_step
 
     run, data, args = island.run, island.data, island.trainer.args
     number, total, length = run.diloco.island, run.diloco.num_islands, run.data.sequence_length

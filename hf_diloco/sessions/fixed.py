@@ -22,27 +22,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_diloco.agreement.ledger import Ledger
 from hf_diloco.agreement.records import (
-    ArrivalRecord,
     JoinRecord,
     LayoutRecord,
     StateRecord,
-    VoteRecord,
     parse_records,
-    parse_some,
 )
-from hf_diloco.agreement.verdicts import states_are_equal, weigh, why_aborted
+from hf_diloco.agreement.verdicts import states_are_equal
+from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.digests import combine_digests
+from hf_diloco.eager import EagerFragment
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
-from hf_diloco.exchange.base import Exchange, Traffic
+from hf_diloco.exchange.base import Exchange
 from hf_diloco.exchange.transport import Transport, open_transport
 from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
-from hf_diloco.measure import SyncReport, cosine_to_others
+from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts, check_fingerprints, check_folders, find_common, make_fingerprint
 from hf_diloco.sessions.base import BaseSession
+from hf_diloco.sessions.carrier import Carrier
 from hf_diloco.sessions.flights import Flight, Flights
 from hf_diloco.shards.base import Shards
 from hf_diloco.shards.fragments import FragmentShards, cut_into_fragments, describe_fragments
@@ -79,7 +80,9 @@ class FixedSession(BaseSession):
         self._flights: Flights | None = None
         self._failure: DiLoCoError | None = None
         self._is_closing = False
-        if config.fragment_sync_delay:  # the thread's talk inside the island must not mix with the training's
+        if (
+            config.fragment_sync_delay or config.eager_updates
+        ):  # the thread's talk inside the island must not mix with the training's
             self._flights = Flights()
             self._aside = IslandGroup(timeout=config.longest_wait)
         self._transport = self._connect(transport)
@@ -90,6 +93,7 @@ class FixedSession(BaseSession):
             lambda: self._is_closing or should_stop(),
             self._find_broken,
         )
+        self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
         island.on_leader(self._ledger.claim)
         self._last_end = time.monotonic()
 
@@ -206,6 +210,8 @@ class FixedSession(BaseSession):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        if self.config.eager_updates:
+            return self._advance_eagerly(is_last)
         reports = []
         while (fragment := self._landing(at_once=is_last)) is not None:
             reports += self._land(fragment)
@@ -218,6 +224,64 @@ class FixedSession(BaseSession):
             reports.append(self.sync())
         return reports
 
+    def _advance_eagerly(self, is_last: bool) -> list[SyncReport]:
+        """Uses the average of the round that ends, and this island's own part of the one that begins; see `eager`."""
+        fragment, flights = self.outer.current, self._flights
+        assert isinstance(fragment, EagerFragment)
+        assert flights is not None
+        reports = [self._collect(flights)] if flights else []
+        if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
+            reports.append(self._carry_out_now(self._anticipated_flight(fragment)))
+        flight = self._capture()
+        if is_last:
+            reports.append(self._carry_out_now(flight))
+            fragment.step_eagerly(None)
+            self.island.on_all(self._average_parameters)
+        else:
+            flight.steps, flight.weight_of_steps, flight.due_at = (
+                0,
+                0.0,
+                self.config.sync_every,
+            )  # are used, come what may
+            fragment.step_eagerly(flight.delta)
+            flights.start(flight, lambda flight: self._carrier.carry_out(flight, self._aside))
+        fragment.write_masters()
+        self._last_end = time.monotonic()
+        return reports
+
+    def _carry_out_now(self, flight: Flight) -> SyncReport:
+        try:
+            self._carrier.carry_out(flight, self.island)
+        except DiLoCoError:
+            flight.give_back()
+            self.outer.num_begun -= 1
+            raise
+        return self._report(flight, flight.seconds_stepping)
+
+    def _anticipated_flight(self, fragment: EagerFragment) -> Flight:
+        delta = fragment.anticipated()
+        (square,) = self.island.sum([float(torch.dot(delta, delta))])
+        self.outer.num_begun += 1
+        return Flight(
+            number=self.outer.num_begun,
+            fragment=fragment,
+            delta=delta,
+            square=square,
+            weight=1.0,
+            steps=0,
+            weight_of_steps=0.0,
+            due_at=fragment.due_at,
+            seconds_computing=0.0,
+            seconds_capturing=0.0,
+        )
+
+    def _average_parameters(self) -> None:
+        """After the last round: what momentum has left of the islands' differences goes."""
+        fragment = self.outer.current
+        parts = fragment.partition.split(fragment.strategy.parameters)
+        for exchange, part in zip(self._exchanges, parts, strict=True):
+            exchange.average(part, [1.0] * self.config.num_islands, CODECS["fp32"])
+
     def settle(self) -> list[SyncReport]:
         reports = []
         try:
@@ -229,12 +293,7 @@ class FixedSession(BaseSession):
 
     def sync(self) -> SyncReport:
         flight = self._capture()
-        try:
-            self._carry_out(flight, self.island)
-        except DiLoCoError:
-            flight.give_back()
-            self.outer.num_begun -= 1
-            raise
+        self._carry_out_now(flight)
         landing = time.monotonic()
         flight.fragment.write_masters()
         self.outer.rest(flight.fragment)
@@ -267,7 +326,7 @@ class FixedSession(BaseSession):
     def _take_off(self, flights: Flights) -> None:
         flight = self._capture()
         flight.fragment.install_in = self.config.fragment_sync_delay
-        flights.start(flight, lambda flight: self._carry_out(flight, self._aside))
+        flights.start(flight, lambda flight: self._carrier.carry_out(flight, self._aside))
         self._last_end = time.monotonic()
 
     def _landing(self, at_once: bool = False) -> Fragment | None:
@@ -300,32 +359,6 @@ class FixedSession(BaseSession):
         hidden = max(0.0, flight.seconds_waiting + flight.seconds_exchanging - stalled)
         return self._report(flight, flight.seconds_stepping, hidden)
 
-    def _carry_out(self, flight: Flight, island: IslandGroup) -> None:
-        """Averages over the islands, and takes the outer step if all agree.
-
-        Args:
-            flight: the round; gets the figures.
-            island: the ranks of this island; a group of its own for every thread.
-        """
-        arrived = time.monotonic()
-        flight.weights = self._arrive(flight, island)
-        exchanging = time.monotonic()
-        flight.traffic = self._average(flight, island)
-        stepping = time.monotonic()
-        self._vote(flight, island)
-        own_weight = flight.weights[self.config.island]
-        flight.fragment.step(flight.delta, took_part=own_weight > 0)
-        self.outer.update_digest(flight.fragment, island)
-        self.outer.round = flight.number
-        flight.outer_hash = self.outer.outer_hash
-        sums = [flight.traffic.bytes_sent, flight.traffic.bytes_received, flight.stats.dot, flight.stats.mean]
-        sent, received, dot, mean = island.sum(sums)
-        flight.traffic = Traffic(int(sent), int(received))
-        flight.cosine = cosine_to_others(dot, flight.square, mean, own_weight / sum(flight.weights))
-        flight.seconds_waiting = exchanging - arrived
-        flight.seconds_exchanging = stepping - exchanging
-        flight.seconds_stepping = time.monotonic() - stepping
-
     def _report(self, flight: Flight, seconds_applying: float, seconds_hidden: float = 0.0) -> SyncReport:
         return SyncReport(
             round=flight.number,
@@ -343,53 +376,6 @@ class FixedSession(BaseSession):
             fragment=(flight.number - 1) % len(self.outer.fragments),
             seconds_hidden=seconds_hidden,
         )
-
-    def _arrive(self, flight: Flight, island: IslandGroup) -> list[float]:
-        """Waits for all islands; returns each one's weight in the average."""
-        finite = math.isfinite(flight.square)
-        record = ArrivalRecord(weight=flight.weight if finite else 0.0, digest=self.outer.outer_hash)
-        raw = island.on_leader(
-            lambda: self._ledger.arrive(flight.number, record.model_dump(), self.config.sync_timeout)
-        )
-        weights = weigh(parse_records(ArrivalRecord, raw), flight.number)
-        left_out = [number for number, weight in enumerate(weights) if weight == 0]
-        if left_out and island.is_leader:
-            logger.warning(
-                "round %d: the pseudo-gradient of islands %s is left out: it is not finite, or has no examples behind "
-                "it; they continue from the others' average",
-                flight.number,
-                left_out,
-            )
-        return weights
-
-    def _average(self, flight: Flight, island: IslandGroup) -> Traffic:
-        """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""
-
-        def average_lanes() -> Traffic:
-            traffic = Traffic()
-            parts = flight.fragment.partition.split(flight.delta)
-            for exchange, part in zip(self._exchanges, parts, strict=True):
-                flight.stats.begin_lane()
-                traffic += exchange.average(part, flight.weights, self.outer.codec, flight.stats.observe)
-            return traffic
-
-        try:
-            return island.on_all(average_lanes)
-        except DiLoCoError as failure:
-            vote = VoteRecord(ok=False, reason=str(failure))
-            island.on_leader(lambda: bool(self._settle(flight, vote)))
-            raise
-
-    def _vote(self, flight: Flight, island: IslandGroup) -> None:
-        """Returns if the round is committed, which it is for all islands or for none."""
-        digests = [digest.hexdigest() for digest in flight.stats.digests]
-        vote = VoteRecord(ok=True, digest=combine_digests(digests, flight.fragment.partition, island))
-        committed, raw = island.on_leader(lambda: self._settle(flight, vote))
-        if not committed:
-            raise why_aborted(parse_some(VoteRecord, raw), flight.number, self.config.num_islands)
-
-    def _settle(self, flight: Flight, vote: VoteRecord) -> tuple[bool, dict[str, dict[str, Any]]]:
-        return self._ledger.settle(flight.number, vote.model_dump(), self.config.exchange_timeout)
 
     # Leaving
 

@@ -171,7 +171,7 @@ class Rounds:
             gone = PayloadError(f"the average of round {planned.number} is not in the store")
             self._on_bad_payload(planned, gone, Part.WHOLE if is_resuming else part)
             return None
-        delta, square = self.outer.pseudo_gradient()
+        delta, square = self.outer.pseudo_gradient(with_residual=part is Part.WHOLE)
         # The average may replace progress that is used up; other progress must outlast it.
         mean = delta if part is Part.WHOLE else torch.empty_like(delta)
         sums = CosineSums()
@@ -180,6 +180,8 @@ class Rounds:
             clock.traffic += self.island.on_all(
                 lambda: self._engine.average(planned, mean, own, own_values, sums.observe)
             )
+            if self._engine.needs_presence and len(planned.offers) == 1 and not planned.is_committed:
+                self.outer.current.encode_alone(mean)
             used = self._used_of(planned, own) if part is Part.SOME else None
         except PayloadError as error:
             self._engine.close()
@@ -367,7 +369,7 @@ class Rounds:
         steps = planned.offers[own].steps if part is Part.SOME and own is not None else 0
         if steps and used is None:
             self.outer.shrink(steps)
-        self.outer.install_beside(mean, used)
+        self.outer.install_beside(mean, used, steps)
         if steps and used is not None:  # it had offered that before it gave up waiting and trained on
             self.outer.count_down(steps)
 

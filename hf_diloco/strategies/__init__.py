@@ -2,5 +2,6 @@
 
 from hf_diloco.strategies.base import Strategy
 from hf_diloco.strategies.diloco import DiLoCo
+from hf_diloco.strategies.eager import EagerDiLoCo
 
-__all__ = ["DiLoCo", "Strategy"]
+__all__ = ["DiLoCo", "EagerDiLoCo", "Strategy"]

@@ -49,17 +49,17 @@ class DiLoCo(Strategy):
 
     def pseudo_gradient_(self, parameters: torch.Tensor) -> float:
         square = 0.0
-        for where in _chunks(parameters.numel()):
+        for where in chunks(parameters.numel()):
             delta = torch.sub(self._anchor[where], parameters[where], out=parameters[where])
             square += float(torch.dot(delta, delta))
         return square
 
     def step(self, mean: torch.Tensor) -> torch.Tensor:
-        for where in _chunks(mean.numel()):
-            self._step_chunk(where, mean[where])
+        for where in chunks(mean.numel()):
+            self.step_chunk(where, mean[where])
         return self._anchor
 
-    def _step_chunk(self, where: slice, delta: torch.Tensor) -> None:
+    def step_chunk(self, where: slice, delta: torch.Tensor) -> None:
         update = self._scratch[: delta.numel()]
         if not self.momentum:
             torch.mul(delta, self.lr, out=update)
@@ -83,5 +83,6 @@ class DiLoCo(Strategy):
         self._momentum_buffer = state["momentum"] if self.momentum else torch.empty(0)
 
 
-def _chunks(size: int) -> list[slice]:
+def chunks(size: int) -> list[slice]:
+    """Cuts a vector of `size` values into what is handled at a time."""
     return [slice(start, min(start + _CHUNK_VALUES, size)) for start in range(0, size, _CHUNK_VALUES)]

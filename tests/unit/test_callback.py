@@ -307,7 +307,7 @@ def test_evaluations_of_the_outer_weights_leave_training_as_it_is(settings: dict
 
 def test_the_outer_weights_can_be_saved_between_rounds(tmp_path: Path) -> None:
     class Saver(TrainerCallback):
-        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in (4, 6):
                 before = {name: value.detach().clone() for name, value in kwargs["model"].named_parameters()}
                 with callback.outer_weights():

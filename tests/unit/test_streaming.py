@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Part:
 class Reference:
     """Islands in lockstep: arXiv 2501.18512, algorithm 2, with the outer Nesterov SGD of arXiv 2311.08105."""
 
-    models: list[nn.Module]
+    models: Sequence[nn.Module]
     sync_every: int
     delay: int
     alpha: float
@@ -279,7 +279,11 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [3, 8, 9, 10, 12, 14])
-@pytest.mark.parametrize("config", CASES[3:], ids=lambda config: "-".join(map(str, config.values())))
+@pytest.mark.parametrize(
+    "config",
+    [*CASES[3:], {"sync_every": 4, "eager_updates": True}],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
 def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: dict[str, Any], tmp_path: Path) -> None:
     def run_steps(run: Run, island: int, first: int, last: int, state: dict[str, Any] | None) -> Any:
         model = Stack()
@@ -299,7 +303,8 @@ def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: d
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
         return vector_of(model, strided(1)[0]), hashes, saved
 
-    settings = {**config, "payload": "int8", "error_feedback": 1.0, "weight_by": "examples"}
+    feedback = 0.0 if "eager_updates" in config else 1.0
+    settings = {**config, "payload": "int8", "error_feedback": feedback, "weight_by": "examples"}
     whole, before, after = (Run(tmp_path / name, 2, **settings) for name in ("whole", "before", "after"))
     uninterrupted = run_islands(2, lambda island: run_steps(whole, island, 0, NUM_STEPS, None))
     stopped = run_islands(2, lambda island: run_steps(before, island, 0, at, None))
@@ -315,6 +320,86 @@ def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
     other = Run(tmp_path, 1, sync_every=4, num_fragments=4).session(0)
     with pytest.raises(Exception, match=r"num_fragments=2, here num_fragments=4.*resume with the same"):
         other.join(open_shards(Stack(), None), tmp_path / "0", checkpoint=checkpoint)
+
+
+# Eager
+
+
+def expected_eager(num_islands: int, sync_every: int, lr: float = 0.7, mu: float = 0.9) -> list[torch.Tensor]:
+    """arXiv 2502.12996 written out: own pseudo-gradient at once, the others' a round later, all equal at last."""
+    names = strided(1)[0]
+    models = [Stack() for _ in range(num_islands)]
+    optimizers = [make_optimizer(model) for model in models]
+    anchors = [vector_of(model, names) for model in models]
+    momenta = [torch.zeros_like(anchor) for anchor in anchors]
+    shares = [torch.zeros_like(anchor) for anchor in anchors]
+    mean = torch.zeros_like(anchors[0])
+    data = [batches(island, NUM_STEPS) for island in range(num_islands)]
+
+    def outer_step(island: int, update: torch.Tensor) -> None:
+        momenta[island] = momenta[island] * mu + update
+        anchors[island] = anchors[island] - (momenta[island] * mu + update) * lr
+
+    for step in range(1, NUM_STEPS + 1):
+        for model, optimizer, mine in zip(models, optimizers, data, strict=True):
+            take_step(model, optimizer, mine[step - 1])
+        if step % sync_every and step != NUM_STEPS:
+            continue
+        deltas = [anchor - vector_of(model, names) for anchor, model in zip(anchors, models, strict=True)]
+        new_mean = sum(deltas[1:], deltas[0]) * (1.0 / num_islands)
+        for island, delta in enumerate(deltas):
+            correction = mean - shares[island]
+            if step == NUM_STEPS:
+                outer_step(island, correction + new_mean)
+                continue
+            shares[island] = delta * (1.0 / num_islands)
+            outer_step(island, correction + shares[island])
+            write_vector(models[island], names, anchors[island])
+        mean = new_mean
+    final = sum(anchors[1:], anchors[0]) * (1.0 / num_islands)
+    return [final] * num_islands
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize("sync_every", [3, 4, 7])
+def test_eager_updates_compute_the_equation(num_islands: int, sync_every: int, tmp_path: Path) -> None:
+    results = train(Run(tmp_path, num_islands, sync_every=sync_every, eager_updates=True))
+    for (weights, _, session), expected in zip(results, expected_eager(num_islands, sync_every), strict=True):
+        torch.testing.assert_close(weights, expected, rtol=2e-6, atol=2e-7)
+        assert torch.equal(weights, results[0][0])
+        assert session.outer.on_boundary
+    hashes = [[(report.round, report.outer_hash) for report in reports] for _, reports, _ in results]
+    assert all(other == hashes[0] for other in hashes)
+    assert [number for number, _ in hashes[0]] == list(range(1, -(-NUM_STEPS // sync_every) + 1))
+
+
+def test_a_single_eager_island_is_diloco(tmp_path: Path) -> None:
+    eager = train(Run(tmp_path / "eager", 1, sync_every=3, eager_updates=True))
+    plain = train(Run(tmp_path / "plain", 1, sync_every=3))
+    torch.testing.assert_close(eager[0][0], plain[0][0], rtol=1e-6, atol=1e-7)
+
+
+def test_an_eager_island_has_its_own_progress_at_once_and_the_others_a_round_later(tmp_path: Path) -> None:
+    """Island 1 does not move: island 0's outer parameters take half of its step now, and all that is known next."""
+    run = Run(tmp_path, 2, sync_every=1, eager_updates=True, outer_lr=1.0, outer_momentum=0.0)
+
+    def island_main(island: int) -> list[float]:
+        model = Stack()
+        session = run.join(island, model)
+        start = vector_of(model, strided(1)[0])
+        seen = []
+        for step in range(1, 4):
+            moved = vector_of(model, strided(1)[0]) + (1.0 if island == 0 and step == 1 else 0.0)
+            write_vector(model, strided(1)[0], moved)
+            session.outer.count_step()
+            session.advance(is_last=step == 3)
+            seen.append(float((vector_of(model, strided(1)[0]) - start).mean()))
+        session.leave(finished=True)
+        return seen
+
+    moving, still = run_islands(2, island_main)
+    assert moving == pytest.approx([0.5, 0.5, 0.5], abs=1e-6)
+    assert still == pytest.approx([0.0, 0.5, 0.5], abs=1e-6)
 
 
 # Failures
@@ -372,6 +457,9 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
         ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha=0.5 needs fragment_sync_delay"),
         ({"num_fragments": 2, "rendezvous": "file:///tmp/x"}, r"num_fragments=2 needs a rendezvous at tcp://"),
         ({"fragment_sync_delay": 1, "rendezvous": "file:///tmp/x"}, r"fragment_sync_delay=1 needs a rendezvous at"),
+        ({"eager_updates": True, "rendezvous": "file:///tmp/x"}, r"eager_updates=True needs a rendezvous at tcp://"),
+        ({"eager_updates": True, "num_fragments": 2}, r"eager_updates overlaps whole rounds of the whole model"),
+        ({"eager_updates": True, "payload": "topk"}, r"eager_updates does not go with error_feedback"),
         ({"payload": "fp32", "error_feedback": 0.5}, r"error_feedback=0.5 has no use with payload=fp32"),
         ({"payload": "topk", "error_feedback": 0}, r"payload=topk .* does not learn without error_feedback"),
     ],

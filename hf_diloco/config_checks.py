@@ -1,0 +1,104 @@
+"""Settings of the outer loop that do not go together, and the remedy; every function raises ValueError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_diloco.store_url import is_object_store
+
+if TYPE_CHECKING:
+    from hf_diloco.config import DiLoCoConfig
+
+FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
+"""Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
+
+
+def check_feedback(config: DiLoCoConfig) -> None:
+    """Raises ValueError if the payload and its error feedback contradict each other."""
+    if config.payload == "fp32" and config.error_feedback:
+        raise ValueError(
+            f"error_feedback={config.error_feedback:g} has no use with payload=fp32, which leaves nothing out: "
+            "remove it, or choose another payload"
+        )
+    if config.payload in FEEDBACK_DECAYS and config.error_feedback == 0:
+        raise ValueError(
+            f"payload={config.payload} leaves out most of a pseudo-gradient and does not learn without "
+            f"error_feedback: remove error_feedback=0 (default {FEEDBACK_DECAYS[config.payload]:g})"
+        )
+
+
+def check_islands(island: int, num_islands: int, max_islands: int | None, min_islands: int | None) -> None:
+    """Raises ValueError if the numbers contradict each other."""
+    if max_islands is not None and max_islands < num_islands:
+        raise ValueError(f"max_islands={max_islands} is less than num_islands={num_islands}: raise it or leave it out")
+    if island >= (max_islands or num_islands):
+        raise ValueError(
+            f"island {island} does not exist in a run of {max_islands or num_islands}: islands are numbered from 0 "
+            f"to {(max_islands or num_islands) - 1}; correct island or num_islands (for an island that joins later "
+            "through an object store: max_islands)"
+        )
+    if min_islands is not None and min_islands > num_islands:
+        raise ValueError(
+            f"min_islands={min_islands} is more than num_islands={num_islands}: no round would take place"
+        )
+
+
+def check_fragments(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
+    if config.num_fragments > config.sync_every:
+        raise ValueError(
+            f"num_fragments={config.num_fragments} is more than sync_every={config.sync_every}: at most one fragment "
+            "synchronises at a step; lower num_fragments or raise sync_every"
+        )
+    if config.fragment_sync_delay >= config.sync_every:
+        raise ValueError(
+            f"fragment_sync_delay={config.fragment_sync_delay} must be less than sync_every={config.sync_every}: a "
+            "round must end before the next one of its fragment begins"
+        )
+    if config.eager_updates and (config.num_fragments > 1 or config.fragment_sync_delay):
+        raise ValueError(
+            "eager_updates overlaps whole rounds of the whole model: remove num_fragments and fragment_sync_delay, or "
+            "eager_updates"
+        )
+    if config.eager_updates and config.feedback_decay:
+        raise ValueError(
+            f"eager_updates does not go with error_feedback (payload={config.payload}): choose a payload of 4 bits or "
+            "more without it, or fragment_sync_delay instead of eager_updates"
+        )
+    if config.fragment_update_alpha and not config.fragment_sync_delay:
+        raise ValueError(
+            f"fragment_update_alpha={config.fragment_update_alpha:g} needs fragment_sync_delay: without it nothing "
+            "was trained since the round began; set fragment_sync_delay, or remove fragment_update_alpha"
+        )
+
+
+def check_meeting(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings ask for what is not possible where the islands meet."""
+    if config.rendezvous is None:
+        return
+    if is_object_store(config.rendezvous):
+        if config.is_streaming:
+            names = ("num_fragments", "fragment_sync_delay", "eager_updates")
+            name = next(name for name in names if getattr(config, name) != type(config).model_fields[name].default)
+            raise ValueError(
+                f"{name}={getattr(config, name)} needs a rendezvous at tcp://HOST:PORT: islands that meet in an "
+                f"object store do not stream yet; remove {name}, or let them meet at island 0"
+            )
+        return
+    wanted = _wants_store(config)
+    if wanted:
+        raise ValueError(
+            f"{wanted} needs islands that meet in an object store: set rendezvous to s3://BUCKET/PREFIX, gs://…, "
+            f"az://… or file:///DIR, or leave {wanted.partition('=')[0]} out"
+        )
+
+
+def _wants_store(config: DiLoCoConfig) -> str:
+    """The setting that promises what only islands in an object store can keep; "" if there is none."""
+    if config.exchange == "bucket":
+        return "exchange=bucket"
+    if config.max_islands is not None and config.max_islands > config.num_islands:
+        return f"max_islands={config.max_islands}"
+    if config.min_islands is not None and config.min_islands < config.num_islands:
+        return f"min_islands={config.min_islands}"
+    return f"key_file={config.key_file}" if config.key_file is not None else ""

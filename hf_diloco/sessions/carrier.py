@@ -1,0 +1,113 @@
+"""Carrying out a round among islands that are all there: arrive, average, vote, and the outer step if all agree."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hf_diloco.agreement.ledger import Ledger
+from hf_diloco.agreement.records import ArrivalRecord, VoteRecord, parse_records, parse_some
+from hf_diloco.agreement.verdicts import weigh, why_aborted
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.digests import combine_digests
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.exchange.base import Exchange, Traffic
+from hf_diloco.island import IslandGroup
+from hf_diloco.measure import cosine_to_others
+from hf_diloco.outer import OuterState
+from hf_diloco.sessions.flights import Flight
+
+logger = logging.getLogger("hf_diloco")
+
+
+class Carrier:
+    """Carries out one round at a time, on whichever thread. A round that fails changes nothing.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        ledger: where the islands' leaders meet.
+        exchanges: of this rank's lanes, in their order; may be filled later.
+    """
+
+    def __init__(self, config: DiLoCoConfig, outer: OuterState, ledger: Ledger, exchanges: Sequence[Exchange]) -> None:
+        self.config = config
+        self.outer = outer
+        self._ledger = ledger
+        self._exchanges = exchanges
+
+    def carry_out(self, flight: Flight, island: IslandGroup) -> None:
+        """Averages over the islands, and takes the outer step if all agree.
+
+        Args:
+            flight: the round; gets the figures.
+            island: the ranks of this island; a group of its own for every thread.
+        """
+        arrived = time.monotonic()
+        flight.weights = self._arrive(flight, island)
+        exchanging = time.monotonic()
+        flight.traffic = self._average(flight, island)
+        stepping = time.monotonic()
+        self._vote(flight, island)
+        own_weight = flight.weights[self.config.island]
+        flight.fragment.step(flight.delta, took_part=own_weight > 0)
+        self.outer.update_digest(flight.fragment, island)
+        self.outer.round = flight.number
+        flight.outer_hash = self.outer.outer_hash
+        sums = [flight.traffic.bytes_sent, flight.traffic.bytes_received, flight.stats.dot, flight.stats.mean]
+        sent, received, dot, mean = island.sum(sums)
+        flight.traffic = Traffic(int(sent), int(received))
+        flight.cosine = cosine_to_others(dot, flight.square, mean, own_weight / sum(flight.weights))
+        flight.seconds_waiting = exchanging - arrived
+        flight.seconds_exchanging = stepping - exchanging
+        flight.seconds_stepping = time.monotonic() - stepping
+
+    def _arrive(self, flight: Flight, island: IslandGroup) -> list[float]:
+        """Waits for all islands; returns each one's weight in the average."""
+        finite = math.isfinite(flight.square)
+        record = ArrivalRecord(weight=flight.weight if finite else 0.0, digest=self.outer.outer_hash)
+        raw = island.on_leader(
+            lambda: self._ledger.arrive(flight.number, record.model_dump(), self.config.sync_timeout)
+        )
+        weights = weigh(parse_records(ArrivalRecord, raw), flight.number)
+        left_out = [number for number, weight in enumerate(weights) if weight == 0]
+        if left_out and island.is_leader:
+            logger.warning(
+                "round %d: the pseudo-gradient of islands %s is left out: it is not finite, or has no examples behind "
+                "it; they continue from the others' average",
+                flight.number,
+                left_out,
+            )
+        return weights
+
+    def _average(self, flight: Flight, island: IslandGroup) -> Traffic:
+        """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""
+
+        def average_lanes() -> Traffic:
+            traffic = Traffic()
+            parts = flight.fragment.partition.split(flight.delta)
+            for exchange, part in zip(self._exchanges, parts, strict=True):
+                flight.stats.begin_lane()
+                traffic += exchange.average(part, flight.weights, self.outer.codec, flight.stats.observe)
+            return traffic
+
+        try:
+            return island.on_all(average_lanes)
+        except DiLoCoError as failure:
+            vote = VoteRecord(ok=False, reason=str(failure))
+            island.on_leader(lambda: bool(self._settle(flight, vote)))
+            raise
+
+    def _vote(self, flight: Flight, island: IslandGroup) -> None:
+        """Returns if the round is committed, which it is for all islands or for none."""
+        digests = [digest.hexdigest() for digest in flight.stats.digests]
+        vote = VoteRecord(ok=True, digest=combine_digests(digests, flight.fragment.partition, island))
+        committed, raw = island.on_leader(lambda: self._settle(flight, vote))
+        if not committed:
+            raise why_aborted(parse_some(VoteRecord, raw), flight.number, self.config.num_islands)
+
+    def _settle(self, flight: Flight, vote: VoteRecord) -> tuple[bool, dict[str, dict[str, Any]]]:
+        return self._ledger.settle(flight.number, vote.model_dump(), self.config.exchange_timeout)

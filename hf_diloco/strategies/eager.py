@@ -1,0 +1,66 @@
+"""One-outer-step overlap in its eager form (Kale et al., arXiv 2502.12996).
+
+    Delta~_i(t) = Delta_i(t)/M + ( Delta(t-1) - Delta_i(t-1)/M )
+    theta_i(t)  = OuterOpt( theta_i(t-1), Delta~_i(t) )
+
+An island takes its own new pseudo-gradient at once, and everyone else's one round later, so an exchange has a whole
+round's inner steps to hide behind. In the sum over rounds, Delta~_i is the average but for the last term, so islands
+differ slightly between rounds and do not drift apart. (The paper gives the update in words; this is what they say.)
+
+With a single island Delta~ is Delta, and this is DiLoCo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_diloco.strategies.diloco import DiLoCo, chunks
+
+
+class EagerDiLoCo(DiLoCo):
+    """DiLoCo's outer SGD on Delta~: 12 bytes of state a parameter.
+
+    Args:
+        lr: outer learning rate.
+        momentum: outer momentum, from 0 up to 1.
+        nesterov: whether the momentum looks ahead.
+        num_islands: M.
+    """
+
+    def __init__(self, lr: float, momentum: float, nesterov: bool, num_islands: int) -> None:
+        super().__init__(lr, momentum, nesterov)
+        self._share = 1.0 / num_islands
+        self.own = torch.empty(0)
+        """Delta_i(t)/M of the round under way, fp32."""
+
+    def start(self, parameters: torch.Tensor) -> None:
+        super().start(parameters)
+        self.own = torch.zeros_like(parameters)
+
+    def step_eagerly(self, delta: torch.Tensor | None, means: Sequence[torch.Tensor]) -> None:
+        """Takes the outer step.
+
+        Args:
+            delta: Delta_i(t), left as it is; None after the last round, when nothing more is to be anticipated.
+            means: averages that have arrived since the last step, Delta(t-1) and after the last round Delta(t) too;
+                overwritten.
+        """
+        for where in chunks(self.own.numel()):
+            own = self.own[where]
+            update = own.neg()
+            for mean in means:
+                update.add_(mean[where])
+            own.zero_()
+            if delta is not None:
+                own.add_(delta[where]).mul_(self._share)
+                update.add_(own)
+            self.step_chunk(where, update)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {**super().state_dict(), "own": self.own}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict(state)
+        self.own = state["own"]

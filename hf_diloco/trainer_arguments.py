@@ -1,0 +1,51 @@
+"""What `TrainingArguments` say of an island, and which of them the outer loop cannot work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, UnsupportedError
+
+
+def check_arguments(config: DiLoCoConfig, args: TrainingArguments) -> None:
+    """Refuses what does not go together.
+
+    Raises:
+        ConfigError: tokens are to be weighed but are not counted, or checkpoints would leave out what resuming needs.
+        UnsupportedError: FSDP.
+    """
+    if config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
+        raise ConfigError(
+            "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
+            "TrainingArguments, or use weight_by='examples'"
+        )
+    if args.save_only_model:
+        raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
+    if getattr(args, "fsdp", None):
+        raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
+
+
+def folder_of(args: TrainingArguments) -> Path:
+    """Where this island writes: the Trainer has a default for it, though its type does not say so."""
+    return Path(args.output_dir or "trainer_output")
+
+
+def examples_per_step(args: TrainingArguments) -> int:
+    """Examples that one optimizer step of this island sees."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
+    """Tokens in so many examples, if the facts of the run say how long one is."""
+    length = facts.get("sequence_length")
+    return examples * int(length) if length else None
+
+
+def floats(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among what the Trainer logs."""
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
