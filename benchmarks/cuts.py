@@ -18,7 +18,7 @@ meet in the object store and exchange directly; the link is one between two isla
 The exit code is 1 if two islands ever hold different outer parameters after the same round, an island ends with
 another error than a lost island or a missed round, or one that was cut off does not come back.
 
-Needs Linux, util-linux' `unshare` and `nsenter`, iproute2 and iptables; no root.
+Needs what `benchmarks/links.py` needs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.links import Links, enter_network
 from hf_diloco.files import write_json
 from tests.processes import Process, Processes, find_free_port
 from tests.s3 import S3Server
@@ -50,84 +48,9 @@ KINDS = ("short", "long", "one-way", "slow")
 DEADLINE = 4.0
 LEASE = 4.0
 SECONDS = {"short": (0.2, 1.0), "long": (6.0, 9.0), "one-way": (6.0, 9.0), "slow": (6.0, 9.0)}
-RATE, SLOW_RATE = "100mbit", "1mbit"
+RATE, SLOW_RATE = 100, 1
 MESH_ROUNDS = 10
-_NETWORK = "10.77.0"
-_INSIDE = "HF_DILOCO_CUTS_NETWORK"
 PATIENCE = 120.0
-
-
-# The islands' networks
-
-
-class Links:
-    """A bridge and one shaped link an island; the islands' networks are those of their processes."""
-
-    def __init__(self) -> None:
-        _run("ip link set lo up")
-        _run("ip link add bridge0 type bridge")
-        _run(f"ip addr add {self.host}/24 dev bridge0")
-        _run("ip link set bridge0 up")
-        self._pids: dict[int, int] = {}
-
-    host = f"{_NETWORK}.254"
-
-    @staticmethod
-    def address(island: int) -> str:
-        """Of an island."""
-        return f"{_NETWORK}.{island + 1}"
-
-    def join(self, island: int, pid: int) -> None:
-        """Links the network of a process to the bridge."""
-        self._pids[island] = pid
-        _run(f"ip link add out{island} type veth peer name in{island}")
-        _run(f"ip link set in{island} netns {pid}")
-        _run(f"ip link set out{island} master bridge0 up")
-        for command in (
-            f"addr add {self.address(island)}/24 dev in{island}",
-            f"link set in{island} up",
-            "link set lo up",
-        ):
-            self._inside(island, f"ip {command}")
-        self.rate(island, RATE)
-
-    def rate(self, island: int, rate: str) -> None:
-        """Shapes an island's link in both directions."""
-        shape = f"root tbf rate {rate} burst 64kb latency 400ms"
-        _run(f"tc qdisc replace dev out{island} {shape}")
-        self._inside(island, f"tc qdisc replace dev in{island} {shape}")
-
-    def cut(self, island: int, peer: str) -> None:
-        """Nothing from `peer` (an address) reaches the island."""
-        self._inside(island, f"iptables -w -A INPUT -s {peer} -j DROP")
-
-    def cut_out(self, island: int, peer: str) -> None:
-        """Nothing from the island reaches `peer` (an address)."""
-        self._inside(island, f"iptables -w -A OUTPUT -d {peer} -j DROP")
-
-    def heal(self) -> None:
-        """All links are as they were."""
-        for island in self._pids:
-            self._inside(island, "iptables -w -F")
-            self.rate(island, RATE)
-
-    def _inside(self, island: int, command: str) -> None:
-        _run(f"nsenter --net --target {self._pids[island]} {command}")
-
-
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True)
-
-
-def enter_network(argv: Sequence[str]) -> None:
-    """Starts this program again where it may make networks; returns there."""
-    if os.environ.get(_INSIDE):
-        return
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "iptables") if shutil.which(tool) is None]
-    if missing:
-        raise SystemExit(f"error: {', '.join(missing)} not found: install util-linux, iproute2 and iptables")
-    command = ["unshare", "--map-root-user", "--net", sys.executable, "-m", "benchmarks.cuts", *argv]
-    os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
 
 
 # One island's process
@@ -272,14 +195,14 @@ class Tally:
 def cut(links: Links, kind: str, island: int, peer: str, chance: random.Random) -> None:
     """Cuts a link for as long as its kind says, and heals it."""
     if kind == "slow":
-        links.rate(island, SLOW_RATE)
+        links.shape(island, SLOW_RATE)
     elif kind == "one-way":
         chance.choice([links.cut, links.cut_out])(island, peer)
     else:
         links.cut(island, peer)
         links.cut_out(island, peer)
     time.sleep(chance.uniform(*SECONDS[kind]))
-    links.heal()
+    links.heal(RATE)
 
 
 def try_mesh(links: Links, islands: Sequence[Island], args: argparse.Namespace, folder: Path) -> Tally:
@@ -369,6 +292,23 @@ def try_store(links: Links, islands: Sequence[Island], args: argparse.Namespace,
     return tally
 
 
+def run(args: argparse.Namespace, folder: Path, processes: Processes) -> Tally:
+    """All that the command line asks for."""
+    links = Links(processes)
+    with S3Server(address=links.host) as server:
+        islands = [
+            Island(processes, number, folder / f"inbox-{number}", server.environment())
+            for number in range(NUM_ISLANDS)
+        ]
+        for island in islands:
+            island.process.wait_for("up", PATIENCE)  # from then on it has a network of its own
+            links.join(island.number, island.process.pid)
+            links.shape(island.number, RATE)
+        if args.what == "mesh":
+            return try_mesh(links, islands, args, folder)
+        return try_store(links, islands, args, folder, f"{server.url}/cuts")
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -380,20 +320,9 @@ def main() -> None:
     if args.what == "island":
         run_island(json.loads(args.settings))
         return
-    enter_network(sys.argv[1:])
-    links = Links()
-    with tempfile.TemporaryDirectory() as folder, S3Server(address=links.host) as server, Processes() as processes:
-        islands = [
-            Island(processes, number, Path(folder) / f"inbox-{number}", server.environment())
-            for number in range(NUM_ISLANDS)
-        ]
-        for island in islands:
-            island.process.wait_for("up", PATIENCE)  # from then on it has a network of its own
-            links.join(island.number, island.process.pid)
-        if args.what == "mesh":
-            tally = try_mesh(links, islands, args, Path(folder))
-        else:
-            tally = try_store(links, islands, args, Path(folder), f"{server.url}/cuts")
+    enter_network("benchmarks.cuts", sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder, Processes() as processes:
+        tally = run(args, Path(folder), processes)
     tally.show()
     sys.exit(tally.num_splits > 0)
 

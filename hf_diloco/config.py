@@ -159,6 +159,18 @@ class DiLoCoConfig(StrictModel):
         default=None,
         description="local address for traffic between islands; default: the one that reaches the rendezvous",
     )
+    connections: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="mesh: connections between two islands; several carry more over a link with long round trips or "
+        "losses",
+    )
+    rate_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="mesh: Mbit/s that an island may send, so that other traffic has room on the link; null: no limit",
+    )
     allow_public_address: bool = Field(
         default=False,
         description="mesh: meet at a public address, though traffic is neither encrypted nor authenticated",
@@ -187,6 +199,8 @@ class DiLoCoConfig(StrictModel):
         "snapshot_every",
         "keep_rounds",
         "outlier_factor",
+        "connections",
+        "rate_limit",
         "join_timeout",
         "sync_timeout",
         "exchange_timeout",
@@ -257,6 +271,10 @@ class DiLoCoConfig(StrictModel):
     def quorum(self) -> int:
         """Islands without which no round takes place."""
         return self.min_islands or self.num_islands // 2 + 1
+
+    def bytes_per_second(self, num_ranks: int) -> float | None:
+        """What each of an island's ranks may send."""
+        return None if self.rate_limit is None else self.rate_limit * 1e6 / 8 / num_ranks
 
     @property
     def longest_wait(self) -> float:

@@ -171,7 +171,7 @@ class Fragment:
             return
         if self._fed_at != num_steps:
             self.take_progress()
-            self.feedback.add_(self.scratch.mul_(num_steps / self.steps))
+            self.feedback.add_(self.scratch.mul_(num_steps / max(self.steps, 1)))
         self.commit_feedback()
 
     def encode_alone(self, mean: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ _AGREED_SETTINGS = (
     "fragment_sync_delay",
     "fragment_update_alpha",
     "eager_updates",
+    "connections",
 )
 
 

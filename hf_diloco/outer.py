@@ -239,9 +239,7 @@ class OuterState:
 
     def use_up(self) -> None:
         """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
-        if self.current.feedback is not None:
-            self.pseudo_gradient()
-            self.current.commit_feedback()
+        self.current.commit_share(self.steps)
         self.write_masters()
 
     def jump(self, state: dict[str, torch.Tensor], round_number: int) -> None:

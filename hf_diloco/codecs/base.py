@@ -75,15 +75,15 @@ class Workspace(threading.local):
     """Buffers of one thread that last: fresh memory costs eight times what used memory does."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D buffer of `size` undefined elements, which the next call of that name may return as well."""
-        key = f"{name}/{dtype}/{device}"
+        key = (name, dtype, device)
         known = self._buffers.get(key)
         if known is None or known.numel() < size:
             known = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
-        return known[:size]
+        return known if known.numel() == size else known[:size]
 
 
 _round_trips = Workspace()

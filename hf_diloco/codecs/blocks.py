@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_diloco.codecs.base import Codec, Workspace
+from hf_diloco.codecs.base import TILE_VALUES, Codec, Workspace
 
-# Values coded at a time: what they and one scratch buffer take, 1 MB, stays in a core's cache from one operation to the
-# next. Accelerators want more work in every call.
-CPU_TILE = 1 << 17
+# Accelerators want more work in every call than a processor, whose cache counts.
 ACCELERATOR_TILE = 1 << 24
 
 INFINITY_BITS = 0x7F80_0000
@@ -56,7 +54,7 @@ class BlockCodec(Codec):
         whole = values.numel() // self.block_values
         rows = values[: whole * self.block_values].view(whole, self.block_values)
         blocks = code[: whole * self.block_bytes].view(whole, self.block_bytes)
-        step = (CPU_TILE if values.device.type == "cpu" else ACCELERATOR_TILE) // self.block_values
+        step = (TILE_VALUES if values.device.type == "cpu" else ACCELERATOR_TILE) // self.block_values
         for first in range(0, whole, step):
             yield rows[first : first + step], blocks[first : first + step]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.codecs.base import Codec
+from hf_diloco.codecs.base import TILE_VALUES, Codec, Workspace
 
 
 class CastCodec(Codec):
@@ -20,12 +20,16 @@ class CastCodec(Codec):
         self.block_bytes = dtype.itemsize
         self.is_exact = dtype == torch.float32
         self._dtype = dtype
+        self._workspace = Workspace()
 
     def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
-        if self._dtype == torch.float16:
-            limit = torch.finfo(torch.float16).max
-            values = values.clamp(-limit, limit)
-        code.view(self._dtype).copy_(values)
+        if self._dtype != torch.float16:
+            code.view(self._dtype).copy_(values)
+            return
+        limit = torch.finfo(torch.float16).max
+        for part, out in zip(values.split(TILE_VALUES), code.view(self._dtype).split(TILE_VALUES), strict=True):
+            clamped = self._workspace.take("clamped", part.numel(), torch.float32, values.device)
+            out.copy_(torch.clamp(part, -limit, limit, out=clamped))
 
     def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
         values.copy_(code.view(self._dtype))

@@ -51,7 +51,10 @@ class ErrorFeedback:
         return square
 
     def commit(self) -> None:
-        """What `add_` made last was used: its residual counts from now on, unless it is not finite and would stay so."""
+        """What `add_` made last was used: its residual counts from now on.
+
+        Unless it is not finite: no residual would be, ever after.
+        """
         if self._is_finite:
             self.residual, self._next = self._next, self.residual
 

@@ -10,6 +10,7 @@ import torch
 from hf_diloco.codecs.blocks import BlockCodec
 
 BF16_BITS = ~0xFFFF
+PAIRS = {torch.uint8: torch.int16, torch.int16: torch.int32}
 
 
 class FourBitCodec(BlockCodec):
@@ -33,26 +34,30 @@ class FourBitCodec(BlockCodec):
 
     @abstractmethod
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """The codes of `values`, uint8; overwrites both other arguments."""
+        """The codes of `values`, uint8 or int16; overwrites both other arguments."""
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         scratch = self._scratch("values", values, torch.float32, self.block_values)
         scale = self._largest_magnitudes(values, scratch)
         self._scales(scale)
         code[:, :2].view(torch.bfloat16).copy_(scale)
-        codes = self._codes(values, scale.reciprocal_(), scratch).view(torch.int16)
-        pairs = self._scratch("pairs", values, torch.int16, self.block_values // 2)
-        torch.bitwise_right_shift(codes, 4, out=pairs)
-        code[:, 2:].copy_(pairs.bitwise_or_(codes))  # keeps the low byte
+        codes = self._codes(values, scale.reciprocal_(), scratch)
+        # The second code of every pair comes behind the first, eight bytes at a time; what strays into other bytes is
+        # not kept.
+        wide = codes.view(torch.int64)
+        moved = self._scratch("moved", values, torch.int64, wide.shape[1])
+        torch.bitwise_right_shift(wide, 8 * codes.itemsize - 4, out=moved)
+        code[:, 2:].copy_(wide.bitwise_or_(moved).view(PAIRS[codes.dtype]))  # keeps the lowest byte
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         indices = self._scratch("indices", values, torch.int32, self.block_values // 2)
         indices.copy_(code[:, 2:])
-        pairs = self._scratch("values", values, torch.float32, self.block_values)
-        # Looking up both values of a byte at once is faster than taking it apart; complex64 is a pair of floats.
-        torch.index_select(
-            self._table(values.device), 0, indices.view(-1), out=pairs.view(-1).view(torch.complex64)
-        )
+        # Looking up both values of a byte at once is faster than taking it apart; complex64 is a pair of floats. Only
+        # from an even place can values be seen as pairs.
+        is_even = values.storage_offset() % 2 == 0
+        pairs = values if is_even else self._scratch("values", values, torch.float32, self.block_values)
+        table = self._table(values.device)
+        torch.index_select(table, 0, indices.view(-1), out=pairs.view(-1).view(torch.complex64))
         scale = self._scratch("largest", values, torch.float32, 1)
         scale.copy_(code[:, :2].view(torch.bfloat16))
         torch.mul(pairs, scale, out=values)

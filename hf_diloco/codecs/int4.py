@@ -14,8 +14,8 @@ SMALLEST_SCALE = 2.0**-126
 class Int4Codec(FourBitCodec):
     """v ~ scale x (code - 8); scale = max |v| / 7, cut to bf16; code = 8 + round(v / scale), 1 to 15.
 
-    |v - decoded| <= (1/2 + 2^-5) x scale for all finite values; the 2^-5 is for the largest of the block, which the
-    scale may have been cut below. Decoding rounds nothing, and coding what was decoded gives the same code again.
+    |v - decoded| <= (1/2 + 2^-20) x scale for all finite values. Decoding rounds nothing, and coding what was decoded
+    gives the same code again.
     """
 
     name = "int4"

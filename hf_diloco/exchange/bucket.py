@@ -73,7 +73,7 @@ class BucketExchange:
         Raises:
             StoreError: the store did not take it.
         """
-        self._check(values)
+        self._check(values, codec)
         code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
         code = values.view(torch.uint8) if codec.is_exact else code
         with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
@@ -129,11 +129,11 @@ class BucketExchange:
             PayloadError: an object does not fit its announcement, the others, or this rank's range; names it.
             StoreError: the store did not answer, or an object is absent.
         """
-        self._check(out)
+        self._check(out, codec)
         if not parts or len(parts) != len(weights) or min(weights) <= 0:
             raise ValueError(f"{len(parts)} participants need as many positive weights, not {list(weights)}")
         if own_values is not None:
-            self._check(own_values)
+            self._check(own_values, codec)
             if own is None:
                 raise ValueError("own_values need own, their place among the participants")
         if own is not None and not 0 <= own < len(parts):
@@ -167,7 +167,9 @@ class BucketExchange:
         """
         return self.average([objects], [1.0], CODECS["fp32"], out)
 
-    def _check(self, values: torch.Tensor) -> None:
+    def _check(self, values: torch.Tensor, codec: Codec) -> None:
+        if self.start % codec.block_values:
+            raise ValueError(f"no block of {codec.name} begins at value {self.start}")
         if values.shape != (self.length,) or values.dtype != torch.float32 or values.device.type != "cpu":
             raise ValueError(f"{self.length} values of fp32 on the host are needed, not {values.shape} {values.dtype}")
         if not values.is_contiguous():

@@ -1,9 +1,12 @@
-"""The sockets of one lane: a Gloo group outside the default world, and waiting on it that ends when a peer is lost.
+"""The sockets of one lane: Gloo groups outside the default world, and waiting on them that ends when a peer is lost.
 
 Gloo wakes what is queued on a connection that breaks, but not the transfer that is half through: its `wait` lasts
 until its timeout, however long ago the peer's machine said goodbye (`Pair::signalException` in Gloo's tcp transport
 passes over the operation being read or written). So a thread of its own does the waiting, and who asked looks now and
 then whether the connection of the transfer that takes so long still stands.
+
+A TCP connection sends no more in a round trip than its buffers hold, and one that loses a packet slows down by itself.
+Where links are long, several connections between two islands, each a group of its own, carry more than one.
 """
 
 from __future__ import annotations
@@ -14,28 +17,36 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.rate import RateLimit
 
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
+
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 20
+"""What is sent at a time is cut into at least one part a connection, if they are not too small, and into more where
+they would be so large that a rate limit lets through one burst after the other."""
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
 
 
 class Work(NamedTuple):
-    """One send or receive under way."""
+    """One send or receive under way, and over which of the connections to its peer."""
 
     handle: Any
     peer: int
+    connection: int
 
 
 class Transfers:
@@ -83,27 +94,43 @@ class Connections:
         num_islands: islands in the run.
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting may take.
+        num_connections: between any two of them, the same on all.
+        rate_limit: for all that is sent; default: none.
 
     Raises:
         IslandLostError: the others did not connect in time.
     """
 
-    def __init__(self, store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        island: int,
+        num_islands: int,
+        address: str,
+        timeout: float,
+        num_connections: int = 1,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        self.num_connections = num_connections
+        self._rate_limit = rate_limit or RateLimit()
         self._peers = [peer for peer in range(num_islands) if peer != island]
-        self._group: ProcessGroupGloo | None = None
+        self._groups: list[ProcessGroupGloo] = []  # one a connection; none once this end is closed
         if self._peers:
-            self._group = _connect(store, name, island, num_islands, address, timeout)
+            self._groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
         self._waiter = _Waiter()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
-        """Starts sending; the tensor stays as it is until the transfer has been waited for."""
-        if tensor.numel():
-            transfers.add(self._start("send", tensor, peer, tag), sent=tensor.nbytes)
+        """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
+        waited for."""
+        for connection, part in self._spread(tensor, tag):
+            self._rate_limit.take(part.nbytes)
+            transfers.add(self._start("send", part, peer, tag, connection), sent=part.nbytes)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
         """Starts receiving; the tensor is whole once the transfer has been waited for."""
-        if tensor.numel():
-            transfers.add(self._start("recv", tensor, peer, tag), received=tensor.nbytes)
+        for connection, part in self._spread(tensor, tag):
+            transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
 
     def wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
         """Blocks until all are done; returns what they moved.
@@ -118,22 +145,35 @@ class Connections:
 
     def find_broken(self) -> list[int]:
         """Peers whose connection has broken; none once this end is closed. Does not block."""
-        return [peer for peer in self._peers if self._group is not None and self._is_broken(peer)]
+        numbers = range(len(self._groups))
+        return [peer for peer in self._peers if any(self._is_broken(peer, number) for number in numbers)]
 
     def close(self) -> None:
         """Closes the sockets at once, which wakes the peers; may be called more than once."""
-        if self._group is None:
+        if not self._groups:
             return
         if self._waiter.is_busy:
             self._break()
         self._waiter.end()
-        self._group = None  # dropping the last reference closes Gloo's sockets; abort() does not
+        self._groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
-    def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        if self._group is None:
+    def _spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parts of `tensor`, each with the number of its connection; the same at both ends.
+
+        So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
+        over a single slow connection would hold up the others.
+        """
+        if tensor.numel():
+            fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
+            num_parts = max(fewest, min(self.num_connections, most))
+            for number, part in enumerate(tensor.tensor_split(num_parts)):
+                yield (tag + number) % self.num_connections, part
+
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
+        if not self._groups:
             raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
         try:
-            return Work(getattr(self._group, operation)([tensor], peer, tag), peer)
+            return Work(getattr(self._groups[connection], operation)([tensor], peer, tag), peer, connection)
         except RuntimeError as error:
             raise lost(peer, reason(error)) from None
 
@@ -147,30 +187,37 @@ class Connections:
                 position = self._waiter.position
                 if position == suspect:
                     raise lost(works[position].peer, "its connection broke") from None
-                suspect = position if position < len(works) and self._is_broken(works[position].peer) else None
+                suspect = position if position < len(works) and self._is_held_up(works[position]) else None
                 continue
             if error:
                 works.clear()  # the error's traceback would keep them, and they the sockets
                 raise error
             return
 
-    def _is_broken(self, peer: int) -> bool:
+    def _is_held_up(self, work: Work) -> bool:
+        """Not if another connection to the peer has broken: one over which nothing comes ends before those that yet
+        deliver what the peer sent before it left."""
+        return self._is_broken(work.peer, work.connection)
+
+    def _is_broken(self, peer: int, connection: int) -> bool:
         """A receive cannot be posted on a broken connection; on one that stands it waits for nothing."""
         try:
-            self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG)
+            self._probe(peer, connection)
         except IslandLostError:
             return True
         return False
 
+    def _probe(self, peer: int, connection: int) -> Work:
+        return self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG, connection)
+
     def _break(self) -> None:
-        """Closes the sockets although the waiter, stuck, holds the group: Gloo does when any receive times out."""
-        for peer in self._peers:
-            try:
-                self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).handle.wait(
-                    timedelta(milliseconds=1)
-                )
-            except (RuntimeError, IslandLostError):
-                continue
+        """Closes the sockets although the waiter, stuck, holds the groups: Gloo does when any receive times out."""
+        for connection in range(self.num_connections):
+            for peer in self._peers:
+                try:
+                    self._probe(peer, connection).handle.wait(timedelta(milliseconds=1))
+                except (RuntimeError, IslandLostError):
+                    continue
 
 
 class _Waiter:
@@ -238,12 +285,35 @@ def _outlive_threads() -> None:
     atexit.register(time.sleep, 0.2)
 
 
+def _connect_all(
+    store: Store, name: str, island: int, num_islands: int, address: str, timeout: float, num_connections: int
+) -> list[ProcessGroupGloo]:
+    """All at once, as each takes many round trips."""
+
+    def connect(number: int) -> ProcessGroupGloo:
+        if number == 0:
+            return _connect(store, name, island, num_islands, address, timeout)
+        return _connect(_clone(store), f"{name}.{number}", island, num_islands, address, timeout)
+
+    if num_connections == 1:
+        return [connect(0)]
+    with ThreadPoolExecutor(num_connections) as threads:
+        return list(threads.map(connect, range(num_connections)))
+
+
+def _clone(store: Store) -> Store:
+    """For a thread of its own: who waits for a key of a TCP store keeps others from using the same client."""
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, wait_for_workers=False, timeout=store.timeout)
+    return store
+
+
 def _connect(store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> ProcessGroupGloo:
     _outlive_threads()
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)
-    options._threads = 2
+    options._threads = 1  # they serve collectives only
     try:
         return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
     except RuntimeError as error:

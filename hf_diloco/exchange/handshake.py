@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +19,17 @@ from hf_diloco.errors import ForgedError
 from hf_diloco.exchange.connections import Connections, Deadline, Transfers
 
 _NONCE_BYTES = 32
-_NONCE_TAG, _PROOF_TAG = 1, 2
 NUM_TAGS = 2
-"""Tags that a handshake uses, from 1."""
+"""Tags that a handshake uses on each connection; where there is one, from 1."""
 
 
-def authenticate(links: Connections, name: str, own: int, peers: list[int], key: bytes, timeout: float) -> None:
-    """Returns when every peer has proved that it holds the key.
+class _End(NamedTuple):
+    peer: int
+    connection: int
+
+
+def authenticate(links: Connections, name: str, own: int, peers: list[int], key: bytes, timeout: float) -> int:
+    """Returns when every peer has proved, on each connection to it, that it holds the key.
 
     Args:
         links: fresh connections.
@@ -34,44 +39,56 @@ def authenticate(links: Connections, name: str, own: int, peers: list[int], key:
         key: of the run.
         timeout: seconds that all of it may take.
 
+    Returns:
+        The last tag that was used.
+
     Raises:
         ForgedError: a peer does not hold the key.
         IslandLostError: a peer is gone.
     """
     deadline = Deadline(timeout)
-    nonces = {peer: _random() for peer in peers}
-    received = _swap(links, nonces, _NONCE_TAG, deadline)
-    proofs = {peer: _proof(key, name, own, peer, received[peer]) for peer in peers}
-    answers = _swap(links, proofs, _PROOF_TAG, deadline)
-    for peer in peers:
-        expected = _proof(key, name, peer, own, nonces[peer])
-        if not hmac.compare_digest(bytes(expected.numpy()), bytes(answers[peer].numpy())):
+    ends = [_End(peer, connection) for peer in peers for connection in range(links.num_connections)]
+    nonces = {end: _random() for end in ends}
+    received = _swap(links, nonces, 1, deadline)
+    proofs = {end: _proof(key, name, end.connection, own, end.peer, received[end]) for end in ends}
+    answers = _swap(links, proofs, 2, deadline)
+    for end in ends:
+        expected = _proof(key, name, end.connection, end.peer, own, nonces[end])
+        if not hmac.compare_digest(bytes(expected.numpy()), bytes(answers[end].numpy())):
             raise ForgedError(
-                f"who answered at the address of peer {peer} does not hold the run's key: give all islands one key "
-                "(key_file or HF_DILOCO_KEY), and see who listens there"
+                f"who answered at the address of peer {end.peer} does not hold the run's key: give all islands one "
+                "key (key_file or HF_DILOCO_KEY), and see who listens there"
             )
+    return _tag(links, NUM_TAGS, links.num_connections - 1)
 
 
 def _swap(
-    links: Connections, messages: dict[int, torch.Tensor], tag: int, deadline: Deadline
-) -> dict[int, torch.Tensor]:
+    links: Connections, messages: dict[_End, torch.Tensor], step: int, deadline: Deadline
+) -> dict[_End, torch.Tensor]:
     transfers = Transfers()
     received = {}
-    for peer, message in messages.items():
-        received[peer] = torch.empty_like(message)
-        links.send(message, peer, tag, transfers)
-        links.receive(received[peer], peer, tag, transfers)
+    for end, message in messages.items():
+        received[end] = torch.empty_like(message)
+        tag = _tag(links, step, end.connection)
+        links.send(message, end.peer, tag, transfers)
+        links.receive(received[end], end.peer, tag, transfers)
     links.wait(transfers, deadline)
     return received
+
+
+def _tag(links: Connections, step: int, connection: int) -> int:
+    """One that leads over this connection."""
+    return step * links.num_connections + connection
 
 
 def _random() -> torch.Tensor:
     return torch.frombuffer(bytearray(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8)
 
 
-def _proof(key: bytes, name: str, prover: int, verifier: int, nonce: torch.Tensor) -> torch.Tensor:
+def _proof(key: bytes, name: str, connection: int, prover: int, verifier: int, nonce: torch.Tensor) -> torch.Tensor:
     code = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (b"hf-diloco mesh", name.encode(), b"%d" % prover, b"%d" % verifier, bytes(nonce.numpy())):
+    numbers = (b"%d" % number for number in (connection, prover, verifier))
+    for part in (b"hf-diloco mesh", name.encode(), *numbers, bytes(nonce.numpy())):
         code.update(len(part).to_bytes(8, "big"))
         code.update(part)
     return torch.frombuffer(bytearray(code.digest()), dtype=torch.uint8)

@@ -30,6 +30,7 @@ from hf_diloco.exchange.base import (
 )
 from hf_diloco.exchange.connections import Connections, Deadline, Transfers, lost
 from hf_diloco.exchange.losses import LossNotes
+from hf_diloco.exchange.rate import RateLimit
 
 CHUNK_VALUES = 1 << 20
 """Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
@@ -49,6 +50,8 @@ class MeshExchange(Exchange):
         timeout: seconds that connecting, and later each whole exchange, may take.
         key: of the run; with one, the others prove that they hold it before anything is exchanged.
         notes: where islands note whom they lost; default: notes of the lane's own.
+        num_connections: between any two islands, the same on all.
+        rate_limit: for all that this process sends; lanes may share one. Default: none.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -65,6 +68,8 @@ class MeshExchange(Exchange):
         timeout: float,
         key: bytes = b"",
         notes: LossNotes | None = None,
+        num_connections: int = 1,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self.island = island
         self.num_islands = num_islands
@@ -73,9 +78,11 @@ class MeshExchange(Exchange):
         self._tag = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(store, name, island)
-        self._links = Connections(store, name, island, num_islands, address, timeout)
+        self._rate_limit = rate_limit or RateLimit()
+        self._links = Connections(
+            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit
+        )
         if key and self._peers:
-            self._tag = handshake.NUM_TAGS
             self._authenticate(name, key)
 
     def average(
@@ -85,6 +92,7 @@ class MeshExchange(Exchange):
             if observe:
                 observe(values, values)
             return Traffic()
+        self._check_rate(_bytes_to_send(values.numel(), self.num_islands, codec))
         deadline = Deadline(self._timeout)
         pipeline: deque[_Chunk] = deque()
         traffic = Traffic()
@@ -109,6 +117,8 @@ class MeshExchange(Exchange):
         return traffic
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
+        if self.island == source:
+            self._check_rate(values.nbytes * len(self._peers))
         deadline = Deadline(self._timeout)
         transfers = Transfers()
         try:
@@ -131,9 +141,21 @@ class MeshExchange(Exchange):
     def close(self) -> None:
         self._links.close()
 
+    def _check_rate(self, num_bytes: int) -> None:
+        """Closes, and raises, if the rate limit alone takes longer than an exchange may."""
+        seconds = self._rate_limit.seconds(num_bytes)
+        if seconds <= self._timeout:
+            return
+        self.close()
+        raise ExchangeError(
+            f"at rate_limit ({self._rate_limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
+            f"process sends in an exchange take {seconds:,.0f} s, but exchange_timeout is {self._timeout:g} s: raise "
+            "one of them, or choose a payload of fewer bits"
+        )
+
     def _authenticate(self, name: str, key: bytes) -> None:
         try:
-            handshake.authenticate(self._links, name, self.island, self._peers, key, self._timeout)
+            self._tag = handshake.authenticate(self._links, name, self.island, self._peers, key, self._timeout)
         except DiLoCoError:
             self.close()
             raise
@@ -154,8 +176,9 @@ class MeshExchange(Exchange):
         for peer in self._peers:
             received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
-            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers)
             self._links.receive(received, peer, tag, chunk.transfers)
+        for peer in self._peers:  # last: here a rate limit takes its time
+            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers)
 
     def _reduce(self, chunk: _Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
         """Where each island has a piece of its own: averages it and starts handing it to all."""
@@ -170,8 +193,9 @@ class MeshExchange(Exchange):
             codec.encode(mean, pieces[self.island][codec.locate(where.start, where.stop)])
         tag = self._next_tag()
         for peer in self._peers:
-            self._links.send(pieces[self.island], peer, tag, chunk.transfers)
             self._links.receive(pieces[peer], peer, tag, chunk.transfers)
+        for peer in self._peers:
+            self._links.send(pieces[self.island], peer, tag, chunk.transfers)
 
     def _finish(
         self, chunk: _Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
@@ -258,6 +282,12 @@ class _Chunk:
         """The code of the piece that `island` averages."""
         piece = self.pieces[island]
         return self.code[codec.locate(piece.start, piece.stop)]
+
+
+def _bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:
+    """Of an average, give or take how pieces are rounded."""
+    num_bytes = (num_islands - 1) * codec.num_bytes(size)
+    return num_bytes if averaged_by_all(num_islands, codec) else 2 * num_bytes // num_islands
 
 
 def _blocks(size: int) -> list[slice]:

@@ -19,6 +19,7 @@ from hf_diloco.errors import ExchangeError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
 from hf_diloco.exchange.losses import LossNotes
 from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.exchange.rate import RateLimit
 
 NOTE_PATIENCE = 0.5
 """See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""
@@ -66,6 +67,8 @@ class SegmentedMesh:
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each exchange of a piece, may take.
         key: of the run; empty: nobody is asked to prove anything.
+        num_connections: between any two owners, the same on all.
+        rate_limit: for all that this rank sends; default: none.
 
     Raises:
         IslandLostError: the others did not connect; places are named, where one is to blame.
@@ -82,6 +85,8 @@ class SegmentedMesh:
         address: str,
         timeout: float,
         key: bytes,
+        num_connections: int = 1,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self._store = store  # torch's half of a store does not keep the half that is written in Python
         self._own = own
@@ -91,7 +96,9 @@ class SegmentedMesh:
         try:
             for piece in cut(own, all_ranges):
                 lane = f"{name}/{piece.start}"
-                mesh = MeshExchange(store, lane, place, len(all_ranges), address, timeout, notes=notes, key=key)
+                mesh = MeshExchange(
+                    store, lane, place, len(all_ranges), address, timeout, key, notes, num_connections, rate_limit
+                )
                 self._pieces.append((piece, mesh))
         except BaseException:
             self.close()

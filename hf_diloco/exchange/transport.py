@@ -11,6 +11,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.exchange.base import Exchange
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.exchange.rate import RateLimit
 
 
 class Transport(ABC):
@@ -43,21 +44,34 @@ class MemoryTransport(Transport):
 class MeshTransport(Transport):
     """Direct connections, found through a TCP store that island 0's leader keeps.
 
+    Args:
+        config: the outer loop's settings.
+        is_leader: whether this rank is the island's leader.
+        num_ranks: of the island.
+
     Raises:
         RendezvousError: the rendezvous cannot be opened or reached.
     """
 
-    def __init__(self, config: DiLoCoConfig, is_leader: bool) -> None:
+    def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:
         self._config = config
+        self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0)
 
     def open(self, lane: int) -> Exchange:
         config = self._config
         return MeshExchange(
-            self.store, f"lane{lane}", config.island, config.num_islands, self._address, config.exchange_timeout
+            self.store,
+            f"lane{lane}",
+            config.island,
+            config.num_islands,
+            self._address,
+            config.exchange_timeout,
+            num_connections=config.connections,
+            rate_limit=self._rate_limit,
         )
 
 
-def open_transport(config: DiLoCoConfig, is_leader: bool) -> Transport:
+def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> Transport:
     """The transport that the rendezvous calls for."""
-    return MeshTransport(config, is_leader) if config.num_islands > 1 else MemoryTransport.alone()
+    return MeshTransport(config, is_leader, num_ranks) if config.num_islands > 1 else MemoryTransport.alone()

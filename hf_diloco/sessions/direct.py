@@ -28,6 +28,7 @@ from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
 from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.object_info import ObjectInfo, read_info
+from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.exchange.segments import Range, SegmentedMesh, check_ranges
 from hf_diloco.island import IslandGroup
 from hf_diloco.sessions.engines import Engine
@@ -87,6 +88,7 @@ class DirectEngine(Engine):
         self._author = author
         self._address = address
         self._key = key
+        self._rate_limit = RateLimit(config.bytes_per_second(ranks.size))
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
         self._upload: threading.Thread | None = None
@@ -154,7 +156,18 @@ class DirectEngine(Engine):
         )
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout
-        self._mesh = SegmentedMesh(store, name, own, own_range, ranges, self._address, timeout, self._key)
+        self._mesh = SegmentedMesh(
+            store,
+            name,
+            own,
+            own_range,
+            ranges,
+            self._address,
+            timeout,
+            self._key,
+            self._config.connections,
+            self._rate_limit,
+        )
         self._members = members
         self.links = name
         return self._mesh

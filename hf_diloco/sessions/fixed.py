@@ -103,7 +103,7 @@ class FixedSession(BaseSession):
 
         def open_once() -> None:
             if not opened:
-                opened.append(open_transport(self.config, self.island.is_leader))
+                opened.append(open_transport(self.config, self.island.is_leader, self.island.size))
 
         self.island.on_leader(open_once)
         self.island.on_all(open_once)
@@ -175,6 +175,7 @@ class FixedSession(BaseSession):
         self.island.on_all(self._broadcast_start)
         for fragment in self.outer.fragments:
             fragment.write_masters()
+            fragment.digest = ""
             self.outer.update_digest(fragment)
         return True
 

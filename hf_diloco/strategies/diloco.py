@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_diloco.codecs.base import Workspace
 from hf_diloco.strategies.base import Strategy
 
 _CHUNK_VALUES = 1 << 19
@@ -37,7 +38,6 @@ class DiLoCo(Strategy):
         self.nesterov = nesterov
         self._anchor = torch.empty(0)
         self._momentum_buffer = torch.empty(0)
-        self._scratch = torch.empty(_CHUNK_VALUES)
 
     def start(self, parameters: torch.Tensor) -> None:
         self._anchor = parameters.clone()
@@ -60,7 +60,8 @@ class DiLoCo(Strategy):
         return self._anchor
 
     def step_chunk(self, where: slice, delta: torch.Tensor) -> None:
-        update = self._scratch[: delta.numel()]
+        """Takes the outer step on the outer parameters `where` with their part of the average."""
+        update = _workspace.take("update", delta.numel(), torch.float32, delta.device)
         if not self.momentum:
             torch.mul(delta, self.lr, out=update)
         else:
@@ -86,3 +87,6 @@ class DiLoCo(Strategy):
 def chunks(size: int) -> list[slice]:
     """Cuts a vector of `size` values into what is handled at a time."""
     return [slice(start, min(start + _CHUNK_VALUES, size)) for start in range(0, size, _CHUNK_VALUES)]
+
+
+_workspace = Workspace()

@@ -147,7 +147,7 @@ def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs)
     """A checkpoint is written after step 4, at which fragment 1 has begun its round; it lands at step 5."""
     changes = {
         "deepspeed": zero(2),
-        "diloco": {**STREAMING, "payload": "int4", "error_feedback": 1.0},
+        "diloco": {**STREAMING, "payload": "int4", "error_feedback": 1.0, "connections": 2, "rate_limit": 400},
         "training": {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3},
     }
     whole = runs.launch("whole-streaming", **changes)

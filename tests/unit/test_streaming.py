@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -444,6 +445,60 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
         return len(reports)
 
     assert run_islands(2, resume) == [2, 2]
+
+
+# Memory
+
+
+class Wide(nn.Module):
+    """Four blocks of 250,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(500, 500, bias=False)]) for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("config", "num_bytes"),
+    [
+        ({}, 8 + 4),
+        ({"fragment_sync_delay": 1}, 8 + 4),
+        ({"num_fragments": 4}, 8 + 4 / 4),
+        ({"num_fragments": 4, "fragment_sync_delay": 1}, 8 + 2 * 4 / 4),
+        ({"num_fragments": 4, "payload": "int8"}, 8 + 4 / 4),
+        ({"payload": "topk"}, 8 + 4 + 8),
+        ({"eager_updates": True}, 12 + 2 * 4),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: Path) -> None:
+    """Outer parameters and momentum, a vector for each round under way, and what the method keeps besides."""
+
+    def storages() -> dict[int, int]:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+
+    models = [Wide() for _ in range(2)]
+    before = storages()
+    run = Run(tmp_path, 2, sync_every=4, **config)
+
+    def island_main(island: int) -> FixedSession:
+        session = run.join(island, models[island])
+        for _ in range(11):
+            session.outer.count_step()
+            if session.is_due():
+                session.advance()
+        session.settle()
+        return session
+
+    sessions = run_islands(2, island_main)
+    new = sum(size for pointer, size in storages().items() if pointer not in before)
+    num_parameters = 2 * 1_000_000
+    fixed = 12 << 20  # of two islands: buffers that do not grow with the model
+    assert num_bytes * num_parameters <= new <= num_bytes * num_parameters + fixed
+    for session in sessions:
+        session.close()
 
 
 # Settings

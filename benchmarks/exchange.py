@@ -1,0 +1,325 @@
+"""How long one exchange between islands takes, on links of a given rate and round-trip time.
+
+    python -m benchmarks.exchange
+    python -m benchmarks.exchange --link 1000,100 --islands 2 --payload fp32 --connections 1 4 16 --json FILE
+
+Every island is a process with a network of its own, joined to the others by a link that carries RATE Mbit/s in each
+direction; RTT milliseconds lie between any two islands and back (`benchmarks/links.py`). Each measurement averages
+`--values` fp32 values, the same on all islands at once, after one that does not count. An exchange begins when the
+last island begins, and ends when the last one holds the average. "all_reduce" is one plain call of Gloo's, in fp32.
+
+best, median   seconds
+of the limit   what the bytes of the busiest island would take, at 95.6 % of the rate, over what the best exchange took:
+               1,448 of the 1,514 bytes of a frame are payload of TCP
+fp32 x         how many times as fast as fp32, in the same place of the table
+MB sent        by one island: the payload, without what TCP adds
+connecting     seconds to set up the connections
+
+Needs what `benchmarks/links.py` needs. TCP's congestion control and its buffers are the machine's; the program prints
+them. Islands share the machine's processors, as they would not elsewhere: with few of them codecs may set the pace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import Store, TCPStore
+
+from benchmarks.links import Links, enter_network
+from tests.processes import Process, Processes
+
+BASELINE = "all_reduce"
+TCP_SHARE = 1448 / 1514
+TIMEOUT = 600.0
+_TCP = Path("/proc/sys/net/ipv4")
+
+
+class Link(NamedTuple):
+    """Mbit/s in each direction, and milliseconds to another island and back."""
+
+    rate: float
+    rtt: float
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """From RATE,RTT."""
+        rate, rtt = (float(part) for part in text.split(","))
+        if rate <= 0 or rtt < 0:
+            raise ValueError(text)
+        return cls(rate, rtt)
+
+
+@dataclass
+class Measurement:
+    """Exchanges that differ in nothing. Rates in Mbit/s, times in seconds but for `rtt`, which is in milliseconds."""
+
+    rate: float
+    rtt: float
+    islands: int
+    connections: int
+    payload: str
+    values: int
+    seconds: list[float]
+    bytes_sent: int
+    seconds_connecting: float
+
+    @property
+    def best(self) -> float:
+        """Seconds of the fastest."""
+        return min(self.seconds)
+
+    @property
+    def share(self) -> float:
+        """Of what TCP could do at best."""
+        return self.bytes_sent * 8 / (TCP_SHARE * self.rate * 1e6) / self.best
+
+
+# One island's process
+
+
+class Island:
+    """Does what it is asked for in the store; all answers are dicts.
+
+    Args:
+        number: of the island.
+        store: kept by the program that asks.
+    """
+
+    def __init__(self, number: int, store: Store) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._number = number
+        self._store = store
+        self._generator = torch.Generator().manual_seed(number)
+        self._values = torch.empty(0)
+        self._mesh: Any = None
+        self._group: Any = None
+
+    def open(self, name: str, islands: int, connections: int, values: int) -> dict[str, float]:
+        """Connects to the others, instead of the connections before."""
+        import torch
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        from hf_diloco.exchange.mesh import MeshExchange
+
+        self.close()
+        address = Links.address(self._number)
+        begin = time.monotonic()
+        self._mesh = MeshExchange(
+            self._store, name, self._number, islands, address, TIMEOUT, num_connections=connections
+        )
+        seconds = time.monotonic() - begin
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+        self._group = gloo(PrefixStore(f"bare/{name}", self._store), self._number, islands, options)
+        self._values = torch.empty(values)
+        self._refill()
+        return {"seconds": seconds}
+
+    def exchange(self, payload: str, islands: int, start: float) -> dict[str, float]:
+        """Averages at the moment `start` of the machine's clock."""
+        from hf_diloco.codecs import CODECS
+
+        time.sleep(max(0.0, start - time.monotonic()))
+        begin = time.monotonic()
+        if payload == BASELINE:
+            self._group.allreduce([self._values]).wait()
+            num_bytes = 2 * (islands - 1) * self._values.nbytes // islands
+        else:
+            traffic = self._mesh.average(self._values, [1.0] * islands, CODECS[payload])
+            num_bytes = max(traffic.bytes_sent, traffic.bytes_received)
+        end = time.monotonic()
+        self._refill()
+        return {"begin": begin, "end": end, "bytes": num_bytes}
+
+    def close(self) -> dict[str, float]:
+        """Lets go of all connections."""
+        if self._mesh is not None:
+            self._mesh.close()
+        self._mesh = self._group = None
+        return {}
+
+    def _refill(self) -> None:
+        self._values.normal_(generator=self._generator)
+
+
+def run_island(number: int, port: int) -> None:
+    """Answers until the program that asks kills this process."""
+    print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
+    while True:
+        try:
+            socket.create_connection((Links.host, port), timeout=5).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    store = TCPStore(Links.host, port, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
+    island = Island(number, store)
+    for count in itertools.count():
+        order = json.loads(store.get(f"order/{count}"))
+        answer = getattr(island, order.pop("do"))(**order)
+        store.set(f"answer/{count}/{number}", json.dumps(answer))
+
+
+# All islands
+
+
+class Archipelago:
+    """Some islands on links of one kind.
+
+    Args:
+        link: what all links are like.
+        num_islands: how many.
+        links: to join them to.
+        processes: where they are started.
+    """
+
+    def __init__(self, link: Link, num_islands: int, links: Links, processes: Processes) -> None:
+        self._rtt = link.rtt
+        self._links = links
+        self._store = store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
+        command = ["unshare", "--net", sys.executable, "-m", "benchmarks.exchange", "--port", str(store.port)]
+        self._islands: list[Process] = [
+            processes.spawn([*command, "--island", str(number)], env={"OMP_NUM_THREADS": "1"})
+            for number in range(num_islands)
+        ]
+        for number, process in enumerate(self._islands):
+            process.wait_for("up")
+            self._links.join(number, process.pid)
+            self._links.shape(number, *link)
+
+    def open(self, connections: int, values: int) -> float:
+        """Connects the islands anew; returns seconds."""
+        order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values}
+        return max(answer["seconds"] for answer in self._ask("open", islands=len(self._islands), **order))
+
+    def exchange(self, payload: str) -> tuple[float, int]:
+        """Seconds of one exchange, and bytes that one island sent."""
+        start = time.monotonic() + 0.3 + 2e-3 * self._rtt
+        answers = self._ask("exchange", payload=payload, islands=len(self._islands), start=start)
+        seconds = max(answer["end"] for answer in answers) - max(answer["begin"] for answer in answers)
+        return seconds, max(answer["bytes"] for answer in answers)
+
+    def close(self) -> None:
+        """Ends the islands and takes their links away."""
+        self._links.clear()
+        for process in self._islands:
+            process.kill()
+
+    def _ask(self, what: str, **order: Any) -> list[dict[str, Any]]:
+        count = self._store.add("orders", 1) - 1
+        self._store.set(f"order/{count}", json.dumps({"do": what, **order}))
+        keys = [f"answer/{count}/{number}" for number in range(len(self._islands))]
+        while not self._store.check(keys):
+            for process in self._islands:
+                if process.popen.poll() is not None:
+                    raise SystemExit(f"an island ended:\n{process.output[-3000:]}")
+            time.sleep(0.02)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+
+def measure(args: argparse.Namespace) -> Iterator[Measurement]:
+    """All measurements, in the order of the table."""
+    with Processes() as processes:
+        links = Links(processes)
+        for link, num_islands in itertools.product(args.link, args.islands):
+            islands = Archipelago(link, num_islands, links, processes)
+            for connections in args.connections:
+                connecting = islands.open(connections, args.values)
+                first = connections == args.connections[0]
+                for payload in [BASELINE, *args.payload] if first else args.payload:
+                    islands.exchange(payload)
+                    seconds, sent = zip(*(islands.exchange(payload) for _ in range(args.repeats)), strict=True)
+                    yield Measurement(
+                        *link, num_islands, connections, payload, args.values, list(seconds), max(sent), connecting
+                    )
+            islands.close()
+
+
+def make_table(measurements: Sequence[Measurement]) -> Table:
+    """One row a measurement."""
+    table = Table()
+    for column in ("Mbit/s, ms", "islands", "connections", "payload", "best", "median", "of the limit", "fp32 x"):
+        table.add_column(column, justify="left" if column == "payload" else "right")
+    table.add_column("MB sent", justify="right")
+    table.add_column("connecting", justify="right")
+
+    def place(row: Measurement) -> tuple[float, ...]:
+        return row.rate, row.rtt, row.islands, row.connections
+
+    fp32 = {place(row): row.best for row in measurements if row.payload == "fp32"}
+    for row in measurements:
+        table.add_row(
+            f"{row.rate:g}, {row.rtt:g}",
+            str(row.islands),
+            "" if row.payload == BASELINE else str(row.connections),
+            row.payload,
+            f"{row.best:.3f}",
+            f"{statistics.median(row.seconds):.3f}",
+            f"{row.share:.0%}",
+            f"{fp32.get(place(row), math.nan) / row.best:.2f}",
+            f"{row.bytes_sent / 1e6:.1f}",
+            "" if row.payload == BASELINE else f"{row.seconds_connecting:.2f}",
+        )
+    return table
+
+
+def describe_machine() -> str:
+    """What TCP does here, and how many processors the islands share."""
+    control, sending, receiving = (
+        (_TCP / name).read_text().split()[-1] for name in ("tcp_congestion_control", "tcp_wmem", "tcp_rmem")
+    )
+    return f"{os.cpu_count()} processors; TCP: {control}, buffers of up to {sending} and {receiving} bytes"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", type=Link.parse, action="append", metavar="RATE,RTT", help="Mbit/s, ms; repeatable")
+    parser.add_argument("--islands", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--connections", type=int, nargs="+", default=[1], help="between two islands")
+    parser.add_argument("--payload", nargs="+", help="default: all that there are")
+    parser.add_argument("--values", type=int, default=25_000_000, help="fp32 values that are averaged")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
+    parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.island is not None:
+        run_island(args.island, args.port)
+        return
+    from hf_diloco.codecs import CODECS
+
+    if unknown := set(args.payload or []) - set(CODECS):
+        parser.error(f"unknown payloads: {', '.join(sorted(unknown))}; there are {', '.join(CODECS)}")
+    enter_network("benchmarks.exchange", sys.argv[1:])
+    args.payload = args.payload or list(CODECS)
+    args.link = args.link or [Link(1000, 10), Link(200, 50)]
+    print(describe_machine())
+    measurements = []
+    for measurement in measure(args):
+        measurements.append(measurement)
+        print(f"{measurement.payload}: {measurement.best:.3f} s", file=sys.stderr, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(each) for each in measurements], indent=1) + "\n")
+    Console(width=119).print(make_table(measurements))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The sign of every value, and their mean magnitude (scaled signSGD with error feedback: arXiv 1901.09847)."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_diloco.codecs.blocks import BlockCodec
+
+SCALE_BITS = ~0xFFF
+# Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.
+LOWEST_BITS = 0x0101_0101_0101_0101
+GATHER_BITS = 0x0102_0408_1020_4080
+
+
+class SignCodec(BlockCodec):
+    """v ~ scale x (1 if v >= 0 else -1); scale = the mean of |v| in its block, 1.008 bits a value.
+
+    Zeros of either sign count as positive. The scale is cut to 12 bits of precision, so that the mean of what was
+    decoded is the scale again, in whichever order it is summed. A block that holds inf or NaN has a scale that is not
+    finite, and decodes to infinities or NaN.
+
+    Block: the scale in fp32, then 512 bytes of signs, a set bit for v < 0; value i is bit i % 8 of byte i // 8.
+    """
+
+    name = "sign"
+    block_values = 4096
+    block_bytes = 4 + block_values // 8
+    needs_feedback = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        scratch = self._scratch("values", values, torch.float32, self.block_values)
+        torch.add(values, 0.0, out=scratch)  # makes -0 0
+        signs = self._scratch("signs", values, torch.uint8, self.block_values)
+        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
+        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
+        code[:, 4:].copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
+
+        torch.abs(values, out=scratch)
+        scale = scratch.sum(1, keepdim=True).div_(num_values)
+        if not bool(scale.isfinite().all()):  # sums of finite values may be too large
+            scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
+        code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(SCALE_BITS))
+
+    def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        indices = self._scratch("indices", values, torch.int32, self.block_values // 8)
+        indices.copy_(code[:, 4:])
+        eights = self._scratch("eights", values, torch.int64, self.block_values // 8)
+        torch.index_select(self._table(values.device), 0, indices.view(-1), out=eights.view(-1))
+        values.copy_(eights.view(torch.int8))
+        values.mul_(code[:, :4].view(torch.float32))
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
+        if device not in self._tables:
+            bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+            self._tables[device] = (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
+        return self._tables[device]
