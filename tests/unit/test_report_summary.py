@@ -76,6 +76,24 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hidden", "waiting", "exchanging"),
+    [(0.0, 1.0, 0.5), (0.75, 0.25, 0.5), (1.25, 0.0, 0.25), (1.5, 0.0, 0.0), (9.0, 0.0, 0.0)],
+)
+def test_what_passes_behind_inner_steps_costs_no_time(
+    hidden: float, waiting: float, exchanging: float, tmp_path: Path
+) -> None:
+    """Waiting comes first, so what training stood still for is the end of the exchange."""
+    syncs = [sync(1, 2, waiting=1.0, seconds_hidden=hidden)]
+    report = report_of(tmp_path, [start(0), *syncs, end(seconds=10.0)])
+    (first,) = report.rounds
+    assert (first.seconds.waiting, first.seconds.exchanging) == (waiting, exchanging)
+    spent = report.islands[0].seconds
+    assert spent is not None
+    assert (spent.waiting, spent.exchanging, spent.applying) == (waiting, exchanging, 0.25)
+    assert spent.computing == 10.0 - waiting - exchanging - 0.25
+
+
+@pytest.mark.parametrize(
     ("num_islands", "steps", "parameters", "expected"),
     [
         (1, 10, 1000, 0),  # nobody to send to
