@@ -103,6 +103,7 @@ def streaming(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
             "fragment_update_alpha": 0.5,
             "payload": "fp4",
         },
+        "eager": {**fitted, "eager_updates": True},
         "whole model, delay 5, alpha 0.5": {**fitted, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
     }
     return [Plan(name, args.islands, changes) for name, changes in rows.items()]

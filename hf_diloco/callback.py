@@ -104,6 +104,7 @@ class DiLoCoCallback(TrainerCallback):
         self._tokens_seen = 0
         self._totals = RunTotals()
         self._view: OuterView | None = None
+        self._unnoted: list[SyncReport] = []
         self._num_evaluations: int | None = None
 
     @property
@@ -135,7 +136,7 @@ class DiLoCoCallback(TrainerCallback):
 
         Call it on all ranks of the island, between steps.
         """
-        self._need_session().settle()
+        self._unnoted += self._need_session().settle()
         view = OuterView(self._outer)
         view.begin()
         try:
@@ -299,7 +300,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def _settle(self, state: TrainerState) -> None:
         """Waits for the rounds under way."""
-        for report in self._need_session().settle():
+        reports, self._unnoted = [*self._unnoted, *self._need_session().settle()], []
+        for report in reports:
             self._note(report, state)
 
     def _sync(self, state: TrainerState, control: TrainerControl) -> None:
@@ -362,7 +364,9 @@ class DiLoCoCallback(TrainerCallback):
             self._on_missed(state, error)
 
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
-        for report in self._need_session().advance(is_last=state.global_step >= state.max_steps):
+        reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)
+        self._unnoted = []
+        for report in reports:
             self._note(report, state)
             control.should_log = True
 

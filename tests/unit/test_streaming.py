@@ -447,6 +447,54 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
     assert run_islands(2, resume) == [2, 2]
 
 
+def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) -> None:
+    """The second round fails behind the steps of the third; resumed, the run ends as if it had not."""
+    config: dict[str, Any] = {"sync_every": 4, "eager_updates": True}
+    whole, broken, mended = (Run(tmp_path / name, 2, **config) for name in ("whole", "broken", "mended"))
+    faulty = threading.Event()
+
+    def spoil(mean: torch.Tensor) -> None:
+        if faulty.is_set():
+            raise ExchangeError("the link was cut")
+
+    def break_off(island: int) -> tuple[Path, dict[str, Any]]:
+        model = Stack()
+        optimizer = make_optimizer(model)
+        transport = broken.transport(island)
+        session = broken.join(island, model, transport=FaultyTransport(transport, spoil) if island else transport)
+        data = batches(island, NUM_STEPS)
+        list(steps_of(session, model, optimizer, data[:7], 7))
+        session.settle()
+        faulty.set()
+        with pytest.raises(ExchangeError):
+            list(steps_of(session, model, optimizer, data[7:12], 12))
+        assert (session.outer.round, session.outer.steps) == (1, 4)
+        checkpoint = save(session, broken.folder / str(island), 12)
+        session.leave(finished=False)
+        return checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    saved = run_islands(2, break_off)
+
+    def resume(island: int) -> torch.Tensor:
+        checkpoint, state = saved[island]
+        model = Stack()
+        optimizer = make_optimizer(model)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        session = mended.session(island)
+        session.join(open_shards(model, None), mended.folder / str(island), checkpoint=checkpoint)
+        assert session.is_due()
+        reports = session.advance()
+        assert [report.round for report in reports] == [2]
+        list(steps_of(session, model, optimizer, batches(island, NUM_STEPS)[12:], NUM_STEPS))
+        session.leave(finished=True)
+        return vector_of(model, strided(1)[0])
+
+    resumed, uninterrupted = run_islands(2, resume), train(whole)
+    for island in range(2):
+        assert torch.equal(resumed[island], uninterrupted[island][0])
+
+
 # Memory
 
 
