@@ -9,6 +9,8 @@ and the masters become alpha * local + (1 - alpha) * outer.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hf_diloco.codecs import CODECS
@@ -160,7 +162,7 @@ class Fragment:
         progress.sub_(sent)
         if self.feedback is not None and self._fed_at == num_steps:
             self.feedback.commit_beside(progress)
-            self._fed_at = None
+        self._fed_at = None
 
     def commit_share(self, num_steps: int) -> None:
         """As `commit_feedback`, for the pseudo-gradient after `num_steps`; an estimate if another was made since.
@@ -180,18 +182,24 @@ class Fragment:
             self.codec.round_trip(mean, mean)
 
     def write_masters(self, alpha: float = 0.0) -> None:
-        """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island."""
-        if not alpha:
-            self.partition.scatter(self.strategy.parameters)
-            return
-        self.partition.gather(self.scratch)
-        self.partition.scatter(self.scratch.mul_(alpha).add_(self.strategy.parameters, alpha=1 - alpha))
+        """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island.
+
+        Masters that are not finite are not kept, not even a share of them.
+        """
+        if alpha:
+            self.partition.gather(self.scratch)
+            (square,) = self._island.sum([float(torch.dot(self.scratch, self.scratch))])
+            if math.isfinite(square):
+                self.partition.scatter(self.scratch.mul_(alpha).add_(self.strategy.parameters, alpha=1 - alpha))
+                return
+        self.partition.scatter(self.strategy.parameters)
 
     def start_anew(self, due_at: int) -> None:
         """The inner steps of the next round begin."""
         self.steps = 0
         self.weight = 0.0
         self.due_at = due_at
+        self._fed_at = None
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
         """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""

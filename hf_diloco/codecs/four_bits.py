@@ -30,7 +30,7 @@ class FourBitCodec(BlockCodec):
 
     @abstractmethod
     def _scales(self, largest: torch.Tensor) -> None:
-        """Makes the largest magnitudes scales, normal numbers; they will be cut to bf16 before this returns."""
+        """Turns the largest magnitudes into scales: normal numbers, with no more bits than bf16 has."""
 
     @abstractmethod
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class FourBitCodec(BlockCodec):
     def _table(self, device: torch.device) -> torch.Tensor:
         """The two levels of each of the 256 bytes."""
         if device not in self._tables:
-            levels = torch.tensor(self._levels)
+            levels = torch.tensor(self._levels, dtype=torch.float32)
             pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)
             self._tables[device] = torch.view_as_complex(pairs).to(device)
         return self._tables[device]

@@ -293,7 +293,7 @@ def _connect_all(
     def connect(number: int) -> ProcessGroupGloo:
         if number == 0:
             return _connect(store, name, island, num_islands, address, timeout)
-        return _connect(_clone(store), f"{name}.{number}", island, num_islands, address, timeout)
+        return _connect(_clone(store, timeout), f"{name}.{number}", island, num_islands, address, timeout)
 
     if num_connections == 1:
         return [connect(0)]
@@ -301,10 +301,10 @@ def _connect_all(
         return list(threads.map(connect, range(num_connections)))
 
 
-def _clone(store: Store) -> Store:
+def _clone(store: Store, timeout: float) -> Store:
     """For a thread of its own: who waits for a key of a TCP store keeps others from using the same client."""
     if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, wait_for_workers=False, timeout=store.timeout)
+        return TCPStore(store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     return store
 
 

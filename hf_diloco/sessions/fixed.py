@@ -244,7 +244,7 @@ class FixedSession(BaseSession):
                 0.0,
                 self.config.sync_every,
             )  # are used, come what may
-            fragment.step_eagerly(flight.delta)
+            fragment.step_eagerly(flight.delta if math.isfinite(flight.square) else None)
             flights.start(flight, lambda flight: self._carrier.carry_out(flight, self._aside))
         fragment.write_masters()
         self._last_end = time.monotonic()

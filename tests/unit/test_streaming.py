@@ -495,6 +495,38 @@ def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) ->
         assert torch.equal(resumed[island], uninterrupted[island][0])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sync_every": 2, "eager_updates": True},
+        {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5},
+        {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_an_island_that_is_not_finite_is_healed_and_spoils_nobody(config: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, **config)
+
+    def island_main(island: int) -> torch.Tensor:
+        model = Stack()
+        session = run.join(island, model)
+        for step in range(1, NUM_STEPS + 1):
+            moved = vector_of(model, strided(1)[0]) - 0.01 * (island + 1)
+            if island == 1 and step == 3:
+                moved[:] = torch.nan
+            write_vector(model, strided(1)[0], moved)
+            session.outer.count_step()
+            if session.is_due(step == NUM_STEPS):
+                session.advance(step == NUM_STEPS)
+            assert island == 1 or torch.isfinite(vector_of(model, strided(1)[0])).all()
+        session.leave(finished=True)
+        return vector_of(model, strided(1)[0])
+
+    first, second = run_islands(2, island_main)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, second)
+
+
 # Memory
 
 
