@@ -9,8 +9,8 @@ direction; RTT milliseconds lie between any two islands and back (`benchmarks/li
 last island begins, and ends when the last one holds the average. "all_reduce" is one plain call of Gloo's, in fp32.
 
 best, median   seconds
-of the limit   what the bytes of the busiest island would take, at 95.6 % of the rate, over what the best exchange took:
-               1,448 of the 1,514 bytes of a frame are payload of TCP
+of the limit   what the bytes that one island sends would take, at 95.6 % of the rate, over what the best exchange
+               took: 1,448 of the 1,514 bytes of a frame are payload of TCP
 fp32 x         how many times as fast as fp32, in the same place of the table
 MB sent        by one island: the payload, without what TCP adds
 connecting     seconds to set up the connections
@@ -247,7 +247,15 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
                     islands.exchange(payload)
                     seconds, sent = zip(*(islands.exchange(payload) for _ in range(args.repeats)), strict=True)
                     yield Measurement(
-                        *link, num_islands, connections, payload, args.values, list(seconds), max(sent), connecting
+                        rate=link.rate,
+                        rtt=link.rtt,
+                        islands=num_islands,
+                        connections=connections,
+                        payload=payload,
+                        values=args.values,
+                        seconds=list(seconds),
+                        bytes_sent=max(sent),
+                        seconds_connecting=connecting,
                     )
             islands.close()
 

@@ -9,7 +9,7 @@ A program that uses them calls `enter_network` first, starts every island with `
         links.join(0, island.pid)       # once the program in it runs
         links.shape(0, rate=200, rtt=50)
 
-Needs Linux, util-linux' `unshare` and `nsenter`, iproute2 and iptables; no root, though with root delays are more exact.
+Needs Linux, util-linux' `unshare` and `nsenter`, iproute2 and iptables; no root, though with it delays are more exact.
 The networks, and all that is in them, go when their processes do.
 """
 

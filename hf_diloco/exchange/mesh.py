@@ -35,7 +35,10 @@ from hf_diloco.exchange.rate import RateLimit
 CHUNK_VALUES = 1 << 20
 """Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
 
-CHUNKS_IN_FLIGHT = 8
+MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 8, 32
+BYTES_IN_FLIGHT = 32 << 20
+"""What fills a link of 1 Gbit/s and 0.1 s well. Chunks of few bytes are more in number, up to where each is so small
+that its arithmetic takes longer than its way."""
 
 
 class MeshExchange(Exchange):
@@ -96,16 +99,16 @@ class MeshExchange(Exchange):
         deadline = Deadline(self._timeout)
         pipeline: deque[_Chunk] = deque()
         traffic = Traffic()
-        halfway = CHUNKS_IN_FLIGHT // 2
+        num_slots = _num_chunks_in_flight(codec)
         try:
             for number, start in enumerate(range(0, values.numel(), CHUNK_VALUES)):
-                if len(pipeline) == CHUNKS_IN_FLIGHT:
+                if len(pipeline) == num_slots:
                     traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
-                chunk = _Chunk(values[start : start + CHUNK_VALUES], number % CHUNKS_IN_FLIGHT)
+                chunk = _Chunk(values[start : start + CHUNK_VALUES], number % num_slots)
                 pipeline.append(chunk)
                 self._scatter(chunk, codec)
-                if len(pipeline) > halfway:
-                    self._reduce(pipeline[-1 - halfway], weights, codec, deadline)
+                if len(pipeline) > num_slots // 2:
+                    self._reduce(pipeline[-1 - num_slots // 2], weights, codec, deadline)
             for chunk in pipeline:
                 self._reduce(chunk, weights, codec, deadline)
             while pipeline:
@@ -282,6 +285,11 @@ class _Chunk:
         """The code of the piece that `island` averages."""
         piece = self.pieces[island]
         return self.code[codec.locate(piece.start, piece.stop)]
+
+
+def _num_chunks_in_flight(codec: Codec) -> int:
+    wanted = BYTES_IN_FLIGHT // codec.num_bytes(CHUNK_VALUES)
+    return max(MIN_CHUNKS_IN_FLIGHT, min(MAX_CHUNKS_IN_FLIGHT, wanted))
 
 
 def _bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:

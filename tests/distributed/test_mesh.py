@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore
 from hf_diloco.codecs import CODECS
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.mesh import CHUNK_VALUES
+from hf_diloco.exchange.rate import BURST_SECONDS
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.mesh_island import make_values
@@ -42,8 +44,12 @@ def spawn(processes: Processes, program: str, **settings: Any) -> Process:
 SMALL_CHUNK = 100
 
 
-def make_cases(num_islands: int) -> list[tuple[str, int, list[float], int]]:
-    """Payload, size, weights and values a chunk."""
+Case = tuple[str, int, list[float], int]  # payload, size, weights and values a chunk
+Result = tuple[torch.Tensor, int, int, float]  # the average, bytes sent and received, seconds
+
+
+def make_cases(num_islands: int) -> list[Case]:
+    """All kinds of sizes."""
     equal, unequal = [1.0] * num_islands, [3.0, 1.0, 0.25, 1e5][:num_islands]
     sizes = [0, 1, num_islands - 1, 7]
     small = [*sizes, SMALL_CHUNK - 1, SMALL_CHUNK, SMALL_CHUNK + 1, 10 * SMALL_CHUNK, 33 * SMALL_CHUNK + 5]
@@ -57,9 +63,10 @@ def make_cases(num_islands: int) -> list[tuple[str, int, list[float], int]]:
     ]
 
 
-@pytest.mark.parametrize("num_islands", [2, 3, 4])
-def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: TCPStore, tmp_path: Path) -> None:
-    cases = make_cases(num_islands)
+def average_in_processes(
+    store: TCPStore, folder: Path, num_islands: int, cases: Sequence[Case], **settings: Any
+) -> list[list[Result]]:
+    """For each island, what comes of the cases."""
     with Processes() as processes:
         started = [
             spawn(
@@ -70,12 +77,18 @@ def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, sto
                 num_islands=num_islands,
                 timeout=60,
                 cases=cases,
-                result=str(tmp_path / f"{island}.pt"),
+                result=str(folder / f"{island}.pt"),
+                **settings,
             )
             for island in range(num_islands)
         ]
         for process in started:
             process.wait()
+    return [torch.load(folder / f"{island}.pt") for island in range(num_islands)]
+
+
+def average_in_threads(num_islands: int, cases: Sequence[Case]) -> list[torch.Tensor]:
+    """The average of each case."""
     network = MemoryNetwork(num_islands)
 
     def run(island: int) -> list[torch.Tensor]:
@@ -87,10 +100,16 @@ def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, sto
             results.append(values)
         return results
 
-    expected = run_islands(num_islands, run)[0]
+    return run_islands(num_islands, run)[0]
+
+
+@pytest.mark.parametrize("num_islands", [2, 3, 4])
+def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: TCPStore, tmp_path: Path) -> None:
+    cases = make_cases(num_islands)
+    expected = average_in_threads(num_islands, cases)
     totals = [0] * len(cases)
-    for island in range(num_islands):
-        for case, (values, sent, received) in enumerate(torch.load(tmp_path / f"{island}.pt")):
+    for island, results in enumerate(average_in_processes(store, tmp_path, num_islands, cases)):
+        for case, (values, sent, received, _) in enumerate(results):
             assert torch.equal(values, expected[case]), (island, cases[case])
             assert sent == received
             totals[case] += sent
@@ -99,10 +118,42 @@ def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, sto
         assert total == 2 * (num_islands - 1) * num_bytes, "2 (n-1)/n of the payload, for each of n islands"
 
 
+@pytest.mark.parametrize(("num_islands", "num_connections", "key"), [(2, 4, ""), (3, 3, "key")])
+def test_more_connections_change_nothing_that_comes_out(
+    num_islands: int, num_connections: int, key: str, store: TCPStore, tmp_path: Path
+) -> None:
+    """Large enough for every connection to carry several parts of each chunk, and too small for that."""
+    weights = [3.0, 1.0, 0.25][:num_islands]
+    sizes = [(CHUNK_VALUES, size) for size in (1, 7, 100_001, 3 * CHUNK_VALUES + 1)]
+    cases: list[Case] = [(payload, size, weights, chunk) for payload in ("fp32", "bf16") for chunk, size in sizes]
+    expected = average_in_threads(num_islands, cases)
+    settings = {"num_connections": num_connections, "key": key}
+    for results in average_in_processes(store, tmp_path, num_islands, cases, **settings):
+        for case, (values, *_) in enumerate(results):
+            assert torch.equal(values, expected[case]), cases[case]
+
+
+@pytest.mark.parametrize(("num_islands", "num_connections"), [(2, 4), (3, 1)])
+def test_a_rate_limit_is_kept_and_changes_nothing_else(
+    num_islands: int, num_connections: int, store: TCPStore, tmp_path: Path
+) -> None:
+    bytes_per_second, size = 4e6, 1_500_000
+    cases: list[Case] = [("fp32", size, [1.0] * num_islands, CHUNK_VALUES)] * 2
+    expected = average_in_threads(num_islands, cases)
+    settings = {"rate_limit": bytes_per_second, "num_connections": num_connections}
+    for results in average_in_processes(store, tmp_path, num_islands, cases, **settings):
+        for case, (values, sent, _, seconds) in enumerate(results):
+            assert torch.equal(values, expected[case])
+            least = sent / bytes_per_second - BURST_SECONDS
+            assert least <= seconds < 2 * least + 5
+
+
 # What ends it
 
 
-def start_loop(processes: Processes, store: TCPStore, num_islands: int, timeout: float) -> list[Process]:
+def start_loop(
+    processes: Processes, store: TCPStore, num_islands: int, timeout: float, num_connections: int = 1
+) -> list[Process]:
     islands = [
         spawn(
             processes,
@@ -112,6 +163,7 @@ def start_loop(processes: Processes, store: TCPStore, num_islands: int, timeout:
             num_islands=num_islands,
             timeout=timeout,
             loop=LOOP_VALUES,
+            num_connections=num_connections,
         )
         for island in range(num_islands)
     ]
@@ -126,10 +178,12 @@ def read_loss(process: Process) -> dict[str, Any]:
     return loss
 
 
-@pytest.mark.parametrize(("num_islands", "victim"), [(3, 1), (4, 3)])
-def test_a_killed_island_is_named_by_all_others_within_seconds(num_islands: int, victim: int, store: TCPStore) -> None:
+@pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(3, 1, 1), (4, 3, 1), (3, 0, 3)])
+def test_a_killed_island_is_named_by_all_others_within_seconds(
+    num_islands: int, victim: int, num_connections: int, store: TCPStore
+) -> None:
     with Processes() as processes:
-        islands = start_loop(processes, store, num_islands, timeout=60)
+        islands = start_loop(processes, store, num_islands, 60, num_connections)
         islands[victim].kill()
         killed = time.monotonic()
         for island, process in enumerate(islands):
@@ -141,13 +195,13 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(num_islands: int,
         assert time.monotonic() - killed < 10
 
 
-@pytest.mark.parametrize(("num_islands", "victim"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 0, 1), (3, 1, 1), (3, 1, 4)])
 def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds(
-    num_islands: int, victim: int, store: TCPStore
+    num_islands: int, victim: int, num_connections: int, store: TCPStore
 ) -> None:
     """Gloo does not wake a transfer that is half through when its connection breaks."""
     with Processes() as processes:
-        islands = start_loop(processes, store, num_islands, timeout=60)
+        islands = start_loop(processes, store, num_islands, 60, num_connections)
         os.kill(islands[victim].pid, signal.SIGSTOP)
         time.sleep(1)  # the others fill the buffers between them and go no further
         islands[victim].kill()
@@ -159,12 +213,12 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
         assert time.monotonic() - killed < 10
 
 
-@pytest.mark.parametrize(("num_islands", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 1, 1), (3, 0, 1), (2, 0, 4)])
 def test_a_stopped_island_is_named_by_all_others_at_the_deadline(
-    num_islands: int, victim: int, store: TCPStore
+    num_islands: int, victim: int, num_connections: int, store: TCPStore
 ) -> None:
     with Processes() as processes:
-        islands = start_loop(processes, store, num_islands, timeout=4)
+        islands = start_loop(processes, store, num_islands, 4, num_connections)
         os.kill(islands[victim].pid, signal.SIGSTOP)
         for island, process in enumerate(islands):
             if island != victim:

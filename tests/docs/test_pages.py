@@ -194,6 +194,47 @@ def test_defaults_in_prose_are_the_codes() -> None:
     assert "`sync_timeout` (30 minutes)" in README.read_text()
 
 
+# streaming.md, tuning.md
+
+
+def test_defaults_of_streaming_are_the_codes() -> None:
+    section = (DOCS / "streaming.md").read_text().split("## Settings")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", section, re.MULTILINE))
+    streams = {"num_fragments", "eager_updates"} | {
+        name for name in config.DiLoCoConfig.model_fields if name.startswith("fragment_")
+    }
+    assert rows.keys() == streams
+    fresh = config.DiLoCoConfig()
+    for name, default in rows.items():
+        assert (yaml.safe_load(default) if default != "none" else []) == getattr(fresh, name)
+
+
+def test_fragments_that_are_shown_are_those_that_are_cut() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_diloco.lm.model import _SHAPES
+    from hf_diloco.shards.fragments import cut_into_fragments, describe_fragments
+
+    (shown,) = [block.text for block in blocks(DOCS / "streaming.md", "text") if block.text.startswith("fragment 0")]
+    shape = AutoConfig.for_model("llama", vocab_size=32_000, tie_word_embeddings=True, **_SHAPES["llama-150m"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert describe_fragments(cut_into_fragments(sizes, 4, "strided"), sizes) == shown.strip()
+
+
+def test_bits_of_every_payload_are_the_codecs() -> None:
+    from hf_diloco.codecs import CODECS
+
+    section = (DOCS / "tuning.md").read_text().split("## Payload")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE))
+    bits = {name: 8 * codec.block_bytes / codec.block_values for name, codec in CODECS.items()}
+    assert {name: float(text) for name, text in rows.items()} == {
+        name: round(value, 3) for name, value in bits.items()
+    }
+
+
 def test_benchmark_columns_are_the_programs() -> None:
     program = (ROOT / "benchmarks" / "quality_c4.py").read_text()
     section = (DOCS / "benchmarks.md").read_text().split("## Whether it learns")[1].split("Measured on")[0]

@@ -1,7 +1,8 @@
 """One island of a mesh without a model: averages what it is told to, or the same again and again.
 
 Settings, as JSON: store (port), island, num_islands, timeout (seconds), cases (list of [payload, size, weights, values
-a chunk]) with result (file), or loop (values an exchange).
+a chunk]) with result (file), or loop (values an exchange). More, if need be: key, num_connections, rate_limit
+(bytes/s).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.distributed import TCPStore
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.exchange import mesh
+from hf_diloco.exchange.rate import RateLimit
 
 
 def make_values(case: int, island: int, size: int) -> torch.Tensor:
@@ -27,14 +29,26 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     island, num_islands = settings["island"], settings["num_islands"]
     store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
-    exchange = mesh.MeshExchange(store, "lane", island, num_islands, "127.0.0.1", settings["timeout"])
+    exchange = mesh.MeshExchange(
+        store,
+        "lane",
+        island,
+        num_islands,
+        "127.0.0.1",
+        settings["timeout"],
+        key=settings.get("key", "").encode(),
+        num_connections=settings.get("num_connections", 1),
+        rate_limit=RateLimit(settings.get("rate_limit")),
+    )
     if "cases" in settings:
         results = []
         for case, (payload, size, weights, chunk) in enumerate(settings["cases"]):
             mesh.CHUNK_VALUES = chunk
             values = make_values(case, island, size)
+            started = time.monotonic()
             traffic = exchange.average(values, weights, CODECS[payload])
-            results.append((values, traffic.bytes_sent, traffic.bytes_received))
+            seconds = time.monotonic() - started
+            results.append((values, traffic.bytes_sent, traffic.bytes_received, seconds))
         torch.save(results, settings["result"])
         return
     values = torch.ones(settings["loop"])

@@ -27,7 +27,10 @@ from hf_diloco.exchange.object_info import ObjectInfo, find_cover, iter_blocks, 
 from tests.islands import run_islands
 
 FP32, BF16 = CODECS["fp32"], CODECS["bf16"]
+CASTS = ["fp32", "bf16", "fp16"]
+CODED = ["int8", "int4", "fp4", "topk", "sign"]
 BLOCK = 8
+CODEC_BLOCK = 4096  # every codec has whole blocks in it
 NUM_LANES = 64
 SIZES = [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK - 1, 20 * BLOCK, 20 * BLOCK + 1]
 WEIGHTS = [3.0, 1.0, 0.25, 1e5]
@@ -49,6 +52,13 @@ def full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def codec_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For codecs of blocks: objects' blocks of two of the largest."""
+    monkeypatch.setattr(bucket, "OBJECT_BLOCK_VALUES", 2 * CODEC_BLOCK)
+    monkeypatch.setattr(bucket, "BLOCK_VALUES", CODEC_BLOCK)
+
+
+@pytest.fixture
 def store() -> ObjectStore:
     return new_store()
 
@@ -61,13 +71,14 @@ def make_values(seed: int, island: int, size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + island))
 
 
-def lane_bounds(size: int, num_ranks: int, num_lanes: int = NUM_LANES) -> list[int]:
+def lane_bounds(size: int, num_ranks: int, num_lanes: int = NUM_LANES, block_values: int = 1) -> list[int]:
     """Where the ranks' ranges begin and end, cut as `LanePartition` does."""
     lanes = [
         next(lane for lane in range(num_lanes + 1) if lane * num_ranks // num_lanes >= rank)
         for rank in range(num_ranks)
     ]
-    return [size * lane // num_lanes for lane in lanes] + [size]
+    num_blocks = -(-size // block_values)
+    return [num_blocks * lane // num_lanes * block_values for lane in lanes] + [size]
 
 
 def publish(
@@ -202,7 +213,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[int]:
     return [0, *sorted(draw(st.lists(st.integers(0, size), max_size=6))), size]
 
 
-@given(data=st.data(), size=st.integers(0, 120), payload=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 1 << 20))
+@given(data=st.data(), size=st.integers(0, 120), payload=st.sampled_from(CASTS), seed=st.integers(0, 1 << 20))
 @settings(max_examples=150, deadline=None)
 def test_random_cuts_do_not_change_a_bit(data: st.DataObject, size: int, payload: str, seed: int) -> None:
     codec, store = CODECS[payload], new_store()
@@ -245,6 +256,118 @@ def test_three_islands_as_threads_get_the_same_bits_over_rounds(tmp_path: Path, 
     first, *others = run_islands(num_islands, run)
     for other in others:
         assert all(same_bits(left, right) for left, right in zip(first, other, strict=True))
+
+
+# The bits of codecs that code in blocks
+
+
+CODED_SIZES = [0, 1, 257, CODEC_BLOCK, CODEC_BLOCK + 1, 7 * CODEC_BLOCK + 1234]
+
+
+@pytest.mark.usefixtures("codec_blocks")
+@pytest.mark.parametrize("payload", ["fp32", *CODED])
+@pytest.mark.parametrize("weights", [[2.0, 2.0], [3.0, 1.0]], ids=["equal", "unequal"])
+def test_a_bucket_of_codes_computes_what_memory_computes_bit_for_bit(
+    store: ObjectStore, payload: str, weights: list[float]
+) -> None:
+    codec = CODECS[payload]
+    for seed, size in enumerate(CODED_SIZES):
+        values = [make_values(seed, island, size) for island in range(2)]
+        parts = [publish(store, f"{seed}/{i}", value, [0, size], codec) for i, value in enumerate(values)]
+        result = average(store, parts, weights, codec, [0, size])
+        assert same_bits(result, average_in_memory(values, weights, codec)), size
+
+
+@pytest.mark.usefixtures("codec_blocks")
+@pytest.mark.parametrize("payload", CODED)
+def test_the_mean_of_more_than_two_codes_is_that_of_memory_where_all_average_by_themselves(
+    store: ObjectStore, payload: str
+) -> None:
+    codec, size = CODECS[payload], 3 * CODEC_BLOCK + 99
+    values = [make_values(0, island, size) for island in range(3)]
+    parts = [publish(store, str(i), value, [0, size], codec) for i, value in enumerate(values)]
+    result = average(store, parts, WEIGHTS[:3], codec, [0, size])
+    assert same_bits(result, weighted_mean([round_trip(codec, value) for value in values], WEIGHTS[:3], keep=0))
+    assert same_bits(result, average_in_memory(values, WEIGHTS[:3], codec)) == codec.needs_feedback
+
+
+@pytest.mark.usefixtures("codec_blocks")
+@pytest.mark.parametrize("payload", CODED)
+@pytest.mark.parametrize("size", [100, 9 * CODEC_BLOCK + 257])
+def test_any_number_of_ranks_writes_and_reads_the_same_bits_of_codes(
+    store: ObjectStore, payload: str, size: int
+) -> None:
+    codec, weights = CODECS[payload], [1.0, 2.0, 5.0]
+    values = [make_values(0, island, size) for island in range(3)]
+    parts = [
+        publish(store, str(island), values[island], lane_bounds(size, num_ranks, 64, codec.block_values), codec)
+        for island, num_ranks in enumerate([3, 1, 64])
+    ]
+    expected = weighted_mean([round_trip(codec, value) for value in values], weights, keep=0)
+    for num_ranks, num_lanes in [(1, 64), (2, 64), (5, 64), (64, 64), (5, 15)]:
+        bounds = lane_bounds(size, num_ranks, num_lanes, codec.block_values)
+        assert same_bits(average(store, parts, weights, codec, bounds), expected)
+
+
+@given(data=st.data(), payload=st.sampled_from(CODED), seed=st.integers(0, 1 << 20))
+@settings(max_examples=30)
+def test_random_cuts_between_blocks_do_not_change_a_bit(data: st.DataObject, payload: str, seed: int) -> None:
+    codec, store = CODECS[payload], new_store()
+    num_blocks = data.draw(st.integers(0, 9))
+    size = max(0, num_blocks * codec.block_values - data.draw(st.integers(0, codec.block_values - 1)))
+
+    def draw_bounds() -> list[int]:
+        return [block * codec.block_values for block in data.draw(cuts(max(0, num_blocks - 1)))[:-1]] + [size]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "OBJECT_BLOCK_VALUES", codec.block_values * data.draw(st.integers(1, 4)))
+        patch.setattr(bucket, "BLOCK_VALUES", codec.block_values * data.draw(st.integers(1, 3)))
+        num_islands = data.draw(st.integers(1, 3))
+        values = [make_values(seed, island, size) for island in range(num_islands)]
+        parts = [publish(store, str(island), value, draw_bounds(), codec) for island, value in enumerate(values)]
+        expected = weighted_mean([round_trip(codec, value) for value in values], WEIGHTS[:num_islands], keep=0)
+        assert same_bits(average(store, parts, WEIGHTS[:num_islands], codec, draw_bounds()), expected)
+
+
+@pytest.mark.usefixtures("codec_blocks")
+@pytest.mark.parametrize("payload", CODED)
+@pytest.mark.parametrize("num_islands", [1, 2, 3])
+def test_own_values_are_what_own_objects_hold(store: ObjectStore, payload: str, num_islands: int) -> None:
+    codec, own = CODECS[payload], num_islands - 1
+    size, low = 5 * CODEC_BLOCK + 77, 2 * CODEC_BLOCK
+    values = [make_values(0, island, size) for island in range(num_islands)]
+    bounds = [0, 3 * CODEC_BLOCK, size]
+    parts = [publish(store, str(i), value, bounds, codec) for i, value in enumerate(values)]
+    weights = WEIGHTS[:num_islands]
+    expected = average(store, parts, weights, codec, [0, size])
+    for start in (0, low):
+        watched = WatchedStore(store)
+        mine = values[own][start:].clone()
+        exchange = BucketExchange(watched, start, size - start)  # type: ignore[arg-type]
+        exchange.average(parts, weights, codec, mine, own=own, own_values=mine)
+        assert same_bits(mine, expected[start:])
+        assert not any(path.startswith(f"{own}/") for path, _ in watched.reads)
+
+
+@pytest.mark.usefixtures("codec_blocks")
+@pytest.mark.parametrize("payload", CODED)
+def test_codes_cut_within_a_block_are_refused(store: ObjectStore, payload: str) -> None:
+    codec = CODECS[payload]
+    size, within = 2 * CODEC_BLOCK, codec.block_values // 2
+    records = announce(store, size, codec, [0, codec.block_values, size])
+    assert same_bits(read_all(store, records, size, codec), round_trip(codec, make_values(0, 1, size)))
+    for start in (within, codec.block_values + 1, codec.block_values - 1):
+        with pytest.raises(PayloadError, match=rf"start {start} .*must be multiples of {payload}'s blocks"):
+            read_info(records[1] | {"start": start})
+    digests = records[1]["digests"] * 2
+    with pytest.raises(PayloadError, match=rf"block_values {within} must be multiples of {payload}'s blocks"):
+        read_info(records[1] | {"block_values": within, "digests": digests})
+    exchange = BucketExchange(store, within, 10)
+    with pytest.raises(ValueError, match=rf"no block of {payload} begins at value {within}"):
+        exchange.publish(torch.zeros(10), "within", codec)
+    with pytest.raises(ValueError, match=rf"no block of {payload} begins at value {within}"):
+        exchange.average([[read_info(record) for record in records]], [1.0], codec, torch.zeros(10))
+    assert not store.list("within")
 
 
 # Own values, observers, traffic
@@ -409,7 +532,10 @@ def read_all(store: Any, records: Sequence[Any], size: int = 50, codec: Codec = 
         ({"digests": ["0" * 63] * 3}, "'digests.0'"),
         ({"digests": ["A" * 64] * 3}, "'digests.0'"),
         ({"digests": ["0" * 64 + "\n"] * 3}, "'digests.0'"),
-        ({"codec": "int8"}, "'codec'"),
+        ({"codec": "int3"}, "'codec'.*'int3' is none of fp32, bf16, fp16, int8"),
+        ({"codec": ""}, "'codec'"),
+        ({"codec": "INT8"}, "'codec'"),
+        ({"codec": "int8"}, "multiples of int8's blocks of 256 values"),
         ({"path": "../../etc/passwd"}, "'path'"),
         ({"path": "/etc/passwd"}, "'path'"),
         ({"path": "a//b"}, "'path'"),

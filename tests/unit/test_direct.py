@@ -545,8 +545,8 @@ def count_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def joined(num_ends: int, talk: Callable[[int, Connections], None], timeout: float = LONG) -> list[object]:
-    """What `talk` returns or raises at each end of fresh connections, all of which stay open until all have ended."""
+def joined(num_ends: int, talk: Callable[[int, Connections], object], timeout: float = LONG) -> list[object]:
+    """What `talk` raises, or None, at each end of fresh connections, all of which stay open until all have ended."""
     store = HashStore()
     ended = threading.Barrier(num_ends)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -17,6 +18,7 @@ from torch.distributed import HashStore
 
 from hf_diloco.agreement import members
 from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -26,6 +28,7 @@ from hf_diloco.errors import (
     MissedRoundError,
     PayloadError,
     RendezvousError,
+    StoreError,
 )
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.transport import MemoryTransport
@@ -85,8 +88,11 @@ class Meeting:
 
     engine: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, folder: Path, num_islands: int = 2, num_rounds: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, num_islands: int = 2, num_rounds: int | None = None, width: int = 8, **settings: Any
+    ) -> None:
         self.num_rounds = num_rounds
+        self.width = width
         self.url = f"memory://{uuid.uuid4().hex}"
         self.folder = folder
         self.settings = {"sync_every": 2, "num_islands": num_islands, "grace": 5.0, "sync_timeout": 5.0, **settings}
@@ -98,7 +104,11 @@ class Meeting:
 
     def island(self, number: int, seed: int = 0, checkpoint: Path | None = None, **settings: Any) -> Member:
         folder = self.folder / f"island-{number}"
-        return Member(self.config(number, **settings), folder, seed, checkpoint, self.num_rounds)
+        return Member(self.config(number, **settings), folder, seed, checkpoint, self.num_rounds, self.width)
+
+
+def make_optimizer(model: torch.nn.Module, width: int) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.4 / width)
 
 
 class Member:
@@ -113,10 +123,11 @@ class Member:
         seed: int = 0,
         checkpoint: Path | None = None,
         num_rounds: int | None = None,
+        width: int = 8,
     ) -> None:
         self.number = config.island
-        self.model = make_model(seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.model = make_model(seed, width)
+        self.optimizer = make_optimizer(self.model, width)
         if checkpoint is not None:
             self.model.load_state_dict(torch.load(checkpoint / "model.pt", weights_only=True))
         self.session = ElasticSession(config, IslandGroup())
@@ -163,6 +174,26 @@ class Member:
     def weights(self) -> torch.Tensor:
         return weights_of(self.model)
 
+    @property
+    def residual(self) -> torch.Tensor:
+        """What the codec left out so far."""
+        feedback = self.session.outer.current.feedback
+        assert feedback is not None
+        return feedback.residual.clone()
+
+    @property
+    def progress(self) -> torch.Tensor:
+        """What it trained and has not brought into a round."""
+        self.session.outer.current.take_progress()
+        return self.session.outer.scratch.clone()
+
+    @property
+    def next_residual(self) -> torch.Tensor:
+        """What will be left out of what it would send now."""
+        decay = self.session.config.feedback_decay
+        total = torch.add(self.progress, self.residual, alpha=decay)
+        return total - sent_of(self.session.outer.codec.name, total)
+
     def leave(self, finished: bool = True) -> Member:
         self.session.leave(finished)
         return self
@@ -176,14 +207,21 @@ class Member:
             living._thread.join()
 
 
-def train_fixed(num_islands: int, num_steps: int, **settings: Any) -> list[torch.Tensor]:
+def sent_of(payload: str, values: torch.Tensor) -> torch.Tensor:
+    """What others read of it."""
+    sent = torch.empty_like(values)
+    CODECS[payload].round_trip(values, sent)
+    return sent
+
+
+def train_fixed(num_islands: int, num_steps: int, width: int = 8, **settings: Any) -> list[torch.Tensor]:
     """The same training in a run of fixed membership."""
     network, store = MemoryNetwork(num_islands), HashStore()
     config = {"sync_every": 2, "num_islands": num_islands, "rendezvous": "tcp://127.0.0.1:1", **settings}
 
     def run(island: int) -> torch.Tensor:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model = make_model(width=width)
+        optimizer = make_optimizer(model, width)
         transport = MemoryTransport(network, store, island)
         session = FixedSession(DiLoCoConfig(island=island, **config), IslandGroup(), transport=transport)
         session.join(open_shards(model, optimizer, 1), Path(f"island-{island}"))
@@ -208,6 +246,45 @@ def test_a_run_in_which_nothing_happens_is_the_mesh_bit_for_bit(
     assert {tuple(report.participants) for member in found for report in member.reports} == {tuple(range(num_islands))}
     for member, expected in zip(found, train_fixed(num_islands, 10, payload=payload), strict=True):
         assert torch.equal(member.weights, expected)
+
+
+WIDE = 701  # of the hidden layer: 4,908 values, more than a block of any codec
+FEEDBACK: list[dict[str, Any]] = [{"payload": "topk"}, {"payload": "sign"}, {"payload": "int4", "error_feedback": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("num_islands", "settings"),
+    [(2, {"payload": "int8"}), *[(2, one) for one in FEEDBACK], (3, {"payload": "topk"}), (3, {"payload": "sign"})],
+)
+def test_a_run_of_codes_in_which_nothing_happens_is_the_mesh_bit_for_bit(
+    tmp_path: Path, num_islands: int, settings: dict[str, Any]
+) -> None:
+    """Where each island averages by itself."""
+    meeting = Meeting(tmp_path, num_islands, width=WIDE, **settings)
+    found = run_islands(num_islands, lambda island: meeting.island(island).train(8).leave())
+    assert {tuple(report.participants) for member in found for report in member.reports} == {tuple(range(num_islands))}
+    for member, expected in zip(found, train_fixed(num_islands, 8, WIDE, **settings), strict=True):
+        assert torch.equal(member.weights, expected)
+        block_values = member.session.outer.codec.block_values
+        assert all(start % block_values == 0 for start, _ in member.session.outer.partition.intervals)
+
+
+@only("mesh")
+def test_three_islands_that_code_the_mean_again_are_the_mesh_bit_for_bit(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, width=WIDE, payload="int8")
+    found = run_islands(3, lambda island: meeting.island(island).train(4).leave())
+    for member, expected in zip(found, train_fixed(3, 4, WIDE, payload="int8"), strict=True):
+        assert torch.equal(member.weights, expected)
+
+
+@only("bucket")
+def test_three_islands_that_need_not_code_the_mean_again_are_closer_to_it(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, width=WIDE, payload="int4")
+    found = run_islands(3, lambda island: meeting.island(island).train(2).leave())
+    assert len({member.hash for member in found}) == 1
+    exact = train_fixed(3, 2, WIDE)[0]
+    coded_again = train_fixed(3, 2, WIDE, payload="int4")[0]
+    assert (found[0].weights - exact).norm() < 0.9 * (coded_again - exact).norm()
 
 
 def test_islands_start_from_the_first_ones_weights(tmp_path: Path) -> None:
@@ -476,7 +553,253 @@ def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, mon
     assert islands[1].reports[-1].participants == [0, 1, 2]
 
 
+# What the codec left out
+
+
+@pytest.mark.parametrize("payload", ["topk", "sign"])
+def test_an_island_alone_brings_in_all_it_has_just_once(tmp_path: Path, payload: str) -> None:
+    """Others read codes, so what was left out of them counts as such also where nobody reads them."""
+    member = Meeting(tmp_path, 1, width=WIDE, payload=payload, error_feedback=1.0, **FEDAVG).island(0)
+    for number in range(4):
+        member.step()
+        member.step()
+        before, total = member.weights, member.progress + member.residual
+        anchor = before + member.progress
+        member.sync()
+        assert member.session.outer.round == number + 1
+        sent = anchor - member.weights
+        assert torch.allclose(sent, sent_of(payload, total), atol=1e-6)
+        assert torch.allclose(member.residual + sent, total, atol=1e-6)
+        assert member.residual.any()
+
+
+def test_a_killed_island_resumes_with_what_its_codec_left_out(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, width=WIDE, payload="topk")
+    islands = run_islands(3, lambda island: meeting.island(island).train(3))
+    checkpoint, residual, progress = (
+        islands[1].save(tmp_path / "checkpoint-3"),
+        islands[1].residual,
+        islands[1].progress,
+    )
+    assert residual.any()
+    islands[1].die()
+    run_islands(2, lambda which: islands[2 * which].train(4))
+    again = meeting.island(1, seed=9, checkpoint=checkpoint)
+    assert again.hash == islands[0].hash
+    assert torch.equal(again.residual, residual)
+    assert torch.allclose(again.progress, progress, atol=1e-6)
+    run_islands(3, lambda which: [islands[0], again, islands[2]][which].train_to(6))
+    assert len({member.hash for member in (islands[0], again, islands[2])}) == 1
+    assert any(1 in report.participants for report in again.reports)
+    assert not torch.equal(again.residual, residual)
+
+
+@only("bucket")
+@pytest.mark.parametrize("settings", FEEDBACK)
+def test_an_island_that_stops_leaves_its_steps_to_the_others_and_keeps_what_the_codec_left_out(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=5.0, width=WIDE, **settings)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    islands[1].train(1)
+    checkpoint, expected = islands[1].save(tmp_path / "checkpoint"), islands[1].next_residual
+    islands[1].leave(finished=False)
+    islands[0].train(2)
+    assert islands[0].reports[-1].participants == [0, 1]
+    again = meeting.island(1, checkpoint=checkpoint)
+    assert again.session.outer.on_boundary
+    assert torch.equal(again.weights, islands[0].weights)
+    assert torch.equal(again.residual, expected)
+
+
+@pytest.mark.parametrize("settings", FEEDBACK)
+def test_what_was_left_out_before_missed_rounds_comes_after_them(tmp_path: Path, settings: dict[str, Any]) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.0, width=WIDE, **settings)
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    late.train_to(1)  # alone or not
+    first.sync()
+    late.step()
+    late.step()
+    late.step()
+    residual, progress = late.residual, late.progress
+    assert residual.any()
+    first.train_to(late.session.outer.round + 2)
+    late.sync()
+    assert late.hash == first.hash
+    assert late.session.outer.steps == 3
+    assert torch.equal(late.residual, residual)
+    assert torch.allclose(late.progress, progress, atol=1e-6)
+    expected = late.next_residual
+    late.sync()  # alone
+    assert late.session.outer.on_boundary
+    assert torch.equal(late.residual, expected)
+
+
+@only("bucket")
+@pytest.mark.parametrize(("payload", "decay"), [("topk", 1.0), ("topk", 0.95), ("sign", 1.0), ("int8", 0.95)])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_offer_that_was_used_later_leaves_what_the_codec_left_out(
+    tmp_path: Path, payload: str, decay: float, is_known: bool
+) -> None:
+    """Nothing of the island's progress is lost or counted twice, also where another offer was made in between."""
+    settings = {"width": WIDE, "payload": payload, "error_feedback": decay, **FEDAVG}
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=0.2, sync_timeout=20.0, **settings)
+    first, second = run_islands(2, lambda island: meeting.island(island).train(4))
+    council = first.session._council
+    assert council is not None
+    council._rules = dataclasses.replace(council._rules, patience=0.3)
+    anchor = first.weights
+    first.step()
+    first.step()
+    kept = decay * first.residual
+    total = first.progress + kept
+    left_out = first.next_residual
+    first.sync()
+    assert first.missed == 1
+    offered = first.weights
+    first.step()
+    since = offered - first.weights
+    second.train(2)  # finds the first one's offer, so there is a quorum
+    assert second.reports[-1].participants == [0, 1]
+    if not is_known:
+        first.session.outer.pseudo_gradient()  # as for an offer that the store did not take
+    before = first.residual
+    first.session.outer.due_at = 0
+    assert first.session.sync().round == 3
+    assert first.session.outer.steps == 1
+    assert first.hash == second.hash
+    assert torch.allclose(first.weights + first.progress, second.weights, atol=1e-6)
+    # What others have read, and what is left to bring, are together what there was.
+    sent = sent_of(payload, total)
+    remaining = first.progress + (first.residual if is_known else kept)
+    assert torch.allclose(sent + remaining, total + since, atol=1e-5)
+    if is_known:
+        assert torch.equal(first.residual, left_out)
+        assert torch.allclose(first.progress, since, atol=1e-5)
+    else:
+        assert torch.equal(first.residual, before)
+    assert not torch.equal(second.weights, anchor)
+
+
+@only("bucket")
+@pytest.mark.parametrize("settings", FEEDBACK)
+@pytest.mark.parametrize("steps_since", [0, 2])
+def test_an_offer_that_was_used_and_is_gone_leaves_what_the_codec_left_out(
+    tmp_path: Path, settings: dict[str, Any], steps_since: int
+) -> None:
+    meeting = Meeting(
+        tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=2, keep_rounds=1, width=WIDE, **settings, **FEDAVG
+    )
+    first, late = run_islands(2, lambda island: meeting.island(island))
+    late.step()
+    late.step()
+    expected = late.next_residual
+    late.session._rounds.bequeath()
+    for _ in range(steps_since):
+        late.step()
+    progress = late.progress
+    first.train(16)
+    first.session.close()
+    assert first.reports[0].participants == [0, 1]
+    late.sync()
+    assert late.session.outer.round == 8
+    assert late.session.outer.steps == steps_since
+    assert torch.equal(late.residual, expected)
+    assert torch.allclose(late.progress, progress * steps_since / (2 + steps_since), atol=1e-6)
+
+
+@only("mesh")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """The store is away from one island just when it would vote; the other commits. It trains on meanwhile."""
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=1.0, width=WIDE, payload="topk", **FEDAVG)
+    islands = run_islands(2, lambda island: meeting.island(island).train(4))
+    deaf = islands[1]
+    rounds = deaf.session._rounds
+
+    def fail(*_: Any) -> None:
+        raise StoreError("the store is away")
+
+    expected = {}
+
+    def train(which: int) -> None:
+        member = islands[which]
+        member.step()
+        member.step()
+        expected[which] = member.next_residual
+        if which == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(rounds, "_commit", fail)
+                member.sync()
+        else:
+            member.sync()
+
+    run_islands(2, train)
+    assert (deaf.missed, deaf.session.outer.round, islands[0].session.outer.round) == (1, 2, 3)
+    assert islands[0].reports[-1].participants == [0, 1]
+    deaf.step()
+    progress, residual = deaf.progress, deaf.residual
+    if not is_known:
+        deaf.session.outer.pseudo_gradient()
+    deaf.session.outer.due_at = 0
+    deaf.sync()
+    assert (deaf.hash, deaf.session.outer.round, deaf.session.outer.steps) == (islands[0].hash, 3, 1)
+    assert torch.allclose(deaf.progress, progress / 3, atol=1e-6), "a third of the steps"
+    estimate = torch.add(progress * (2 / 3), residual, alpha=0.95)
+    estimate -= sent_of("topk", estimate)
+    assert torch.equal(deaf.residual, expected[1] if is_known else estimate)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 50.0])
+def test_an_island_that_is_left_out_keeps_what_its_codec_left_out(tmp_path: Path, value: float) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=1.0, width=WIDE, payload="topk")
+    islands = run_islands(2, lambda island: meeting.island(island).train(12))
+    residual = islands[1].residual
+    assert residual.any()
+
+    def spoil(island: int) -> None:
+        if island == 1:
+            set_weights(islands[1].model, value)
+            islands[1].session.outer.steps = 1
+            islands[1].session.outer.count_step()
+            islands[1].sync()
+        else:
+            islands[0].train(2)
+
+    run_islands(2, spoil)
+    assert [member.reports[-1].participants for member in islands] == [[0], [0]]
+    assert torch.equal(islands[1].residual, residual)
+    run_islands(2, lambda island: islands[island].train(2))
+    assert [member.reports[-1].participants for member in islands] == [[0, 1], [0, 1]]
+    assert islands[0].hash == islands[1].hash
+    assert torch.isfinite(islands[1].residual).all()
+
+
 # Directly between islands
+
+
+@only("mesh")
+def test_an_attempt_that_fails_leaves_what_the_codec_left_out(tmp_path: Path) -> None:
+    """It is sent again as it was, to those that are left."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=1.0, width=WIDE, payload="topk")
+    islands = run_islands(3, lambda island: meeting.island(island).train(4))
+    vanish(islands[1])
+    expected = {}
+
+    def train(which: int) -> None:
+        islands[which].step()
+        islands[which].step()
+        expected[which] = islands[which].next_residual
+        islands[which].sync()
+
+    outcomes = try_islands(3, train)
+    assert isinstance(outcomes[1], Vanished)
+    for survivor in (islands[0], islands[2]):
+        assert survivor.reports[-1].participants == [0, 2]
+        assert torch.equal(survivor.residual, expected[survivor.number])
+    assert islands[0].hash == islands[2].hash
 
 
 @only("mesh")

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore, TCPStore
 
-from hf_diloco.codecs import CODECS
+from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.exchange import Exchange, Traffic, base, memory, mesh
 from hf_diloco.exchange.base import weighted_mean
@@ -26,6 +26,7 @@ from tests.islands import run_islands, try_islands
 
 FP32 = CODECS["fp32"]
 CHUNK = 12  # divisible by 2, 3 and 4
+BLOCK = 4096  # every codec has whole blocks in it
 Opener = Callable[[int], Exchange]
 
 
@@ -34,6 +35,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "CHUNK_VALUES", CHUNK)
     for module in (base, memory, mesh):
         monkeypatch.setattr(module, "BLOCK_VALUES", 5)
+
+
+@pytest.fixture
+def chunks_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For codecs of blocks: chunks of three of the largest."""
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", 3 * BLOCK)
+    for module in (base, memory, mesh):
+        monkeypatch.setattr(module, "BLOCK_VALUES", BLOCK)
 
 
 def in_memory(num_islands: int, timeout: float = 30) -> Opener:
@@ -214,21 +223,118 @@ def test_a_mesh_computes_what_memory_computes_bit_for_bit(
         for number, size in enumerate(SIZES):
             result, traffic = over_sockets[island][number]
             assert torch.equal(result, in_threads[0][number][0]), (island, size)
-            assert traffic == expected_traffic(num_islands, island, size, CODECS[payload].num_bytes(1))
+            assert traffic == expected_traffic(num_islands, island, size, CODECS[payload], CHUNK)
 
 
-def expected_traffic(num_islands: int, island: int, size: int, bytes_a_value: int) -> Traffic:
-    """Two islands swap all values. More: every chunk in pieces, each to its owner, whose mean goes to all others."""
-    if num_islands == 1:
-        return Traffic()
-    if num_islands == 2:
-        return Traffic(size * bytes_a_value, size * bytes_a_value)
-    total = 0
-    for start in range(0, size, CHUNK):
-        chunk = min(CHUNK, size - start)
+def expected_traffic(num_islands: int, island: int, size: int, codec: Codec, chunk_values: int) -> Traffic:
+    """Two islands swap all values. More: every chunk in pieces, each to its owner, whose mean goes to all others.
+
+    A piece is so many blocks; with codecs that need feedback, each island sends all to all others.
+    """
+    blocks = 0
+    for start in range(0, size, chunk_values):
+        chunk = -(-min(chunk_values, size - start) // codec.block_values)
         own = chunk * (island + 1) // num_islands - chunk * island // num_islands
-        total += (chunk - own) + (num_islands - 1) * own
-    return Traffic(total * bytes_a_value, total * bytes_a_value)
+        if num_islands == 2 or codec.needs_feedback:
+            own = chunk
+        blocks += (chunk - own) + (num_islands - 1) * own
+    num_bytes = blocks * codec.block_bytes if num_islands > 1 else 0
+    return Traffic(num_bytes, num_bytes)
+
+
+# The same for codecs of blocks
+
+
+CODED = ["int8", "int4", "fp4", "topk", "sign"]
+CODED_SIZES = [0, 1, 257, BLOCK - 1, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 28 * BLOCK + 1003]
+
+
+def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    code = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, code)
+    decoded = torch.empty_like(values)
+    codec.decode(code, decoded)
+    return decoded
+
+
+def expected_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], codec: Codec) -> torch.Tensor:
+    """The mean of what was decoded, encoded again where more than two islands have a piece each."""
+    if len(parts) == 1:
+        return parts[0]
+    mean = weighted_mean([round_trip(codec, part) for part in parts], weights, keep=0)
+    return mean if len(parts) == 2 or codec.needs_feedback else round_trip(codec, mean)
+
+
+@pytest.mark.parametrize("payload", CODED)
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1], [3, 1], [1, 0], [1, 1, 1], [3, 1, 0.25], [1, 0, 1], [3, 1, 0.25, 1e5]], ids=str
+)
+def test_a_mesh_and_memory_compute_the_mean_of_the_codes_bit_for_bit(
+    chunks_of_blocks: None, weights: list[float], payload: str
+) -> None:
+    codec, num_islands = CODECS[payload], len(weights)
+    over_sockets = average_all(in_mesh(num_islands), num_islands, CODED_SIZES, weights, payload)
+    in_threads = average_all(in_memory(num_islands), num_islands, CODED_SIZES, weights, payload)
+    for number, size in enumerate(CODED_SIZES):
+        parts = [make_values(number, island, size) for island in range(num_islands)]
+        expected = expected_mean(parts, weights, codec)
+        for island in range(num_islands):
+            result, traffic = over_sockets[island][number]
+            assert torch.equal(result, expected), (island, size)
+            assert torch.equal(in_threads[island][number][0], expected), (island, size)
+            assert traffic == expected_traffic(num_islands, island, size, codec, 3 * BLOCK), (island, size)
+
+
+def test_codes_that_cannot_be_coded_again_go_to_all(chunks_of_blocks: None) -> None:
+    size, topk, int8 = 6 * BLOCK, CODECS["topk"], CODECS["int8"]
+    for opener in (in_memory(3), in_mesh(3)):
+        ((_, traffic),) = average_all(opener, 3, [size], [1] * 3, "topk")[1]
+        assert traffic == Traffic(2 * topk.num_bytes(size), 2 * topk.num_bytes(size))
+    ((_, traffic),) = average_all(in_mesh(3), 3, [size], [1] * 3, "int8")[1]
+    assert traffic == Traffic(4 * int8.num_bytes(size) // 3, 4 * int8.num_bytes(size) // 3)
+
+
+@pytest.mark.parametrize("opener", [in_memory, in_mesh])
+@pytest.mark.parametrize("num_islands", [2, 3])
+@pytest.mark.parametrize("payload", ["fp16", *CODED])
+def test_codes_of_an_island_of_weight_0_do_no_harm(
+    chunks_of_blocks: None, opener: Callable[[int], Opener], num_islands: int, payload: str
+) -> None:
+    size, codec = 4 * BLOCK + 77, CODECS[payload]
+    weights = [1.0, 0.0, 2.0][:num_islands]
+    opened = opener(num_islands)
+    parts = [make_values(0, island, size) for island in range(num_islands)]
+    expected = expected_mean(parts, weights, codec)
+    parts[1][::1000] = math.nan
+    parts[1][BLOCK + 1 :: 1000] = math.inf
+
+    def run(island: int) -> torch.Tensor:
+        values = parts[island].clone()
+        opened(island).average(values, weights, codec)
+        return values
+
+    for values in run_islands(num_islands, run):
+        assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("opener", [in_memory, in_mesh])
+@pytest.mark.parametrize("num_islands", [2, 3])
+@pytest.mark.parametrize("payload", ["int8", "topk"])
+def test_an_observer_sees_own_values_before_they_were_coded(
+    chunks_of_blocks: None, opener: Callable[[int], Opener], num_islands: int, payload: str
+) -> None:
+    opened, size = opener(num_islands), 7 * BLOCK + 5
+
+    def run(island: int) -> None:
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        values = make_values(0, island, size)
+        opened(island).average(
+            values, [1.0] * num_islands, CODECS[payload], lambda own, mean: seen.append((own.clone(), mean.clone()))
+        )
+        assert torch.equal(torch.cat([own for own, _ in seen]), make_values(0, island, size))
+        assert torch.equal(torch.cat([mean for _, mean in seen]), values)
+
+    run_islands(num_islands, run)
 
 
 @pytest.mark.parametrize("num_islands", [3, 4])
@@ -264,7 +370,8 @@ def test_traffic_is_what_the_sockets_get(small_chunks: None, num_islands: int, p
         exchange = opener(island)
         assert isinstance(exchange, MeshExchange)
         links = exchange._links
-        group = links._group = CountingGroup(links._group)  # type: ignore[assignment]
+        group = CountingGroup(links._groups[0])
+        links._groups = [group]  # type: ignore[list-item]
         traffic = exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])
         traffic += exchange.broadcast(make_values(0, island, 30), source=1)
         return traffic, Traffic(group.sent, group.received)

@@ -13,7 +13,7 @@ from hf_diloco.errors import UnsupportedError
 from hf_diloco.island import IslandGroup
 from hf_diloco.shards import AlignedPartition, LanePartition, partition
 from hf_diloco.shards.cover import check_cover
-from hf_diloco.shards.partition import choose_partition
+from hf_diloco.shards.partition import choose_partition, to_model_intervals
 from tests.programs.shards_pieces import Cut, ListShards, cut_pieces, make_shards
 
 SIZES = {"embedding": 7, "empty": 0, "weight": 12, "bias": 1, "head": 5}
@@ -33,7 +33,7 @@ class OneOfSeveral(IslandGroup):
 
 
 @st.composite
-def windows_and_partitions(draw: st.DrawFn) -> tuple[int, list[LanePartition]]:
+def windows_and_partitions(draw: st.DrawFn, block_values: int = 1) -> tuple[int, list[LanePartition]]:
     """Values that may be under way at a time, and the partitions of all ranks of one island."""
     sizes = {f"p{number}": size for number, size in enumerate(draw(st.lists(st.integers(0, 9), min_size=1)))}
     num_ranks = draw(st.integers(1, 4))
@@ -44,10 +44,23 @@ def windows_and_partitions(draw: st.DrawFn) -> tuple[int, list[LanePartition]]:
     window = draw(st.integers(num_ranks, 20))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "WINDOW_VALUES", window)
-        return window, [LanePartition(one, OneOfSeveral(rank, held), num_lanes) for rank, one in enumerate(shards)]
+        return window, [
+            LanePartition(one, OneOfSeveral(rank, held), num_lanes, block_values) for rank, one in enumerate(shards)
+        ]
 
 
-lane_partitions = windows_and_partitions().map(lambda drawn: drawn[1])
+def partitions_of_all_ranks(
+    sizes: dict[str, int], num_ranks: int, cut: Cut, num_lanes: int, block_values: int
+) -> list[LanePartition]:
+    shards = [make_shards(sizes, num_ranks, rank, cut) for rank in range(num_ranks)]
+    held = [one.intervals() for one in shards]
+    return [LanePartition(one, OneOfSeveral(rank, held), num_lanes, block_values) for rank, one in enumerate(shards)]
+
+
+parameter_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(
+    lambda sizes: {f"p{number}": size for number, size in enumerate(sizes)}
+)
+in_blocks = st.sampled_from([1, 2, 5]).flatmap(windows_and_partitions)
 
 
 def positions(intervals: list[tuple[int, int]]) -> list[int]:
@@ -55,7 +68,7 @@ def positions(intervals: list[tuple[int, int]]) -> list[int]:
     return [index for start, length in intervals for index in range(start, start + length)]
 
 
-@given(lane_partitions)
+@given(windows_and_partitions().map(lambda drawn: drawn[1]))
 def test_lanes_cut_the_index_space_once(cuts: list[LanePartition]) -> None:
     everything = list(chain.from_iterable(positions(cut.intervals) for cut in cuts))
     assert everything == list(range(cuts[0]._shards.num_parameters))
@@ -67,7 +80,7 @@ def test_lanes_cut_the_index_space_once(cuts: list[LanePartition]) -> None:
         assert cut.numel == sum(cut.lane_sizes) == len(positions(cut.intervals))
 
 
-@given(lane_partitions)
+@given(in_blocks.map(lambda drawn: drawn[1]))
 def test_overlaps_are_what_counting_finds(cuts: list[LanePartition]) -> None:
     cut = cuts[0]
     for holder, one in enumerate(cuts):
@@ -91,7 +104,7 @@ def test_overlaps_are_what_counting_finds(cuts: list[LanePartition]) -> None:
             assert found == counted
 
 
-@given(windows_and_partitions())
+@given(in_blocks)
 def test_a_window_bounds_what_is_under_way(drawn: tuple[int, list[LanePartition]]) -> None:
     bound, cuts = drawn
     cut = cuts[0]
@@ -104,14 +117,83 @@ def test_a_window_bounds_what_is_under_way(drawn: tuple[int, list[LanePartition]
     assert all(end == start for (_, end), (start, _) in pairwise(cut._windows))
 
 
+@given(
+    sizes=parameter_sizes,
+    ranks=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(get_args(Cut))), min_size=2, max_size=3),
+    more_lanes=st.integers(0, 9),
+    block_values=st.sampled_from([1, 2, 4, 16, 64]),
+)
+def test_lanes_begin_at_blocks_and_are_the_same_on_all_islands(
+    sizes: dict[str, int], ranks: list[tuple[int, Cut]], more_lanes: int, block_values: int
+) -> None:
+    num_lanes = max(num_ranks for num_ranks, _ in ranks) + more_lanes
+    islands = [partitions_of_all_ranks(sizes, num_ranks, cut, num_lanes, block_values) for num_ranks, cut in ranks]
+    total = sum(sizes.values())
+    found: list[dict[int, tuple[int, int]]] = []
+    for cuts in islands:
+        everything = list(chain.from_iterable(positions(cut.intervals) for cut in cuts))
+        assert everything == list(range(total))
+        found.append({})
+        for cut in cuts:
+            assert cut.numel == sum(length for _, length in cut.intervals)
+            assert [length for _, length in cut.intervals] == cut.lane_sizes
+            found[-1].update(zip(cut.lanes, cut.intervals, strict=True))
+        assert list(found[-1]) == list(range(num_lanes))
+    lanes = found[0]
+    assert all(other == lanes for other in found)
+    assert all(start % block_values == 0 for start, _ in lanes.values())
+    num_blocks = [-(-length // block_values) for _, length in lanes.values()]
+    assert max(num_blocks) - min(num_blocks) <= 1, "as equal as whole blocks can be"
+
+
+@given(
+    sizes=parameter_sizes,
+    num_ranks=st.integers(1, 3),
+    cut=st.sampled_from(get_args(Cut)),
+    num_lanes=st.integers(3, 9),
+    block_values=st.sampled_from([1, 4, 16]),
+    data=st.data(),
+)
+def test_a_part_of_a_fragment_is_known_in_the_whole_model(
+    sizes: dict[str, int], num_ranks: int, cut: Cut, num_lanes: int, block_values: int, data: st.DataObject
+) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(sizes)), min_size=1, unique=True).map(sorted))
+    model = make_shards(sizes, 1, 0, "whole")
+    offsets = model.offsets()
+    in_model = [offsets[name] + index for name in names for index in range(sizes[name])]
+    part = {name: sizes[name] for name in names}
+    lanes = partitions_of_all_ranks(part, num_ranks, cut, num_lanes, block_values)
+    held = [make_shards(part, num_ranks, rank, cut) for rank in range(num_ranks)]
+    answers = [one.intervals() for one in held]
+    aligned = [AlignedPartition(one, OneOfSeveral(rank, answers)) for rank, one in enumerate(held)]
+    for partitions in (lanes, aligned):
+        for one, fragment in zip(partitions, held, strict=True):
+            intervals = to_model_intervals(one, fragment, model)
+            assert positions(intervals) == [in_model[index] for index in positions(one.intervals)]
+            assert all(length > 0 for _, length in intervals)
+            ends = [offsets[name] + sizes[name] for name in names]
+            assert not any(start < end < start + length for start, length in intervals for end in ends)
+    if cut != "whole":
+        everything = [to_model_intervals(one, fragment, model) for one, fragment in zip(aligned, held, strict=True)]
+        assert sorted(chain.from_iterable(map(positions, everything))) == in_model
+    in_lanes = [to_model_intervals(one, fragment, model) for one, fragment in zip(lanes, held, strict=True)]
+    assert list(chain.from_iterable(map(positions, in_lanes))) == in_model
+
+
+@pytest.mark.parametrize("block_values", [1, 8])
 @pytest.mark.parametrize("num_lanes", [1, 2, 5])
 @pytest.mark.parametrize("cut", get_args(Cut))
-def test_one_rank_gathers_and_scatters(cut: Cut, num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_gathers_and_scatters(
+    cut: Cut, num_lanes: int, block_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partition, "WINDOW_VALUES", 4)
     shards = make_shards(SIZES, 1, 0, cut)
     values = torch.randn(shards.num_parameters)
     shards.write(values)
-    for way in (LanePartition(shards, IslandGroup(), num_lanes), AlignedPartition(shards, IslandGroup())):
+    for way in (
+        LanePartition(shards, IslandGroup(), num_lanes, block_values),
+        AlignedPartition(shards, IslandGroup()),
+    ):
         out = torch.full((way.numel,), torch.nan)
         way.gather(out)
         assert torch.equal(out, values[positions(way.intervals)])

@@ -1,0 +1,117 @@
+"""The limit to how fast bytes leave, on a clock that the tests wind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, strategies as st
+
+from hf_diloco.exchange.rate import BURST_SECONDS, RateLimit
+
+
+class Clock:
+    """Stands still unless somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def read(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+def limit_on(clock: Clock, bytes_per_second: float | None) -> RateLimit:
+    return RateLimit(bytes_per_second, clock.read, clock.sleep)
+
+
+def test_no_limit_never_waits() -> None:
+    clock = Clock()
+    limit = limit_on(clock, None)
+    limit.take(1 << 60)
+    assert clock.now == 1000.0
+    assert limit.seconds(1 << 60) == 0.0
+
+
+@pytest.mark.parametrize("bytes_per_second", [0, -1, float("nan")])
+def test_a_limit_is_more_than_nothing(bytes_per_second: float) -> None:
+    with pytest.raises(ValueError, match="bytes_per_second"):
+        RateLimit(bytes_per_second)
+
+
+def test_bytes_take_their_time_but_for_a_burst() -> None:
+    clock = Clock()
+    limit = limit_on(clock, 100.0)
+    limit.take(10)
+    assert clock.now == 1000.0, "a burst goes at once"
+    limit.take(100)
+    assert clock.now == pytest.approx(1001.0)
+    limit.take(50)
+    assert clock.now == pytest.approx(1001.5)
+
+
+def test_a_pause_saves_up_one_burst_and_no_more() -> None:
+    clock = Clock()
+    limit = limit_on(clock, 100.0)
+    limit.take(100)
+    clock.now += 3600.0
+    begin = clock.now
+    for _ in range(20):
+        limit.take(10)
+    assert clock.now - begin == pytest.approx(2.0 - BURST_SECONDS)
+
+
+def test_bytes_go_only_when_they_are_paid_for() -> None:
+    clock = Clock()
+    limit_on(clock, 100.0).take(1000)
+    assert clock.now == pytest.approx(1000.0 + 10.0 - BURST_SECONDS)
+
+
+@given(
+    rate=st.floats(1e3, 1e10),
+    steps=st.lists(st.tuples(st.integers(0, 1 << 24), st.floats(0, 5.0)), min_size=1, max_size=30),
+)
+def test_no_stretch_of_time_lets_more_through_than_the_limit_and_one_burst(
+    rate: float, steps: list[tuple[int, float]]
+) -> None:
+    clock = Clock()
+    limit = limit_on(clock, rate)
+    gone: list[tuple[float, int]] = []
+    for num_bytes, pause in steps:
+        limit.take(num_bytes)
+        gone.append((clock.now, num_bytes))
+        clock.now += pause
+    for first, (begin, _) in enumerate(gone):
+        total = 0
+        for end, num_bytes in gone[first + 1 :]:  # what went at `begin` had been waited for before
+            total += num_bytes
+            assert total <= (end - begin + BURST_SECONDS) * rate * (1 + 1e-6) + 1e-6 * rate
+
+
+@given(rate=st.floats(1e3, 1e10), num_bytes=st.integers(0, 1 << 40))
+def test_the_seconds_foretold_are_those_that_it_takes(rate: float, num_bytes: int) -> None:
+    clock = Clock()
+    limit = limit_on(clock, rate)
+    foretold = limit.seconds(num_bytes)
+    limit.take(num_bytes)
+    assert clock.now - 1000.0 == pytest.approx(foretold, abs=1e-6)
+
+
+def test_threads_share_a_limit() -> None:
+    """On the machine's own clock: the sum of what all take keeps to it."""
+    limit = RateLimit(1e6)
+
+    def take() -> None:
+        for _ in range(10):
+            limit.take(10_000)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    begin = limit._clock()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert limit._clock() - begin >= limit.seconds(400_000)
