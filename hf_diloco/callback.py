@@ -104,6 +104,7 @@ class DiLoCoCallback(TrainerCallback):
         self._tokens_seen = 0
         self._totals = RunTotals()
         self._view: OuterView | None = None
+        self._shown: OuterView | None = None
         self._unnoted: list[SyncReport] = []
         self._num_evaluations: int | None = None
 
@@ -137,7 +138,7 @@ class DiLoCoCallback(TrainerCallback):
         Call it on all ranks of the island, between steps.
         """
         self._unnoted += self._need_session().settle()
-        view = OuterView(self._outer)
+        self._shown = view = OuterView(self._outer)
         view.begin()
         try:
             yield
@@ -262,7 +263,7 @@ class DiLoCoCallback(TrainerCallback):
             self._writer.write(
                 "end",
                 state.global_step,
-                **self._totals.as_event(self._outer.round, self._outer.steps),
+                **self._totals.as_event(self._outer.round, self._outer.steps, self._outer.on_boundary),
                 run_is_over=self._need_session().is_over,
             )
         self._need_session().leave(finished=not (self._failure or self.stopped))
@@ -289,7 +290,8 @@ class DiLoCoCallback(TrainerCallback):
     @property
     def _holds_outer(self) -> bool:
         """Whether the model holds the outer parameters."""
-        return self._outer.on_boundary or (self._view is not None and self._view.is_on)
+        views = [view for view in (self._view, self._shown) if view is not None]
+        return self._outer.on_boundary or any(view.is_on for view in views)
 
     def _show_for_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
         """Has the evaluation that the Trainer is about to make be one of the outer parameters."""

@@ -48,7 +48,8 @@ class FragmentIndex(BaseModel):
     """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
 
     `install_in` is after how many steps the masters take the outer parameters of its last round; None: they have.
-    `digest` is what islands agree on; it cannot be computed again where their outer parameters differ.
+    `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
+    is one of their names and sizes.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,6 +58,7 @@ class FragmentIndex(BaseModel):
     weight: float
     install_in: int | None = None
     digest: str = ""
+    parameters: str = ""
 
 
 class OuterPart(NamedTuple):

@@ -45,6 +45,11 @@ def check_islands(island: int, num_islands: int, max_islands: int | None, min_is
 
 def check_fragments(config: DiLoCoConfig) -> None:
     """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
+    if config.fragment_patterns and len(config.fragment_patterns) != config.num_fragments:
+        raise ValueError(
+            f"fragment_patterns has {len(config.fragment_patterns)} entries, and num_fragments="
+            f"{config.num_fragments}: give one pattern a fragment"
+        )
     if config.num_fragments > config.sync_every:
         raise ValueError(
             f"num_fragments={config.num_fragments} is more than sync_every={config.sync_every}: at most one fragment "

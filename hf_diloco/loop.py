@@ -131,7 +131,7 @@ class OuterLoop:
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
         outer = self._need_session().outer
-        outer.weight += weight or 0.0
+        outer.add_weight(weight or 0.0)
         if not self._accelerator.sync_gradients:
             return None
         self._global_step += 1

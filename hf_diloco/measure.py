@@ -22,7 +22,8 @@ class SyncReport:
         seconds_exchanging: moving and averaging pseudo-gradients.
         seconds_applying: reading and writing masters, the outer step, the vote.
         pseudo_gradient_norm: Euclidean norm of this island's own.
-        cosine: of this island's pseudo-gradient to the average of the others'; None for a single island.
+        cosine: of this island's pseudo-gradient to the average of the others'; None for a single island, and for
+            payloads that leave most of it out.
         weight: examples or tokens behind it, or 1.
         outer_hash: digest of the outer parameters after the round.
         fragment: whose round it was.

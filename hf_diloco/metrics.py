@@ -45,7 +45,7 @@ class RunTotals:
         for name in self._sums:
             self._sums[name] += getattr(report, name)
 
-    def as_event(self, rounds: int, steps_since_sync: int) -> dict[str, Any]:
+    def as_event(self, rounds: int, steps_since_sync: int, on_boundary: bool) -> dict[str, Any]:
         """The values of the record\'s "end" event."""
         total = time.monotonic() - self._begin
         idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"] - self._sums["seconds_hidden"]
@@ -57,7 +57,7 @@ class RunTotals:
             "bytes_sent": int(self._sums["bytes_sent"]),
             "bytes_received": int(self._sums["bytes_received"]),
             "rounds": rounds,
-            "on_boundary": steps_since_sync == 0,
+            "on_boundary": on_boundary,
             "steps_since_sync": steps_since_sync,
         }
 

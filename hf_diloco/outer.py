@@ -47,6 +47,7 @@ class OuterState:
 
     fragments: list[Fragment]
     _shards: Shards
+    _names: list[str]
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
@@ -110,12 +111,17 @@ class OuterState:
 
     def count_step(self, weight: float = 0.0) -> bool:
         """Counts one inner step with `weight` examples or tokens behind it; returns whether a round is due."""
+        self.add_weight(weight)
         for fragment in self.fragments:
             fragment.steps += 1
-            fragment.weight += weight
             if fragment.install_in is not None:
                 fragment.install_in -= 1
         return self.is_due
+
+    def add_weight(self, weight: float) -> None:
+        """Counts examples or tokens of an inner step that is not complete yet."""
+        for fragment in self.fragments:
+            fragment.weight += weight
 
     @property
     def is_due(self) -> bool:
@@ -142,6 +148,7 @@ class OuterState:
             parts: for each fragment its shards, and this rank's part of it.
         """
         self._shards = shards
+        self._names = [model_digest(part) for part, _ in parts]
         pool = ScratchPool(max(partition.numel for _, partition in parts))
         self.fragments = []
         for number, (part, partition) in enumerate(parts):
@@ -306,8 +313,9 @@ class OuterState:
                     weight=fragment.weight,
                     install_in=fragment.install_in,
                     digest=fragment.digest,
+                    parameters=names,
                 )
-                for fragment in self.fragments
+                for fragment, names in zip(self.fragments, self._names, strict=True)
             ],
         )
         parts = [OuterPart(fragment.state_dict(), fragment.intervals) for fragment in self.fragments]
@@ -336,6 +344,11 @@ class OuterState:
             raise CheckpointError(
                 f"{checkpoint} is of a run with num_fragments={len(stored)}, here num_fragments="
                 f"{len(self.fragments)}, which cannot go on from there: resume with the same number"
+            )
+        if any(counts.parameters not in ("", names) for counts, names in zip(stored, self._names, strict=True)):
+            raise CheckpointError(
+                f"{checkpoint} is of a run with as many fragments, but other parameters in them: resume with the same "
+                "fragment_order and fragment_patterns"
             )
         for number, (fragment, counts) in enumerate(zip(self.fragments, stored, strict=True)):
             fragment.load_state_dict(load_outer(checkpoint, index, fragment.intervals))

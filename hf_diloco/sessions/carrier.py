@@ -60,7 +60,8 @@ class Carrier:
         sums = [flight.traffic.bytes_sent, flight.traffic.bytes_received, flight.stats.dot, flight.stats.mean]
         sent, received, dot, mean = island.sum(sums)
         flight.traffic = Traffic(int(sent), int(received))
-        flight.cosine = cosine_to_others(dot, flight.square, mean, own_weight / sum(flight.weights))
+        if not self.outer.codec.needs_feedback:  # else too little of it is in the average
+            flight.cosine = cosine_to_others(dot, flight.square, mean, own_weight / sum(flight.weights))
         flight.seconds_waiting = exchanging - arrived
         flight.seconds_exchanging = stepping - exchanging
         flight.seconds_stepping = time.monotonic() - stepping

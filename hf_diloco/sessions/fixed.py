@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,11 +343,13 @@ class FixedSession(BaseSession):
         reports = []
         if self._flights and self._flights.oldest and self._flights.oldest.fragment is fragment:
             reports.append(self._collect(self._flights))
+        landing = time.monotonic()
         fragment.write_masters(self.config.fragment_update_alpha)
         fragment.install_in = None
         self.outer.rest(fragment)
         self._last_end = time.monotonic()
-        return reports
+        seconds = self._last_end - landing
+        return [replace(report, seconds_applying=report.seconds_applying + seconds) for report in reports]
 
     def _collect(self, flights: Flights) -> SyncReport:
         """Waits for the oldest round under way."""
@@ -358,7 +361,7 @@ class FixedSession(BaseSession):
             self.outer.num_begun = self.outer.round
             raise
         hidden = max(0.0, flight.seconds_waiting + flight.seconds_exchanging - stalled)
-        return self._report(flight, flight.seconds_stepping, hidden)
+        return self._report(flight, 0.0, hidden)
 
     def _report(self, flight: Flight, seconds_applying: float, seconds_hidden: float = 0.0) -> SyncReport:
         return SyncReport(

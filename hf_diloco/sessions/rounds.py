@@ -394,7 +394,9 @@ class Rounds:
             bytes_sent=int(sent),
             bytes_received=int(received),
             pseudo_gradient_norm=math.sqrt(square) if math.isfinite(square) else math.nan,
-            cosine=None if own is None else cosine_to_others(dot, square, mean, weights[own] / sum(weights)),
+            cosine=None
+            if own is None or self.outer.codec.needs_feedback
+            else cosine_to_others(dot, square, mean, weights[own] / sum(weights)),
             weight=weight,
             outer_hash=self.outer.outer_hash,
         )

@@ -90,7 +90,7 @@ def test_totals_add_up() -> None:
     totals = RunTotals()
     totals.add(make_report())
     totals.add(make_report(seconds_waiting=1.0, bytes_sent=7))
-    event = totals.as_event(rounds=2, steps_since_sync=0)
+    event = totals.as_event(rounds=2, steps_since_sync=0, on_boundary=True)
     assert event["seconds_waiting"] == 1.25
     assert event["seconds_exchanging"] == 1.0
     assert event["bytes_sent"] == 107
@@ -98,7 +98,7 @@ def test_totals_add_up() -> None:
     assert isinstance(event["bytes_sent"], int)
     assert event["seconds_computing"] == pytest.approx(event["seconds_total"] - 2.25)
     assert (event["rounds"], event["on_boundary"], event["steps_since_sync"]) == (2, True, 0)
-    assert totals.as_event(rounds=2, steps_since_sync=3)["on_boundary"] is False
+    assert totals.as_event(rounds=2, steps_since_sync=3, on_boundary=False)["on_boundary"] is False
 
 
 def test_an_average_is_measured_as_it_passes() -> None:

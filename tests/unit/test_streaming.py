@@ -253,6 +253,16 @@ def test_a_fragments_traffic_is_its_own(tmp_path: Path) -> None:
     assert [report.bytes_sent for report in reports[:4]] == [4 * size for size in sizes]
 
 
+def test_examples_of_a_step_count_for_every_fragment(tmp_path: Path) -> None:
+    session = Run(tmp_path, 1, sync_every=4, num_fragments=2, weight_by="examples").join(0, Stack())
+    weights = []
+    for _ in range(8):
+        session.outer.add_weight(1.0)  # of a step that only accumulates gradients
+        session.outer.count_step(2.0)
+        weights += [report.weight for report in (session.advance() if session.is_due() else [])]
+    assert weights == [6.0, 12.0, 12.0, 12.0]
+
+
 def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
     """Island 1 comes to its round only after island 0 has taken all the steps of the delay."""
     run = Run(tmp_path, 2, sync_every=4, fragment_sync_delay=3)
@@ -401,6 +411,14 @@ def test_an_eager_island_has_its_own_progress_at_once_and_the_others_a_round_lat
     moving, still = run_islands(2, island_main)
     assert moving == pytest.approx([0.5, 0.5, 0.5], abs=1e-6)
     assert still == pytest.approx([0.0, 0.5, 0.5], abs=1e-6)
+
+
+def test_a_checkpoint_of_fragments_cut_otherwise_is_refused(tmp_path: Path) -> None:
+    session = Run(tmp_path, 1, sync_every=4, num_fragments=2).join(0, Stack())
+    checkpoint = save(session, tmp_path / "0", 0)
+    other = Run(tmp_path, 1, sync_every=4, num_fragments=2, fragment_order="sequential").session(0)
+    with pytest.raises(Exception, match="the same fragment_order and fragment_patterns"):
+        other.join(open_shards(Stack(), None), tmp_path / "0", checkpoint=checkpoint)
 
 
 # Failures
@@ -588,6 +606,7 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
     ("settings", "text"),
     [
         ({"num_fragments": 5, "sync_every": 4}, r"num_fragments=5 is more than sync_every=4"),
+        ({"fragment_patterns": ["a", "b"]}, r"fragment_patterns has 2 entries, and num_fragments=1"),
         ({"fragment_sync_delay": 4, "sync_every": 4}, r"fragment_sync_delay=4 must be less than sync_every=4"),
         ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha=0.5 needs fragment_sync_delay"),
         ({"num_fragments": 2, "rendezvous": "file:///tmp/x"}, r"num_fragments=2 needs a rendezvous at tcp://"),
