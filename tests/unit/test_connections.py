@@ -1,0 +1,302 @@
+"""Several connections between two islands, and a limit to what goes over them; islands are threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed import HashStore, Store, TCPStore
+
+from hf_diloco.agreement.log import RunLog
+from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.agreement.record_store import RecordStore
+from hf_diloco.agreement.seal import Seal
+from hf_diloco.codecs import CODECS
+from hf_diloco.errors import ExchangeError, ForgedError
+from hf_diloco.exchange import Exchange, connections
+from hf_diloco.exchange.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections, Deadline, Transfers
+from hf_diloco.exchange.handshake import NUM_TAGS, authenticate
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.exchange.segments import Range, SegmentedMesh
+from tests.islands import run_islands, try_islands
+
+KEY = b"0123456789abcdef"
+LOCALHOST = "127.0.0.1"
+LONG = 30.0  # where success is expected: the machine may be busy
+AT_ONCE = 10.0  # seconds; far below LONG
+FP32 = CODECS["fp32"]
+
+
+def tcp_store() -> Callable[[], Store]:
+    host = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    return lambda: TCPStore(LOCALHOST, host.port, wait_for_workers=False)
+
+
+def hash_store() -> Callable[[], Store]:
+    store = HashStore()
+    return lambda: store
+
+
+def record_store() -> Callable[[], Store]:
+    url = f"memory://{uuid.uuid4().hex}"
+    return lambda: RecordStore(RunLog(open_object_store(url), Seal(KEY, "run-1")), patience=LONG)
+
+
+def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections], object]) -> list[object]:
+    """What `talk` returns or raises at each end of fresh connections, all of which stay open until all have ended."""
+    store = HashStore()
+    ended = threading.Barrier(num_ends)
+
+    def run(end: int) -> object:
+        links = Connections(store, "0", end, num_ends, LOCALHOST, LONG, num_connections)
+        try:
+            return talk(end, links)
+        finally:
+            ended.wait(LONG)
+            links.close()
+
+    return list(try_islands(num_ends, run))
+
+
+# What goes over them
+
+
+def make_values(island: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(island))
+
+
+@pytest.mark.parametrize("make_store", [tcp_store, hash_store, record_store])
+def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[], Store]]) -> None:
+    """Groups are set up at the same time, and wait for each other's keys in one store."""
+    get_store = make_store()
+    size = 1_500_000
+    whole = [Range(0, size)]
+
+    def average(island: int, mesh: Exchange | SegmentedMesh) -> torch.Tensor:
+        values = make_values(island, size)
+        mesh.average(values, [1.0, 2.0, 3.0], FP32)
+        mesh.close()
+        return values
+
+    def run(island: int) -> torch.Tensor:
+        store = get_store()
+        return average(island, SegmentedMesh(store, "a", island, whole[0], [whole] * 3, LOCALHOST, LONG, KEY, 4))
+
+    network = MemoryNetwork(3)
+    expected = run_islands(3, lambda island: average(island, network.lane("0", island)))
+    for values in run_islands(3, run):
+        assert torch.equal(values, expected[0])
+
+
+@pytest.mark.parametrize("num_connections", [1, 3, 4])
+@pytest.mark.parametrize("size", [0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 5 * MAX_PART_BYTES + 3])
+def test_what_is_sent_is_cut_into_parts_for_all_connections(num_connections: int, size: int) -> None:
+    def talk(end: int, links: Connections) -> list[tuple[int, int]]:
+        return [
+            (connection, part.nbytes) for connection, part in links._spread(torch.empty(size, dtype=torch.int8), 7)
+        ]
+
+    here, there = joined(2, num_connections, talk)
+    assert here == there
+    assert isinstance(here, list)
+    assert sum(num_bytes for _, num_bytes in here) == size
+    assert all(0 < num_bytes <= MAX_PART_BYTES for _, num_bytes in here)
+    used = {connection for connection, _ in here}
+    assert len(used) == min(num_connections, -(-size // MIN_PART_BYTES))
+
+
+def test_parts_with_one_tag_come_in_order() -> None:
+    size = 20 * MAX_PART_BYTES + 17
+    sent = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+
+    def talk(end: int, links: Connections) -> torch.Tensor:
+        received = torch.zeros_like(sent)
+        transfers = Transfers()
+        act, tensor = (links.receive, received) if end else (links.send, sent)
+        act(tensor, 1 - end, 5, transfers)
+        traffic = links.wait(transfers, Deadline(LONG))
+        assert traffic.bytes_sent + traffic.bytes_received == size
+        return received
+
+    _, received = joined(2, 3, talk)
+    assert isinstance(received, torch.Tensor), received
+    assert torch.equal(received, sent)
+
+
+# What ends them
+
+
+def test_one_broken_connection_of_several_is_found() -> None:
+    has_dropped = threading.Event()
+
+    def talk(end: int, links: Connections) -> list[int]:
+        if end == 1:
+            del links._groups[2]
+            has_dropped.set()
+            return []
+        assert links.find_broken() == [] or has_dropped.is_set()
+        has_dropped.wait(LONG)
+        deadline = time.monotonic() + AT_ONCE
+        while not (broken := links.find_broken()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return broken
+
+    assert joined(2, 4, talk)[0] == [1]
+
+
+def test_a_transfer_is_not_given_up_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leaves has sent all that it must, and what it sent last may yet be on its way."""
+    monkeypatch.setattr(connections, "PROBE_SECONDS", 0.1)
+
+    def talk(end: int, links: Connections) -> torch.Tensor:
+        tensor = torch.full((10,), float(end))
+        transfers = Transfers()
+        if end == 1:
+            del links._groups[1]
+            time.sleep(1)
+            links.send(tensor, 0, 2, transfers)
+        else:
+            links.receive(tensor, 1, 2, transfers)
+        links.wait(transfers, Deadline(LONG))
+        return tensor
+
+    received, _ = joined(2, 2, talk)
+    assert isinstance(received, torch.Tensor), received
+    assert torch.equal(received, torch.ones(10))
+
+
+def test_all_are_closed() -> None:
+    def count_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    joined(2, 1, lambda end, links: None)
+    before = count_open()
+    for _ in range(5):
+        joined(3, 4, lambda end, links: None)
+    deadline = time.monotonic() + AT_ONCE
+    while count_open() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert count_open() <= before
+
+
+# Proofs of the key
+
+
+@pytest.mark.parametrize("num_connections", [1, 2, 3])
+def test_each_connection_is_proved(num_connections: int) -> None:
+    def talk(end: int, links: Connections) -> int:
+        return authenticate(links, "0", end, [1 - end], KEY, timeout=LONG)
+
+    last_tag = (NUM_TAGS + 1) * num_connections - 1
+    assert joined(2, num_connections, talk) == [last_tag, last_tag]
+
+
+@pytest.mark.parametrize("unproved", [0, 1, 2])
+def test_a_connection_without_proof_is_refused(unproved: int) -> None:
+    num_connections = 3
+
+    class Impostor(Connections):
+        """Has the key, but not on one connection."""
+
+        def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+            is_proof = tag >= NUM_TAGS * num_connections
+            wrong = is_proof and tag % num_connections == unproved
+            super().send(tensor.bitwise_not() if wrong else tensor, peer, tag, transfers)
+
+    store = HashStore()
+
+    def run(end: int) -> None:
+        kind = Impostor if end else Connections
+        links = kind(store, "0", end, 2, LOCALHOST, LONG, num_connections)
+        authenticate(links, "0", end, [1 - end], KEY, timeout=LONG)
+
+    honest, _ = try_islands(2, run)
+    assert isinstance(honest, ForgedError)
+
+
+def test_a_proof_for_another_connection_is_refused() -> None:
+    """End 1 answers on each connection what is asked on the other."""
+
+    class Crossed(Connections):
+        def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+            super().send(tensor, peer, tag ^ 1, transfers)
+
+        def receive(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+            super().receive(tensor, peer, tag ^ 1, transfers)
+
+    store = HashStore()
+
+    def run(end: int) -> None:
+        kind = Crossed if end else Connections
+        links = kind(store, "0", end, 2, LOCALHOST, LONG, 2)
+        authenticate(links, "0", end, [1 - end], KEY, timeout=LONG)
+
+    for outcome in try_islands(2, run):
+        assert isinstance(outcome, ForgedError), outcome
+
+
+# The limit
+
+
+@pytest.mark.parametrize("what", ["average", "broadcast"])
+def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(what: str) -> None:
+    store = HashStore()
+    size = 1_000_000
+
+    def run(island: int) -> None:
+        limit = RateLimit(1e5) if island == 0 else None
+        exchange = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit)
+        values = torch.ones(size)
+        if what == "average":
+            exchange.average(values, [1, 1], FP32)
+        else:
+            exchange.broadcast(values, source=0)
+
+    started = time.monotonic()
+    refused, other = try_islands(2, run)
+    assert time.monotonic() - started < AT_ONCE
+    assert type(refused) is ExchangeError
+    message = str(refused)
+    for part in (
+        "rate_limit (100,000 bytes/s)",
+        "4,000,000 bytes",
+        "take 40 s",
+        "exchange_timeout is 30 s",
+        "payload",
+    ):
+        assert part in message, message
+    assert isinstance(other, ExchangeError), "it is let go at once"
+
+
+def test_lanes_share_a_limit() -> None:
+    """What is taken for one lane is not there for the other."""
+    stores = [HashStore() for _ in range(2)]
+    rate, size = 2e6, 100_000
+
+    def run(island: int) -> float:
+        limit = RateLimit(rate)
+        lanes = [MeshExchange(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit) for store in stores]
+        begin = time.monotonic()
+        threads = [
+            threading.Thread(target=lane.average, args=(torch.ones(size), [1, 1], FP32), daemon=True) for lane in lanes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        seconds = time.monotonic() - begin
+        for lane in lanes:
+            lane.close()
+        return seconds
+
+    least = RateLimit(rate).seconds(2 * 4 * size)
+    assert all(seconds >= least for seconds in run_islands(2, run))
