@@ -165,12 +165,6 @@ class OuterState:
             self.rest(fragment)
         self._combine_digests()
 
-    def write_all(self) -> None:
-        """Writes the outer parameters of all fragments into the masters; what was trained since is dropped."""
-        for fragment in self.fragments:
-            fragment.write_masters()
-            fragment.start_anew(self.config.sync_every)
-
     # The outer parameters between rounds
 
     def show(self) -> list[torch.Tensor]:
