@@ -342,7 +342,7 @@ def go_on(run: Run, folders: list[Path], num_steps: int) -> list[FixedSession]:
         assert session.outer.round == 2
         if session.config.feedback_decay:
             assert not residual_of(session).any()
-        session.outer.write_all()
+        session.outer.write_masters()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for batch in batches(island, num_steps):
             take_step(model, optimizer, batch)
