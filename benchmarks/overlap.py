@@ -5,14 +5,17 @@
 The link is such that a synchronisation in fp32 takes about as long as its inner steps, so that an island that waits
 for it trains half of the time. Every row is a run of the same steps on the same data:
 
-    utilisation     seconds that the steps take without any communication, over those of the whole run
-    stalled         seconds that training stood still for rounds, by the islands' own record
+    utilisation     share of the time in which inner steps ran: without what training stood still for rounds, by the
+                    island's own record (waiting, exchanging, reading and writing weights)
+    s a step        of that time, for one inner step; and how many times as long as without any communication
+    stalled         seconds that training stood still
     loss            of the outer parameters at the end
     to common loss  seconds until island 0 was as good as the worst of all rows is in the end
     MB              sent by one island in a round, measured
 
-"every step" is data-parallel training over the link; it takes few steps, which is enough to see their time. Both
-islands and what delays their packets share this machine's processors: on two, nothing is free for the background.
+Evaluations are left out of all times but the last. "every step" is data-parallel training over the link; it takes few
+steps, which is enough to see their time. Both islands and what delays their packets share this machine's processors:
+on two, nothing is free for the background.
 """
 
 from __future__ import annotations
@@ -59,15 +62,24 @@ class Row:
 
     name: str
     seconds: float
-    seconds_a_step: float
+    num_steps: int
     stalled: float
     eval_loss: float | None
     bytes_a_round: float | None
     num_parameters: int
     losses: list[tuple[float, float]]
     """(seconds since the start of training, evaluation loss)."""
-    utilisation: float = 0.0
     to_common_loss: float | None = None
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Without what training stood still."""
+        return (self.seconds - self.stalled) / self.num_steps
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which inner steps ran."""
+        return 1 - self.stalled / self.seconds
 
 
 def cases(delay: int) -> list[Case]:
@@ -103,7 +115,7 @@ class Bench:
         self._links = Links(processes)
 
     def run(self, case: Case, sync_every: int, num_steps: int) -> Row:
-        """Trains; the row's utilisation is still to be computed."""
+        """Trains, and reads what the run's record says."""
         name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
         port = find_free_port()
         path = self._folder / f"{name}.yaml"
@@ -168,17 +180,24 @@ def read_row(case: Case, folder: Path) -> Row:
     start, end = (next(event for event in events if event["event"] == kind) for kind in ("start", "end"))
     syncs = [event for event in events if event["event"] == "sync"]
     losses = [(event["time"] - start["time"], event["eval_loss"]) for event in events if event["event"] == "eval"]
+    evaluating = sum(event["eval_runtime"] for event in events if event["event"] == "eval")
     num_rounds = len(syncs) / (case.diloco or {}).get("num_fragments", 1)
     return Row(
         name=case.name,
-        seconds=end["seconds_total"],
-        seconds_a_step=end["seconds_total"] / end["step"],
-        stalled=sum(sync["seconds_waiting"] + sync["seconds_exchanging"] - sync["seconds_hidden"] for sync in syncs),
+        seconds=end["seconds_total"] - evaluating,
+        num_steps=end["step"],
+        stalled=sum(stalled_for(sync) for sync in syncs),
         eval_loss=losses[-1][1] if case.diloco is not None else None,
         bytes_a_round=end["bytes_sent"] / num_rounds if num_rounds else None,
         num_parameters=start["num_parameters"],
         losses=losses,
     )
+
+
+def stalled_for(sync: dict[str, float]) -> float:
+    """Seconds that training stood still for a round."""
+    under_way = sync["seconds_waiting"] + sync["seconds_exchanging"]
+    return under_way - sync["seconds_hidden"] + sync["seconds_applying"]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
@@ -187,7 +206,6 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
         bench = Bench(args, folder, processes)
         probe = args.probe_steps
         alone = bench.run(Case("no communication", {"sync_every": 10 * probe}), probe, probe)
-        alone.utilisation = 1.0
         sync_seconds = alone.num_parameters * 4 * 8 / (TCP_SHARE * args.rate * 1e6)
         sync_every = max(4, round(sync_seconds / alone.seconds_a_step))
         delay = max(1, sync_every // 6)
@@ -202,7 +220,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
                 continue
             num_steps = args.rounds * sync_every if case.diloco is not None else 6
             row = bench.run(case, sync_every, num_steps)
-            row.utilisation = alone.seconds_a_step / row.seconds_a_step
+            if case.diloco is None:  # which keeps no record of its all-reduces
+                row.stalled = max(0.0, row.seconds - row.num_steps * alone.seconds_a_step)
             rows.append(row)
             show(rows, args)
     return rows
@@ -226,7 +245,7 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
         table.add_row(
             row.name,
             f"{row.utilisation:.1%}",
-            f"{row.seconds_a_step:.3f}",
+            f"{row.seconds_a_step:.3f} ({row.seconds_a_step / rows[0].seconds_a_step:.2f}x)",
             f"{row.stalled:.1f} s",
             "" if row.eval_loss is None else f"{row.eval_loss:.3f}",
             "" if row.to_common_loss is None else f"{row.to_common_loss:.0f} s",
