@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
 
 def compare(rows: list[Row]) -> None:
     """Fills in when each row was as good as all are in the end."""
-    trained = [row for row in rows[1:] if row.losses]
+    trained = [row for row in rows[1:] if row.eval_loss is not None]
     common = max((row.losses[-1][1] for row in trained), default=0.0)
     for row in trained:
         row.to_common_loss = next((seconds for seconds, loss in row.losses if loss <= common), None)

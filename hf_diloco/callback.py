@@ -32,6 +32,7 @@ from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
 from hf_diloco.outer_view import OuterView
 from hf_diloco.retention import Retention
+from hf_diloco.schedule import count_rounds
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
@@ -170,7 +171,7 @@ class DiLoCoCallback(TrainerCallback):
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        session.num_rounds = state.max_steps // self.config.sync_every or None
+        session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
         session.join(shards, folder_of(args), self._facts, checkpoint)
         self._view = OuterView(session.outer)

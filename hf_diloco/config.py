@@ -253,6 +253,11 @@ class DiLoCoConfig(StrictModel):
         return self.num_fragments > 1 or self.fragment_sync_delay > 0 or self.eager_updates
 
     @property
+    def overlaps(self) -> bool:
+        """Whether rounds are carried out behind the inner steps."""
+        return self.fragment_sync_delay > 0 or self.eager_updates
+
+    @property
     def meets_in_store(self) -> bool:
         """Whether the islands meet in an object store, where they may come and go."""
         return self.rendezvous is not None and is_object_store(self.rendezvous)

@@ -82,12 +82,10 @@ def check_meeting(config: DiLoCoConfig) -> None:
     if config.rendezvous is None:
         return
     if is_object_store(config.rendezvous):
-        if config.is_streaming:
-            names = ("num_fragments", "fragment_sync_delay", "eager_updates")
-            name = next(name for name in names if getattr(config, name) != type(config).model_fields[name].default)
+        if config.eager_updates:
             raise ValueError(
-                f"{name}={getattr(config, name)} needs a rendezvous at tcp://HOST:PORT: islands that meet in an "
-                f"object store do not stream yet; remove {name}, or let them meet at island 0"
+                "eager_updates needs a rendezvous at tcp://HOST:PORT, and islands that stay: every island anticipates "
+                "what it brings to the next round; remove it, or set fragment_sync_delay instead"
             )
         return
     wanted = _wants_store(config)

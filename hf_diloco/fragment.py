@@ -30,11 +30,14 @@ class ScratchPool:
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
-        return self._free.pop() if self._free else torch.empty(self._size)
+        try:
+            return self._free.pop()
+        except IndexError:  # asked first, another thread could take the last one in between
+            return torch.empty(self.size)
 
     def give(self, vector: torch.Tensor) -> None:
         self._free.append(vector)
@@ -101,6 +104,14 @@ class Fragment:
         if self._vector is not None:
             self._pool.give(self._vector)
             self._vector = None
+
+    def lend(self) -> torch.Tensor:
+        """Another such vector, until it is given back."""
+        return self._pool.take()[: self.partition.numel]
+
+    def take_back(self, vector: torch.Tensor) -> None:
+        """Lets others have a vector that was lent."""
+        self._pool.give(vector.as_strided((self._pool.size,), (1,), 0))
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters. Collective over the island's ranks."""

@@ -24,6 +24,7 @@ from hf_diloco.errors import CheckpointError
 from hf_diloco.fragment import Fragment, ScratchPool
 from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import model_digest
+from hf_diloco.schedule import steps_before
 from hf_diloco.shards.base import Shards
 from hf_diloco.shards.partition import Partition, to_model_intervals
 from hf_diloco.strategies import Strategy
@@ -43,6 +44,7 @@ class OuterState:
         num_begun: rounds begun: more than completed while some are under way.
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
         run: id of the run in its object store; empty without one.
+        num_steps: inner steps counted, of all rounds.
     """
 
     fragments: list[Fragment]
@@ -57,6 +59,15 @@ class OuterState:
         self.num_begun = 0
         self.outer_hash = ""
         self.run = ""
+        self.num_steps = 0
+
+    def number_of(self, round_number: int) -> int:
+        """Which fragment a round is of."""
+        return (round_number - 1) % len(self.fragments)
+
+    def fragment_of(self, round_number: int) -> Fragment:
+        """The fragment that a round is of."""
+        return self.fragments[self.number_of(round_number)]
 
     # The fragment whose round is the next to begin; the only one, where there is one.
 
@@ -112,6 +123,7 @@ class OuterState:
     def count_step(self, weight: float = 0.0) -> bool:
         """Counts one inner step with `weight` examples or tokens behind it; returns whether a round is due."""
         self.add_weight(weight)
+        self.num_steps += 1
         for fragment in self.fragments:
             fragment.steps += 1
             if fragment.install_in is not None:
@@ -138,6 +150,17 @@ class OuterState:
         """What this island's pseudo-gradient weighs in the average: examples or tokens behind it, or 1."""
         return 1.0 if self.config.weight_by == "uniform" else self.weight
 
+    def set_due_in(self, num_steps: int) -> None:
+        """Makes the next round due in so many inner steps, and those of other fragments as far apart as ever."""
+        for distance in range(len(self.fragments)):
+            fragment = self.fragment_of(self.num_begun + 1 + distance)
+            fragment.due_at = fragment.steps + num_steps + self.config.sync_every * distance // len(self.fragments)
+
+    @property
+    def steps_left(self) -> int:
+        """Inner steps until the next round is due."""
+        return self.due_at - self.steps
+
     # The first outer parameters
 
     def open(self, shards: Shards, parts: Sequence[tuple[Shards, Partition]]) -> None:
@@ -153,7 +176,7 @@ class OuterState:
         self.fragments = []
         for number, (part, partition) in enumerate(parts):
             intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)
-            due_at = self.config.sync_every * (number + 1) // len(parts)
+            due_at = steps_before(self.config, number + 1)
             kind = EagerFragment if self.config.eager_updates else Fragment
             self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at))
 
@@ -202,8 +225,10 @@ class OuterState:
             The `round_weight` of the round that this completes.
         """
         weight = self.round_weight
-        self.current.step(mean, took_part)
-        self.write_masters()
+        fragment = self.current
+        fragment.step(mean, took_part)
+        self.drop_progress()
+        self.update_digest(fragment)
         self.round = self.num_begun = self.round + 1
         return weight
 
@@ -218,8 +243,9 @@ class OuterState:
             used: what this island sent, before it trained on, that went into `mean`, and is its own no more.
             num_steps: inner steps behind `used`.
         """
-        with self._keeping_progress(used, num_steps):
-            self.strategy.step(mean)
+        with self._keeping_progress(self.current, used, num_steps):
+            self.current.strategy.step(mean)
+        self.update_digest(self.current)
         self.round = self.num_begun = self.round + 1
 
     def count_down(self, num_steps: int) -> None:
@@ -241,30 +267,64 @@ class OuterState:
     def use_up(self) -> None:
         """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
         self.current.commit_share(self.steps)
-        self.write_masters()
+        self.drop_progress()
 
-    def jump(self, state: dict[str, torch.Tensor], round_number: int) -> None:
-        """Takes over the outer state after `round_number`, keeping this island's own progress on top of it."""
-        with self._keeping_progress():
-            self.strategy.load_state_dict(state)
+    def drop_progress(self) -> None:
+        """Writes the outer parameters of the next round's fragment into its masters: its inner steps begin anew."""
+        self.current.write_masters()
+        self.current.install_in = None
+        self.current.start_anew(self.config.sync_every)
+
+    def land(self, fragment: Fragment) -> None:
+        """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
+        if fragment.install_in is not None:
+            fragment.write_masters(self.config.fragment_update_alpha)
+            fragment.install_in = None
+            self.rest(fragment)
+
+    def jump(self, states: Sequence[dict[str, torch.Tensor]], round_number: int) -> None:
+        """Takes over the outer state after `round_number`, keeping this island's own progress on top of it.
+
+        Args:
+            states: of each fragment, as `states` gives them.
+            round_number: rounds completed.
+        """
+        for fragment, state in zip(self.fragments, states, strict=True):
+            self.land(fragment)
+            with self._keeping_progress(fragment):
+                fragment.strategy.load_state_dict(state)
+            fragment.make_digest()
+            self.rest(fragment)
+        self._combine_digests()
+        steps_left = self.steps_left
         self.round = self.num_begun = round_number
+        self.set_due_in(max(steps_left, 0))
+
+    @property
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Outer parameters and momentum of each fragment, by name, not copied."""
+        return [fragment.strategy.state_dict() for fragment in self.fragments]
 
     @contextmanager
-    def _keeping_progress(self, used: torch.Tensor | None = None, num_steps: int = 0) -> Iterator[None]:
-        self.current.take_progress()
-        delta = self.scratch
+    def _keeping_progress(
+        self, fragment: Fragment, used: torch.Tensor | None = None, num_steps: int = 0
+    ) -> Iterator[None]:
+        fragment.take_progress()
+        delta = fragment.scratch
         if used is not None:
-            self.current.take_out(delta, used, num_steps)
+            fragment.take_out(delta, used, num_steps)
         yield
-        torch.sub(self.strategy.parameters, delta, out=delta)
-        self.partition.scatter(delta)
-        self.update_digest(self.current)
+        torch.sub(fragment.strategy.parameters, delta, out=delta)
+        fragment.partition.scatter(delta)
 
     def write_masters(self) -> None:
         """Writes the outer parameters into the masters: the inner steps begin anew from there."""
-        self.current.write_masters()
-        self.update_digest(self.current)
-        self.current.start_anew(self.config.sync_every)
+        for fragment in self.fragments:
+            fragment.write_masters()
+            fragment.make_digest()
+            fragment.install_in = None
+            fragment.start_anew(fragment.due_at)
+        self._combine_digests()
 
     def update_digest(self, fragment: Fragment, island: IslandGroup | None = None) -> None:
         """Computes the digests that the outer parameters of `fragment` are in; see `Fragment.make_digest`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,12 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
 from hf_diloco.outer import OuterState
+from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.overlap import Overlap
 from hf_diloco.shards.base import Shards
+from hf_diloco.shards.fragments import FragmentShards, cut_into_fragments, describe_fragments
+
+logger = logging.getLogger("hf_diloco")
 
 
 class BaseSession(ABC):
@@ -37,6 +43,10 @@ class BaseSession(ABC):
         self.config = config
         self.island = island
         self.outer = OuterState(config, island)
+        # A thread's talk inside the island must not mix with the training's.
+        self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
+        self._overlap = Overlap(config, self.outer, self._carry_out)
+        self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = False
         self.num_rounds: int | None = None
         self.tokens_per_step: int | None = None
@@ -71,13 +81,25 @@ class BaseSession(ABC):
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
 
+    def _cut(self, shards: Shards) -> list[Shards]:
+        """The shards of each fragment."""
+        if not self.config.is_streaming:
+            return [shards]
+        config = self.config
+        names = cut_into_fragments(shards.sizes, config.num_fragments, config.fragment_order, config.fragment_patterns)
+        if self.island.is_leader and len(names) > 1:
+            logger.info("%s", describe_fragments(names, shards.sizes))
+        return [FragmentShards(shards, part) for part in names]
+
     def is_due(self, is_last: bool = False) -> bool:
         """Whether `advance` is to be called after the inner step that was counted last.
 
         Args:
             is_last: it is the last step of the run.
         """
-        return self.outer.is_due
+        if self._overlap.failure or self.outer.is_due or self._overlap.landing() is not None:
+            return True
+        return is_last and self.config.is_streaming and not self.outer.on_boundary
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         """Begins the round that is due and ends those whose time has come, as `sync` does at once.
@@ -90,7 +112,25 @@ class BaseSession(ABC):
         Raises:
             As `sync`.
         """
-        return [self.sync()]
+        self._overlap.raise_failure()
+        while (fragment := self._overlap.landing(at_once=is_last)) is not None:
+            self._reports += self._overlap.land(fragment)
+        if is_last and self.config.is_streaming:
+            while self.outer.steps and not self.is_over:
+                self._reports.append(self.sync())
+        elif self.outer.is_due and self.config.overlaps:
+            self._overlap.take_off()
+        elif self.outer.is_due:
+            self._reports.append(self.sync())
+        return self._take_reports()
+
+    def _take_reports(self) -> list[SyncReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    @abstractmethod
+    def _carry_out(self, flight: Flight) -> None:
+        """Averages over the islands and takes the outer step; called on a thread, where rounds overlap training."""
 
     def settle(self) -> list[SyncReport]:
         """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
@@ -98,7 +138,8 @@ class BaseSession(ABC):
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
         """
-        return []
+        self._reports += self._overlap.settle()
+        return self._take_reports()
 
     @abstractmethod
     def sync(self) -> SyncReport:

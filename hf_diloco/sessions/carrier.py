@@ -48,6 +48,7 @@ class Carrier:
         """
         arrived = time.monotonic()
         flight.weights = self._arrive(flight, island)
+        flight.participants = [number for number, weight in enumerate(flight.weights) if weight > 0]
         exchanging = time.monotonic()
         flight.traffic = self._average(flight, island)
         stepping = time.monotonic()

@@ -35,14 +35,16 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.exchange.bucket import BucketExchange
+from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts, make_fingerprint
 from hf_diloco.sessions.base import BaseSession
 from hf_diloco.sessions.engines import Engine
-from hf_diloco.sessions.open import open_engine
+from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.open import open_engines
 from hf_diloco.sessions.pace import Pace
-from hf_diloco.sessions.planned import PlannedRound, SyncClock
+from hf_diloco.sessions.planned import PlannedRound, RoundPassed, SyncClock
 from hf_diloco.sessions.rounds import Rounds
 from hf_diloco.sessions.snapshots import Snapshots, round_of
 from hf_diloco.shards.base import Shards
@@ -72,7 +74,7 @@ class ElasticSession(BaseSession):
     _rounds: Rounds
     _pace: Pace
     _snapshots: Snapshots
-    _engine: Engine
+    _engines: list[Engine]
     _council: Council | None = None  # this and the next: on the leader
     _members: Members | None = None
 
@@ -87,7 +89,7 @@ class ElasticSession(BaseSession):
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
         self._store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
-        self._last_end = time.monotonic()
+        self._went_on = time.monotonic(), 0
 
     @property
     def is_over(self) -> bool:
@@ -110,8 +112,7 @@ class ElasticSession(BaseSession):
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():
             check_cover(shards, self.island)
-            lanes = LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
-            self.outer.open(shards, [(shards, lanes)])
+            self.outer.open(shards, [(part, self._lanes_of(part)) for part in self._cut(shards)])
             if checkpoint is not None:
                 self.outer.restore(checkpoint)
             else:
@@ -124,8 +125,11 @@ class ElasticSession(BaseSession):
             self._pace.align_to_others()
             self._is_training = True
             self._stand("training")
-        self._last_end = time.monotonic()
+        self._go_on()
         return replaced
+
+    def _lanes_of(self, shards: Shards) -> LanePartition:
+        return LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""
@@ -145,15 +149,20 @@ class ElasticSession(BaseSession):
 
         raw, is_new, claim = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
-        intervals = self.outer.partition.intervals
-        bucket = BucketExchange(self._store, intervals[0][0] if intervals else 0, self.outer.partition.numel)
+        buckets = [self._bucket_of(fragment) for fragment in self.outer.fragments]
         log = open_log(self._store, self._key, self._run)
         author = author_of(self.config.island, claim)
-        self._snapshots = Snapshots(log, bucket, author, self.island.rank, self.island.size)
-        self._engine = open_engine(self.config, self.island, log, bucket, author, self._key)
-        self._rounds = Rounds(self.config, self.outer, self._engine, self._snapshots, self._council, claim)
+        self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
+        self._engines = open_engines(self.config, self._talk, log, buckets, author, self._key)
+        self._rounds = Rounds(
+            self.config, self.outer, self._talk, self._engines, self._snapshots, self._council, claim
+        )
         self._pace = Pace(self.config, self.outer, self._members)
         return is_new
+
+    def _bucket_of(self, fragment: Fragment) -> BucketExchange:
+        intervals = fragment.partition.intervals
+        return BucketExchange(self._store, intervals[0][0] if intervals else 0, fragment.partition.numel)
 
     def _rules(self) -> Rules:
         config = self.config
@@ -206,9 +215,12 @@ class ElasticSession(BaseSession):
 
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
-        state = self.outer.strategy.state_dict()
-        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, state))
+        self._write_snapshot()
         self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
+
+    def _write_snapshot(self) -> None:
+        states = self.outer.states
+        self._talk.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
 
     def _await_islands(self) -> None:
         """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
@@ -258,19 +270,45 @@ class ElasticSession(BaseSession):
         try:
             return self._sync()
         except (StoreError, IslandLostError) as error:
-            if isinstance(error, StoreError):  # which would not say either where the others are
-                self.outer.due_at = self.outer.steps + self.config.sync_every
-            else:
-                self._pace.align()
-            raise MissedRoundError(
-                f"round {self.outer.round + 1} is missed, and training goes on for {self._steps_left} steps: {error}"
-            ) from None
+            raise self._missed(error) from None
         finally:
             self._stand("training")
-            self._last_end = time.monotonic()
+            self._go_on()
+
+    def advance(self, is_last: bool = False) -> list[SyncReport]:
+        try:
+            return super().advance(is_last)
+        except RoundPassed:  # all under way have given back what they took
+            self._reports.append(self.sync())
+            return self._take_reports()
+        except (StoreError, IslandLostError) as error:
+            raise self._missed(error) from None
+
+    def _missed(self, error: DiLoCoError) -> MissedRoundError:
+        """Lets training go on after a round did not take place."""
+        if isinstance(error, StoreError):  # which would not say either where the others are
+            self._pace.postpone()
+        else:
+            self._pace.align()
+        return MissedRoundError(
+            f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
+        )
+
+    def _carry_out(self, flight: Flight) -> None:
+        self._stand("syncing")
+        try:
+            self._rescue_average()
+            self._after_round(self._rounds.carry_flight(flight))
+        finally:
+            self._stand("training")
+
+    def _go_on(self) -> None:
+        """Training goes on."""
+        self._overlap.last_end = time.monotonic()
+        self._went_on = self._overlap.last_end, self.outer.num_steps
 
     def _sync(self) -> SyncReport:
-        clock = SyncClock(self._last_end)
+        clock = SyncClock(self._overlap.last_end)
         round_before = self.outer.round
         report = None
         while True:
@@ -285,27 +323,24 @@ class ElasticSession(BaseSession):
                 self._rescue_average()
                 offer = self._rounds.publish(clock)
                 planned = clock.wait(lambda: self._rounds.convene(offer))  # noqa: B023 - called at once
+            fragment = self.outer.current
             report = self._rounds.carry_out(planned, clock) or report
-            if report is not None and self.outer.on_boundary:
+            self.outer.rest(fragment)
+            if report is not None and not fragment.steps:
                 self._after_round(planned)
                 return report
 
     def _rescue_average(self) -> None:
         """Where nobody has put the last average into the store, a snapshot takes its place."""
-        self._engine.rest()
-        if self.island.on_leader(self._rounds.is_average_missing):
+        self._rounds.rest()
+        if self._talk.on_leader(self._rounds.is_average_missing):
             logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
             self._snapshots.wait()
-            state = self.outer.strategy.state_dict()
-            self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, state))
+            self._write_snapshot()
 
     def _has_caught_up(self, round_before: int) -> bool:
         """Whether this island has come to where the others are in the middle of their inner steps."""
-        return self.outer.round > round_before and (self._pace.align() or self.outer.on_boundary)
-
-    @property
-    def _steps_left(self) -> int:
-        return self.outer.due_at - self.outer.steps
+        return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
 
     def _let_round_pass(self) -> None:
         """Others that are about to plan a round would wait until an island that begins now has trained for it too."""
@@ -330,11 +365,10 @@ class ElasticSession(BaseSession):
     # Between rounds
 
     def _after_round(self, planned: PlannedRound) -> None:
-        participants = [participant.island for participant in planned.plan.participants]
-        is_time = self.outer.round % self.config.snapshot_every == 0
-        if is_time and min(participants) == self.config.island and self.outer.on_boundary:
+        first = min(participant.island for participant in planned.plan.participants)
+        if planned.number % self.config.snapshot_every == 0 and first == self.config.island:
             self._snapshots.write_behind(
-                self.outer.round, self.outer.outer_hash, self.outer.strategy.state_dict(), self.config.keep_rounds
+                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
             )
 
     def _stand(self, phase: Phase) -> None:
@@ -353,13 +387,15 @@ class ElasticSession(BaseSession):
         standing.tokens_per_second = self._speed()
 
     def _speed(self) -> float:
-        elapsed = time.monotonic() - self._last_end
-        return self.outer.steps * (self.tokens_per_step or 0) / elapsed if elapsed > 0 else 0.0
+        since, num_steps = self._went_on
+        elapsed = time.monotonic() - since
+        return (self.outer.num_steps - num_steps) * (self.tokens_per_step or 0) / elapsed if elapsed > 0 else 0.0
 
     # Leaving
 
     def leave(self, finished: bool) -> None:
         """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
+        self.settle()
         if not finished and self._is_training and self.outer.steps:
             try:
                 self._rounds.bequeath()
@@ -382,10 +418,12 @@ class ElasticSession(BaseSession):
             )
 
     def close(self) -> None:
-        if hasattr(self, "_engine"):
+        self._overlap.close()
+        if hasattr(self, "_engines"):
             self._snapshots.wait()
-            self._engine.rest()
-            self._engine.close()
+            self._rounds.rest()
+            for engine in self._engines:
+                engine.close()
 
     def _need_council(self) -> Council:
         assert self._council is not None

@@ -14,16 +14,12 @@ are touched only after the round was committed.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hf_diloco.agreement.ledger import Ledger
 from hf_diloco.agreement.records import (
@@ -33,21 +29,18 @@ from hf_diloco.agreement.records import (
     parse_records,
 )
 from hf_diloco.agreement.verdicts import states_are_equal
-from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.eager import EagerFragment
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
 from hf_diloco.exchange.base import Exchange
 from hf_diloco.exchange.transport import Transport, open_transport
-from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts, check_fingerprints, check_folders, find_common, make_fingerprint
 from hf_diloco.sessions.base import BaseSession
 from hf_diloco.sessions.carrier import Carrier
-from hf_diloco.sessions.flights import Flight, Flights
+from hf_diloco.sessions.eager_rounds import EagerRounds
+from hf_diloco.sessions.flights import Flight
 from hf_diloco.shards.base import Shards
-from hf_diloco.shards.fragments import FragmentShards, cut_into_fragments, describe_fragments
 from hf_diloco.shards.partition import choose_partition, layout_of
 
 logger = logging.getLogger("hf_diloco")
@@ -78,14 +71,7 @@ class FixedSession(BaseSession):
     ) -> None:
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
-        self._flights: Flights | None = None
-        self._failure: DiLoCoError | None = None
         self._is_closing = False
-        if (
-            config.fragment_sync_delay or config.eager_updates
-        ):  # the thread's talk inside the island must not mix with the training's
-            self._flights = Flights()
-            self._aside = IslandGroup(timeout=config.longest_wait)
         self._transport = self._connect(transport)
         self._ledger = Ledger(
             self._transport.store,
@@ -95,8 +81,8 @@ class FixedSession(BaseSession):
             self._find_broken,
         )
         self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
+        self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)
         island.on_leader(self._ledger.claim)
-        self._last_end = time.monotonic()
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -137,17 +123,8 @@ class FixedSession(BaseSession):
             else:
                 self.outer.begin()
             replaced = self._agree_on_start(resumed=checkpoint is not None)
-        self._last_end = time.monotonic()
+        self._overlap.last_end = time.monotonic()
         return replaced
-
-    def _cut(self, shards: Shards) -> list[Shards]:
-        if not self.config.is_streaming:
-            return [shards]
-        config = self.config
-        names = cut_into_fragments(shards.sizes, config.num_fragments, config.fragment_order, config.fragment_patterns)
-        if self.island.is_leader and len(names) > 1:
-            logger.info("%s", describe_fragments(names, shards.sizes))
-        return [FragmentShards(shards, part) for part in names]
 
     def _meet(self, shards: Shards, folder: Path, facts: Facts) -> list[JoinRecord]:
         record = JoinRecord(
@@ -203,53 +180,14 @@ class FixedSession(BaseSession):
 
     # Rounds
 
-    def is_due(self, is_last: bool = False) -> bool:
-        if self._failure or self.outer.is_due or self._landing() is not None:
-            return True
-        return is_last and self.config.is_streaming and not self.outer.on_boundary
-
     def advance(self, is_last: bool = False) -> list[SyncReport]:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
         if self.config.eager_updates:
-            return self._advance_eagerly(is_last)
-        reports = []
-        while (fragment := self._landing(at_once=is_last)) is not None:
-            reports += self._land(fragment)
-        if is_last and self.config.is_streaming:
-            while self.outer.steps:
-                reports.append(self.sync())
-        elif self.outer.is_due and self._flights is not None:
-            self._take_off(self._flights)
-        elif self.outer.is_due:
-            reports.append(self.sync())
-        return reports
+            self._overlap.raise_failure()
+            return self._eager.advance(is_last)
+        return super().advance(is_last)
 
-    def _advance_eagerly(self, is_last: bool) -> list[SyncReport]:
-        """Uses the average of the round that ends, and this island's own part of the one that begins; see `eager`."""
-        fragment, flights = self.outer.current, self._flights
-        assert isinstance(fragment, EagerFragment)
-        assert flights is not None
-        reports = [self._collect(flights)] if flights else []
-        if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
-            reports.append(self._carry_out_now(self._anticipated_flight(fragment)))
-        flight = self._capture()
-        if is_last:
-            reports.append(self._carry_out_now(flight))
-            fragment.step_eagerly(None)
-            self.island.on_all(self._average_parameters)
-        else:
-            flight.steps, flight.weight_of_steps, flight.due_at = (
-                0,
-                0.0,
-                self.config.sync_every,
-            )  # are used, come what may
-            fragment.step_eagerly(flight.delta if math.isfinite(flight.square) else None)
-            flights.start(flight, lambda flight: self._carrier.carry_out(flight, self._aside))
-        fragment.write_masters()
-        self._last_end = time.monotonic()
-        return reports
+    def _carry_out(self, flight: Flight) -> None:
+        self._carrier.carry_out(flight, self._talk)
 
     def _carry_out_now(self, flight: Flight) -> SyncReport:
         try:
@@ -258,128 +196,16 @@ class FixedSession(BaseSession):
             flight.give_back()
             self.outer.num_begun -= 1
             raise
-        return self._report(flight, flight.seconds_stepping)
-
-    def _anticipated_flight(self, fragment: EagerFragment) -> Flight:
-        delta = fragment.anticipated()
-        (square,) = self.island.sum([float(torch.dot(delta, delta))])
-        self.outer.num_begun += 1
-        return Flight(
-            number=self.outer.num_begun,
-            fragment=fragment,
-            delta=delta,
-            square=square,
-            weight=1.0,
-            steps=0,
-            weight_of_steps=0.0,
-            due_at=fragment.due_at,
-            seconds_computing=0.0,
-            seconds_capturing=0.0,
-        )
-
-    def _average_parameters(self) -> None:
-        """After the last round: what momentum has left of the islands' differences goes."""
-        fragment = self.outer.current
-        parts = fragment.partition.split(fragment.strategy.parameters)
-        for exchange, part in zip(self._exchanges, parts, strict=True):
-            exchange.average(part, [1.0] * self.config.num_islands, CODECS["fp32"])
-
-    def settle(self) -> list[SyncReport]:
-        reports = []
-        try:
-            while self._flights:
-                reports.append(self._collect(self._flights))
-        except DiLoCoError as error:
-            self._failure = error
-        return reports
+        return self._overlap.report(flight, flight.seconds_stepping)
 
     def sync(self) -> SyncReport:
-        flight = self._capture()
+        flight = self._overlap.capture()
         self._carry_out_now(flight)
         landing = time.monotonic()
         flight.fragment.write_masters()
         self.outer.rest(flight.fragment)
-        self._last_end = time.monotonic()
-        return self._report(flight, self._last_end - landing)
-
-    # A round's way
-
-    def _capture(self) -> Flight:
-        """Takes the pseudo-gradient of the fragment whose round is next; its next inner steps begin."""
-        started = time.monotonic()
-        fragment = self.outer.current
-        delta, square = fragment.pseudo_gradient()
-        self.outer.num_begun += 1
-        flight = Flight(
-            number=self.outer.num_begun,
-            fragment=fragment,
-            delta=delta,
-            square=square,
-            weight=1.0 if self.config.weight_by == "uniform" else fragment.weight,
-            steps=fragment.steps,
-            weight_of_steps=fragment.weight,
-            due_at=fragment.due_at,
-            seconds_computing=started - self._last_end,
-            seconds_capturing=time.monotonic() - started,
-        )
-        fragment.start_anew(self.config.sync_every)
-        return flight
-
-    def _take_off(self, flights: Flights) -> None:
-        flight = self._capture()
-        flight.fragment.install_in = self.config.fragment_sync_delay
-        flights.start(flight, lambda flight: self._carrier.carry_out(flight, self._aside))
-        self._last_end = time.monotonic()
-
-    def _landing(self, at_once: bool = False) -> Fragment | None:
-        """The fragment whose masters are to take the outer parameters of its last round; the oldest if several."""
-        waiting = [fragment for fragment in self.outer.fragments if fragment.install_in is not None]
-        first = min(waiting, key=lambda fragment: fragment.install_in or 0, default=None)
-        is_time = first is not None and first.install_in is not None and (at_once or first.install_in <= 0)
-        return first if is_time else None
-
-    def _land(self, fragment: Fragment) -> list[SyncReport]:
-        """Waits for the round of `fragment`, if it is under way still, and has the masters take its result."""
-        reports = []
-        if self._flights and self._flights.oldest and self._flights.oldest.fragment is fragment:
-            reports.append(self._collect(self._flights))
-        landing = time.monotonic()
-        fragment.write_masters(self.config.fragment_update_alpha)
-        fragment.install_in = None
-        self.outer.rest(fragment)
-        self._last_end = time.monotonic()
-        seconds = self._last_end - landing
-        return [replace(report, seconds_applying=report.seconds_applying + seconds) for report in reports]
-
-    def _collect(self, flights: Flights) -> SyncReport:
-        """Waits for the oldest round under way."""
-        try:
-            flight, stalled = flights.land()
-        except DiLoCoError:
-            for fragment in self.outer.fragments:
-                self.outer.rest(fragment)
-            self.outer.num_begun = self.outer.round
-            raise
-        hidden = max(0.0, flight.seconds_waiting + flight.seconds_exchanging - stalled)
-        return self._report(flight, 0.0, hidden)
-
-    def _report(self, flight: Flight, seconds_applying: float, seconds_hidden: float = 0.0) -> SyncReport:
-        return SyncReport(
-            round=flight.number,
-            participants=[island for island, share in enumerate(flight.weights) if share > 0],
-            seconds_computing=flight.seconds_computing,
-            seconds_waiting=flight.seconds_waiting,
-            seconds_exchanging=flight.seconds_exchanging,
-            seconds_applying=flight.seconds_capturing + seconds_applying,
-            bytes_sent=flight.traffic.bytes_sent,
-            bytes_received=flight.traffic.bytes_received,
-            pseudo_gradient_norm=math.sqrt(flight.square) if math.isfinite(flight.square) else math.nan,
-            cosine=flight.cosine,
-            weight=flight.weight,
-            outer_hash=flight.outer_hash,
-            fragment=(flight.number - 1) % len(self.outer.fragments),
-            seconds_hidden=seconds_hidden,
-        )
+        self._overlap.last_end = time.monotonic()
+        return self._overlap.report(flight, self._overlap.last_end - landing)
 
     # Leaving
 
@@ -408,5 +234,4 @@ class FixedSession(BaseSession):
             exchange.close()
         self._exchanges.clear()
         self._is_closing = True
-        if self._flights is not None:
-            self._flights.close()
+        self._overlap.close()

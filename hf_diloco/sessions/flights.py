@@ -13,7 +13,7 @@ import torch
 from hf_diloco.errors import DiLoCoError, ExchangeError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.fragment import Fragment
-from hf_diloco.measure import AverageStats
+from hf_diloco.measure import AverageStats, SyncReport
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Flight:
     seconds_computing: float
     seconds_capturing: float
     # What carrying it out finds.
+    participants: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     stats: AverageStats = field(default_factory=AverageStats)
     traffic: Traffic = field(default_factory=Traffic)
@@ -52,6 +53,13 @@ class Flight:
     seconds_waiting: float = 0.0
     seconds_exchanging: float = 0.0
     seconds_stepping: float = 0.0
+
+    def note(self, report: SyncReport) -> None:
+        """Takes what carrying it out has measured."""
+        self.participants = report.participants
+        self.traffic = Traffic(report.bytes_sent, report.bytes_received)
+        self.weight, self.cosine, self.outer_hash = report.weight, report.cosine, report.outer_hash
+        self.seconds_waiting, self.seconds_exchanging = report.seconds_waiting, report.seconds_exchanging
 
     def give_back(self) -> None:
         """Nothing came of it: its inner steps count for the next try."""
@@ -66,9 +74,13 @@ class Flights:
     """Those that have begun, oldest first, and the thread that carries them out.
 
     After one has failed, those behind it fail too.
+
+    Args:
+        carry_out: called with each, on the thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, carry_out: Callable[[Flight], None]) -> None:
+        self._carry_out = carry_out
         self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_take_one_core)
         self._under_way: deque[tuple[Flight, Future[None]]] = deque()
         self._has_failed = False
@@ -81,14 +93,14 @@ class Flights:
         """The round that is carried out first."""
         return self._under_way[0][0] if self._under_way else None
 
-    def start(self, flight: Flight, carry_out: Callable[[Flight], None]) -> None:
-        """Has `carry_out(flight)` run after those before it."""
+    def start(self, flight: Flight) -> None:
+        """Has a round carried out after those before it."""
 
         def run() -> None:
             if self._has_failed:
                 raise ExchangeError("the round before it failed")
             try:
-                carry_out(flight)
+                self._carry_out(flight)
             except BaseException:
                 self._has_failed = True
                 raise
@@ -120,6 +132,7 @@ class Flights:
             flight, future = self._under_way.pop()
             future.exception()
             flight.give_back()
+        self._has_failed = False
 
 
 def _take_one_core() -> None:

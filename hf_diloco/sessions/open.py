@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.rendezvous import find_address
@@ -36,16 +36,21 @@ def open_session(
     return FixedSession(config, island, should_stop)
 
 
-def open_engine(
-    config: DiLoCoConfig, island: IslandGroup, log: RunLog, bucket: BucketExchange, author: str, key: bytes
-) -> Engine:
-    """How islands that meet in an object store exchange. Collective over the island's ranks.
+def open_engines(
+    config: DiLoCoConfig,
+    island: IslandGroup,
+    log: RunLog,
+    buckets: Sequence[BucketExchange],
+    author: str,
+    key: bytes,
+) -> list[Engine]:
+    """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
 
     Args:
         config: the outer loop's settings.
         island: the ranks of this island.
         log: of the run.
-        bucket: this rank's range of the object store.
+        buckets: this rank's range of each fragment in the object store.
         author: names the island and its process, as "00001-000002".
         key: of the run.
 
@@ -53,7 +58,10 @@ def open_engine(
         RendezvousError: the address to listen on is a public one.
     """
     if not config.is_direct:
-        return BucketEngine(bucket, CODECS[config.payload], island.rank)
-    (size,) = island.sum([bucket.length])
+        return [BucketEngine(bucket, CODECS[config.payload], island.rank) for bucket in buckets]
+    sizes = island.sum([bucket.length for bucket in buckets])
     address = island.on_all(lambda: find_address(config))
-    return DirectEngine(config, island, log, bucket, int(size), author, address, key)
+    return [
+        DirectEngine(config, island, log, bucket, int(size), author, address, key)
+        for bucket, size in zip(buckets, sizes, strict=True)
+    ]

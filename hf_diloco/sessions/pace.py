@@ -6,10 +6,11 @@ from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import StoreError
 from hf_diloco.outer import OuterState
+from hf_diloco.schedule import steps_before
 
 
 class Pace:
-    """Sets `outer.due_at` by what the other islands say of themselves.
+    """Sets when the next round is due by what the other islands say of themselves.
 
     Args:
         config: the outer loop's settings.
@@ -24,10 +25,13 @@ class Pace:
         self._members = members
 
     def align_to_others(self) -> None:
-        """An island that joins in the middle of a round syncs with the others, if it has time for a step."""
+        """An island that joins in the middle of a round syncs with the others, if it has time for a step.
+
+        One that resumes further than they are keeps its time: what is heard may be of processes that are gone.
+        """
         steps = self.island.on_leader(self._others_steps)
-        if 0 < steps < self.config.sync_every:
-            self.outer.due_at = self.outer.steps + self.config.sync_every - steps
+        if self.outer.steps < steps < self._length:
+            self.outer.set_due_in(self._length - steps)
 
     def align(self) -> bool:
         """Makes the next round due when the others reach it, so that nobody waits for anybody.
@@ -36,9 +40,16 @@ class Pace:
             Whether that is later than now.
         """
         steps = self.island.on_leader(self._others_steps)
-        left = self.config.sync_every - min(steps, self.config.sync_every)
-        self.outer.due_at = self.outer.steps + (left or self.config.sync_every)
+        left = self._length - min(steps, self._length)
+        if left:
+            self.outer.set_due_in(left)
+        else:
+            self.postpone()
         return left > 0
+
+    def postpone(self) -> None:
+        """Makes the next round due when the one after it would have been."""
+        self.outer.set_due_in(max(1, self.config.sync_every // self.config.num_fragments))
 
     def others_convene(self) -> bool:
         """Whether others have offered for the next round, and are enough for it without this island."""
@@ -58,7 +69,11 @@ class Pace:
         except StoreError:
             return 0
         current = [beat.steps for beat in others if beat.round >= self.outer.round]
-        return max(current, default=0 if others else self.config.sync_every)
+        return max(current, default=0 if others else self._length)
+
+    @property
+    def _length(self) -> int:
+        return steps_before(self.config, self.outer.round + 1)
 
     def _need_members(self) -> Members:
         assert self._members is not None, "only the leader asks"

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Any, TypeVar
 
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.errors import DiLoCoError
 from hf_diloco.exchange.base import Traffic
 
 T = TypeVar("T")
@@ -67,14 +68,8 @@ class Part(Enum):
     WHOLE = auto()
 
 
-@dataclass
-class Offered:
-    """What this process has put into the store last: for which round, where, and how many inner steps are in it."""
-
-    serial: int
-    round: int
-    steps: int
-    objects: list[dict[str, Any]]
+class RoundPassed(DiLoCoError):
+    """A round under way takes place without what this island has for it."""
 
 
 class SyncClock:

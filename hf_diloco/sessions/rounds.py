@@ -14,21 +14,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hf_diloco.agreement.council import Attempt, Council, author_of
+from hf_diloco.agreement.council import Attempt, Council
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
 from hf_diloco.errors import CheckpointError, DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import CosineSums, SyncReport, cosine_to_others
 from hf_diloco.outer import OuterState
 from hf_diloco.sessions.engines import Engine
-from hf_diloco.sessions.planned import Offered, Part, PlannedRound, SyncClock
+from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.offers import Contribution, Offers
+from hf_diloco.sessions.planned import Part, PlannedRound, RoundPassed, SyncClock
 from hf_diloco.sessions.snapshots import Snapshot, Snapshots
 
 logger = logging.getLogger("hf_diloco")
@@ -42,7 +46,8 @@ class Rounds:
     Args:
         config: the outer loop's settings.
         outer: this rank's outer state.
-        engine: how values get from island to island.
+        island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
+        engines: how values get from island to island, one a fragment.
         snapshots: of the run.
         council: decides rounds; on the island's leader only.
         claim: of this process.
@@ -52,21 +57,21 @@ class Rounds:
         self,
         config: DiLoCoConfig,
         outer: OuterState,
-        engine: Engine,
+        island: IslandGroup,
+        engines: Sequence[Engine],
         snapshots: Snapshots,
         council: Council | None,
         claim: int,
     ) -> None:
         self.config = config
         self.outer = outer
-        self.island: IslandGroup = outer.island
-        self._engine = engine
+        self.island = island
+        self._engines = engines
         self._snapshots = snapshots
         self._council = council
-        self._claim = claim
-        self._author = author_of(config.island, claim)
-        self._offered: Offered | None = None
+        self._offers = Offers(config, outer, island, engines, claim)
         self._last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
     # Which round
 
@@ -99,56 +104,41 @@ class Rounds:
         return PlannedRound(attempt.round, attempt.number, attempt.plan, attempt.outcome, offers)
 
     def publish(self, clock: SyncClock) -> OfferRecord:
-        """Puts this island's pseudo-gradient into the store, unless it is there."""
-        number = self.outer.round + 1
-        self._engine.rest()
+        """Has the others find this island's progress, unless they do already."""
+        self.rest()
+        self.outer.land(self.outer.current)
         delta, square = self.outer.pseudo_gradient()
-        if not self.has_offered(number):
-            (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
-            said, traffic = self.island.on_all(lambda: self._engine.announce(delta, number, tag))
-            clock.traffic += traffic
-            serial = self._offered.serial + 1 if self._offered else 0
-            objects = self.island.gather(said)
-            self._offered = Offered(serial, number, self.outer.steps, objects)
-        assert self._offered is not None
-        is_finite = math.isfinite(square)
-        return OfferRecord(
-            island=self.config.island,
-            claim=self._claim,
-            serial=self._offered.serial,
-            steps=self._offered.steps,
-            weight=self.weight if is_finite else 0.0,
-            norm=math.sqrt(square) if is_finite else None,
-            state=self.outer.outer_hash,
-            objects=self._offered.objects,
-            links=self._engine.links,
-        )
+        number, steps = self.outer.round + 1, self.outer.steps
+        weight = self._offers.weigh(number, steps, self.outer.weight)
+        return self._offers.make(Contribution(number, delta, square, steps, weight), clock)
 
     def bequeath(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
-        if self._engine.needs_presence or self.has_offered(self.outer.round + 1):
+        number = self.outer.round + 1
+        if self._engine_of(number).needs_presence or self._offers.holds(number, self.outer.steps):
             return
         offer = self.publish(SyncClock())
 
         def hand_over() -> None:
             council = self._need_council()
-            attempt = council.current(self.outer.round + 1)
+            attempt = council.current(number)
             if attempt.plan is None:
                 council.offer(attempt, offer)
 
         self.island.on_leader(hand_over)
 
-    def has_offered(self, number: int) -> bool:
-        """Whether all of this island's progress is in the store, for round `number`."""
-        offered = self._offered
-        return offered is not None and offered.round == number and offered.steps == self.outer.steps
+    def rest(self) -> None:
+        """Returns when no average is on its way into the store: it may be overwritten."""
+        for engine in self._engines:
+            engine.rest()
+        while self._lent:
+            fragment, vector = self._lent.pop()
+            fragment.take_back(vector)
 
-    @property
-    def weight(self) -> float:
-        """Tokens or examples; or, where all count alike, the share of a whole round's steps."""
-        if self.config.weight_by == "uniform":
-            return self.outer.steps / self.config.sync_every
-        return self.outer.weight
+    def _engine_of(self, number: int) -> Engine:
+        return self._engines[self.outer.number_of(number)]
+
+    # Carrying out
 
     def carry_out(self, planned: PlannedRound, clock: SyncClock, is_resuming: bool = False) -> SyncReport | None:
         """Averages what the plan names, settles the attempt, and takes the outer step; None if it was aborted.
@@ -158,73 +148,154 @@ class Rounds:
             clock: what this synchronisation takes.
             is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
         """
-        if planned.plan.state != self.outer.outer_hash:
-            raise self._diverged(planned, "outer parameters", self.outer.outer_hash, planned.plan.state)
-        self._engine.rest()  # from here on the last round's average may be overwritten
+        self._check_state(planned)
+        self.rest()
+        self.outer.land(self.outer.current)
         part = self._part_in(planned, is_resuming)
         own = planned.place_of(self.config.island)
-        is_here = own is not None and self._is_newest(planned.offers[own])
-        if self._engine.needs_presence and planned.outcome is None and not is_here:
+        is_here = own is not None and self._holds_all(planned.offers[own])
+        engine = self._engine_of(planned.number)
+        if engine.needs_presence and planned.outcome is None and not is_here:
             self._await_outcome(planned)
             return None
         if planned.is_committed and not self.island.on_leader(lambda: self._await_average(planned)):
             gone = PayloadError(f"the average of round {planned.number} is not in the store")
-            self._on_bad_payload(planned, gone, Part.WHOLE if is_resuming else part)
+            self._on_gone(planned, gone, Part.WHOLE if is_resuming else part)
             return None
         delta, square = self.outer.pseudo_gradient(with_residual=part is Part.WHOLE)
         # The average may replace progress that is used up; other progress must outlast it.
         mean = delta if part is Part.WHOLE else torch.empty_like(delta)
+        used: list[torch.Tensor | None] = [None]
         sums = CosineSums()
-        own_values = delta if is_here else None
+
+        def average() -> None:
+            self._average(planned, mean, own, delta if is_here else None, clock, sums)
+            used[0] = self._used_of(planned, own) if part is Part.SOME else None
+
         try:
-            clock.traffic += self.island.on_all(
-                lambda: self._engine.average(planned, mean, own, own_values, sums.observe)
-            )
-            if self._engine.needs_presence and len(planned.offers) == 1 and not planned.is_committed:
-                self.outer.current.encode_alone(mean)
-            used = self._used_of(planned, own) if part is Part.SOME else None
+            if not self._try(planned, average):
+                return None
         except PayloadError as error:
-            self._engine.close()
-            self._on_bad_payload(planned, error, Part.WHOLE if is_resuming else part)
+            self._on_gone(planned, error, Part.WHOLE if is_resuming else part)
             return None
+        outcome = self._settle(planned, mean, clock)
+        if outcome is None:
+            return None
+        weight = self._offers.weigh(planned.number, self.outer.steps, self.outer.weight)
+        self._install(planned, mean, part, used[0])
+        self._complete(planned, outcome, mean)
+        return self._report(planned, clock, sums, square, weight, own)
+
+    def carry_flight(self, flight: Flight) -> PlannedRound:
+        """Carries out a round behind the inner steps, in as many attempts as it takes.
+
+        Raises:
+            RoundPassed: it takes place, but not with what is under way here: `carry_out` knows what to do.
+            IslandLostError, StoreError: it does not take place. Nothing was changed.
+        """
+        clock = SyncClock()
+        self.rest()
+        weight = self._offers.weigh(flight.number, flight.steps, flight.weight_of_steps)
+        own = Contribution(flight.number, flight.delta, flight.square, flight.steps, weight)
+        mean = flight.fragment.lend()  # another attempt needs the pseudo-gradient again
+        self._lent.append((flight.fragment, mean))
+        while True:
+            sums = CosineSums()
+            planned = self._plan_flight(own, clock)
+            place = planned.place_of(self.config.island)
+            average = partial(self._average, planned, mean, place, flight.delta, clock, sums)
+            outcome = self._settle(planned, mean, clock) if self._try(planned, average) else None
+            if outcome is not None:
+                break
+        flight.fragment.step(mean)
+        self.outer.update_digest(flight.fragment, self.island)
+        self.outer.round = flight.number
+        self._complete(planned, outcome, mean)
+        flight.note(self._report(planned, clock, sums, flight.square, weight, place))
+        return planned
+
+    def _plan_flight(self, own: Contribution, clock: SyncClock) -> PlannedRound:
+        """Offers, and returns the plan, if it takes just this offer."""
+        offer = self._offers.make(own, clock)
+        planned = clock.wait(lambda: self.convene(offer))
+        self._check_state(planned)
+        place = planned.place_of(self.config.island)
+        is_late = self._engine_of(own.number).needs_presence and planned.is_committed
+        if place is None or is_late or not self._offers.is_newest(planned.offers[place]):
+            raise RoundPassed(f"round {own.number} takes place without what this island has for it")
+        return planned
+
+    def _average(
+        self,
+        planned: PlannedRound,
+        mean: torch.Tensor,
+        own: int | None,
+        own_values: torch.Tensor | None,
+        clock: SyncClock,
+        sums: CosineSums,
+    ) -> None:
+        engine = self._engine_of(planned.number)
+        clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, own, own_values, sums.observe))
+        if engine.needs_presence and len(planned.offers) == 1 and not planned.is_committed:
+            self.outer.fragment_of(planned.number).encode_alone(mean)
+
+    def _try(self, planned: PlannedRound, average: Callable[[], None]) -> bool:
+        """Whether the average could be made; if not, the others are told.
+
+        Raises:
+            PayloadError: it could not, and they have made it.
+        """
+        try:
+            average()
+            return True
+        except PayloadError as error:
+            self._engine_of(planned.number).close()
+            if planned.is_committed:
+                raise
+            self._on_unusable(planned, error)
         except IslandLostError as error:
-            self._engine.close()
+            self._engine_of(planned.number).close()
             self._on_lost(planned, error)
-            return None
         except DiLoCoError:
-            self._engine.close()
+            self._engine_of(planned.number).close()
             raise
-        digest = digest_vector(mean, self.outer.partition, self.island)
+        return False
+
+    def _settle(self, planned: PlannedRound, mean: torch.Tensor, clock: SyncClock) -> OutcomeRecord | None:
+        """Votes for an average; None if the attempt is aborted."""
+        digest = digest_vector(mean, self.outer.fragment_of(planned.number).partition, self.island)
         outcome = planned.outcome or clock.wait(lambda: self._commit(planned, digest))
         if outcome.kind == "abort":
-            self._engine.settled(planned, outcome, None)
-            self._note_abort(outcome)
+            self._engine_of(planned.number).settled(planned, outcome, None)
+            self._offers.forget(outcome.unusable)
             return None
         if outcome.mean != digest:
             raise self._diverged(planned, "average", digest, outcome.mean)
         clock.averaged()
-        weight = self.weight
-        self._snapshots.wait()
-        self._install(planned, mean, part, used)
-        self._engine.settled(planned, outcome, mean)
+        self._snapshots.wait()  # which reads what changes now
+        return outcome
+
+    def _complete(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor) -> None:
+        self._engine_of(planned.number).settled(planned, outcome, mean)
         self._last = planned, outcome
         self.island.on_leader(lambda: self._need_council().remember(planned.plan))
-        return self._report(planned, clock, sums, square, weight, own)
 
     def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
         """How much of this island's progress a round uses up."""
         own = planned.place_of(self.config.island)
         if own is None:
             return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
-        is_of_another_process = planned.offers[own].claim != self._claim  # whose steps this one has made again
-        is_all = is_resuming or is_of_another_process or self._is_newest(planned.offers[own])
+        is_of_another_process = not self._offers.is_own(planned.offers[own])  # whose steps this one has made again
+        is_all = is_resuming or is_of_another_process or self._holds_all(planned.offers[own])
         return Part.WHOLE if is_all else Part.SOME
 
-    def _is_newest(self, offer: OfferRecord) -> bool:
+    def _holds_all(self, offer: OfferRecord) -> bool:
         """Whether an offer holds just the progress that this island has made."""
-        offered = self._offered
-        is_last = offered is not None and (offer.claim, offer.serial) == (self._claim, offered.serial)
-        return is_last and self.has_offered(self.outer.round + 1)
+        return self._offers.is_newest(offer) and self._offers.holds(self.outer.round + 1, self.outer.steps)
+
+    def _check_state(self, planned: PlannedRound) -> None:
+        if planned.plan.state != self.outer.outer_hash:
+            raise self._diverged(planned, "outer parameters", self.outer.outer_hash, planned.plan.state)
 
     def _diverged(self, planned: PlannedRound, what: str, mine: str, agreed: str) -> DivergedError:
         return DivergedError(
@@ -233,22 +304,18 @@ class Rounds:
             "started again, it resumes from its last checkpoint"
         )
 
-    def _note_abort(self, outcome: OutcomeRecord) -> None:
-        """What was of no use is published anew."""
-        if self._offered is not None and f"/{self._author}-{self._offered.serial:06d}." in outcome.unusable:
-            self._offered.round = -1
-
     def _commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
         attempt = Attempt(planned.number, planned.attempt, planned.plan)
         raw = self.island.on_leader(lambda: self._need_council().commit(attempt, digest).model_dump())
         return OutcomeRecord.model_validate(raw)
 
-    def _on_bad_payload(self, planned: PlannedRound, error: PayloadError, part: Part) -> None:
-        """Before the round is decided: aborts the attempt. After that: comes to a later state by a snapshot."""
-        if planned.is_committed:
-            self._jump(planned, error)
-            self._give_up(planned, part)
-            return
+    def _on_gone(self, planned: PlannedRound, error: PayloadError, part: Part) -> None:
+        """The round is decided, and cannot be carried out any more: comes to a later state by a snapshot."""
+        self._jump(planned, error)
+        self._give_up(planned, part)
+
+    def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
+        """Before the round is decided: aborts the attempt."""
         named = [
             participant.offer
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
@@ -260,7 +327,7 @@ class Rounds:
             logger.warning("round %d is tried again: %s", planned.number, error)
         attempt = Attempt(planned.number, planned.attempt, planned.plan)
         raw = self.island.on_leader(lambda: self._need_council().abort(attempt, named[0], str(error)).model_dump())
-        self._note_abort(OutcomeRecord.model_validate(raw))
+        self._offers.forget(OutcomeRecord.model_validate(raw).unusable)
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError) -> None:
         """A participant did not answer: the attempt is aborted, unless others have completed it all the same."""
@@ -285,7 +352,7 @@ class Rounds:
     def _await_average(self, planned: PlannedRound) -> bool:
         """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
         deadline = time.monotonic() + self.config.exchange_timeout
-        while not self._engine.has_average(planned):
+        while not self._engine_of(planned.number).has_average(planned):
             if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOK_SECONDS)
@@ -293,7 +360,7 @@ class Rounds:
 
     def _jump(self, planned: PlannedRound, error: PayloadError) -> None:
         if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            if self._engine.needs_presence:  # it may come yet
+            if self._engine_of(planned.number).needs_presence:  # it may come yet
                 raise IslandLostError(str(error))
             raise CheckpointError(
                 f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "
@@ -305,7 +372,7 @@ class Rounds:
         """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
         own = planned.place_of(self.config.island)
         if part is Part.WHOLE and own is None:
-            self.outer.write_masters()
+            self.outer.drop_progress()
         elif part is Part.WHOLE:
             self.outer.use_up()
         elif part is Part.SOME and own is not None:
@@ -316,14 +383,14 @@ class Rounds:
 
         Asked on the leader only.
         """
-        if self._last is None or not self._engine.needs_presence:
+        if self._last is None or not self._engines[0].needs_presence:
             return False
         planned, outcome = self._last
         alive = self._need_council().processes()
         left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.claim}
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
             return False
-        return not self._engine.has_average(planned)
+        return not self._engine_of(planned.number).has_average(planned)
 
     def take_over(self, find: Callable[[], str | None]) -> bool:
         """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
@@ -342,18 +409,18 @@ class Rounds:
         return False
 
     def _load_snapshot(self, folder: str) -> None:
-        def fetch() -> tuple[Snapshot, dict[str, torch.Tensor] | None]:
+        def fetch() -> tuple[Snapshot, list[dict[str, torch.Tensor]] | None]:
             snapshot = self._snapshots.at(folder)
             holds_it = (snapshot.round, snapshot.state) == (self.outer.round, self.outer.outer_hash)
             return snapshot, None if holds_it else self._snapshots.fetch(snapshot)
 
-        snapshot, state = self.island.on_all(fetch)
-        if state is None:
+        snapshot, states = self.island.on_all(fetch)
+        if states is None:
             return
         if self.island.is_leader:
             logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
         self._snapshots.wait()
-        self.outer.jump(state, snapshot.round)
+        self.outer.jump(states, snapshot.round)
         if self.outer.outer_hash != snapshot.state:
             raise DivergedError(
                 f"the snapshot {folder} does not hold the outer parameters that it announces "
@@ -376,7 +443,7 @@ class Rounds:
     def _used_of(self, planned: PlannedRound, own: int | None) -> torch.Tensor | None:
         """The part of this island's progress that a round uses."""
         assert own is not None
-        return self.island.on_all(lambda: self._engine.values_of(planned.offers[own]))
+        return self.island.on_all(lambda: self._engine_of(planned.number).values_of(planned.offers[own]))
 
     def _report(
         self, planned: PlannedRound, clock: SyncClock, sums: CosineSums, square: float, weight: float, own: int | None
@@ -385,7 +452,7 @@ class Rounds:
         sent, received, dot, mean = self.island.sum([traffic.bytes_sent, traffic.bytes_received, sums.dot, sums.mean])
         weights = [participant.weight for participant in planned.plan.participants]
         return SyncReport(
-            round=self.outer.round,
+            round=planned.number,
             participants=[participant.island for participant in planned.plan.participants],
             seconds_computing=clock.computing,
             seconds_waiting=clock.waiting,
@@ -399,6 +466,7 @@ class Rounds:
             else cosine_to_others(dot, square, mean, weights[own] / sum(weights)),
             weight=weight,
             outer_hash=self.outer.outer_hash,
+            fragment=self.outer.number_of(planned.number),
         )
 
     def _need_council(self) -> Council:

@@ -1,6 +1,7 @@
 """Outer state in the object store, from which islands join: written now and then by one island, rank by rank.
 
-    snapshots/R/I-N/rank-K-anchor.bin, rank-K-momentum.bin   rank K's part, fp32
+    snapshots/R/I-N/rank-K-anchor.bin, rank-K-momentum.bin   rank K's part, fp32; of several fragments, each's, as
+                                                             rank-K-fragment-F-anchor.bin
     snapshots/R/I-N/rank-K.json                              what they hold; a snapshot that has all ranks' is whole
     start.json                                               create if absent: which of them the run starts from
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,14 +39,14 @@ class Snapshots:
 
     Args:
         log: of the run.
-        bucket: this rank's range.
+        buckets: this rank's range of each fragment.
         author: names the island and its process, as "00001-000002".
         rank, num_ranks: of the island.
     """
 
-    def __init__(self, log: RunLog, bucket: BucketExchange, author: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, log: RunLog, buckets: Sequence[BucketExchange], author: str, rank: int, num_ranks: int) -> None:
         self._log = log
-        self._bucket = bucket
+        self._buckets = buckets
         self._author = author
         self._rank = rank
         self._num_ranks = num_ranks
@@ -64,36 +65,42 @@ class Snapshots:
         """Lets the run start from this island's snapshot, unless it starts from another's."""
         self._log.decide("start.json", StartRecord(folder=self.folder(round_number)))
 
-    def write(self, round_number: int, state: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Writes this rank's part.
+
+        Args:
+            round_number: rounds completed.
+            state: digest of the outer parameters.
+            parts: this rank's part of each fragment's tensors, by name.
 
         Raises:
             StoreError: the store did not take it.
         """
         folder = self.folder(round_number)
         infos = {}
-        for name, tensor in tensors.items():
-            path = f"{folder}/rank-{self._rank:05d}-{name}.bin"
-            info, _ = self._bucket.publish(tensor, path, CODECS["fp32"])
-            infos[name] = info.model_dump()
+        for number, (bucket, tensors) in enumerate(zip(self._buckets, parts, strict=True)):
+            for name, tensor in tensors.items():
+                path = f"{folder}/rank-{self._rank:05d}-{self._prefix(number)}{name}.bin"
+                info, _ = bucket.publish(tensor, path, CODECS["fp32"])
+                infos[self._prefix(number) + name] = info.model_dump()
         record = SnapshotRecord(
             round=round_number, rank=self._rank, num_ranks=self._num_ranks, state=state, tensors=infos
         )
         self._log.put(f"{folder}/rank-{self._rank:05d}.json", record)
 
     def write_behind(
-        self, round_number: int, state: str, tensors: Mapping[str, torch.Tensor], keep_rounds: int
+        self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], keep_rounds: int
     ) -> None:
         """Writes this rank's part in a thread; `wait` before the tensors change. The first rank clears up what is old.
 
         Args:
-            round_number, state, tensors: see `write`.
+            round_number, state, parts: see `write`.
             keep_rounds: rounds before the newest whole snapshot whose pseudo-gradients stay.
         """
 
         def run() -> None:
             try:
-                self.write(round_number, state, tensors)
+                self.write(round_number, state, parts)
                 if self._rank == 0:
                     self.clear_up(keep_rounds)
             except DiLoCoError as error:
@@ -134,18 +141,26 @@ class Snapshots:
             raise PayloadError(f"the snapshot {folder} is gone: start again", folder)
         return found
 
-    def fetch(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:
-        """This rank's range of every tensor.
+    def fetch(self, snapshot: Snapshot) -> list[dict[str, torch.Tensor]]:
+        """This rank's range of every tensor of every fragment.
 
         Raises:
             PayloadError, StoreError: an object is gone or damaged, or the store does not answer.
         """
+        return [self._fetch_part(snapshot, number) for number in range(len(self._buckets))]
+
+    def _fetch_part(self, snapshot: Snapshot, number: int) -> dict[str, torch.Tensor]:
+        bucket, prefix = self._buckets[number], self._prefix(number)
         state = {}
         for name in snapshot.parts[0].tensors:
-            infos = [read_info(part.tensors.get(name)) for part in snapshot.parts]
-            state[name] = torch.empty(self._bucket.length)
-            self._bucket.fetch(infos, state[name])
+            if name.startswith(prefix):
+                infos = [read_info(part.tensors.get(name)) for part in snapshot.parts]
+                tensor = state[name.removeprefix(prefix)] = torch.empty(bucket.length)
+                bucket.fetch(infos, tensor)
         return state
+
+    def _prefix(self, number: int) -> str:
+        return f"fragment-{number:05d}-" if len(self._buckets) > 1 else ""
 
     def clear_up(self, keep_rounds: int) -> None:
         """Deletes what nobody needs to catch up: older snapshots but one, and pseudo-gradients before the newest.

@@ -38,11 +38,20 @@ def test_an_end_off_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
     assert text.startswith("the run ends with its round 100, 3 steps before max_steps (1003)")
 
 
-@pytest.mark.parametrize("settings", [{"num_fragments": 2}, {"fragment_sync_delay": 1}, {"eager_updates": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**TCP, "num_fragments": 2},
+        {**TCP, "fragment_sync_delay": 1},
+        {**TCP, "eager_updates": True},
+        {**STORE, "num_fragments": 2},
+        {**STORE, "fragment_sync_delay": 1},
+    ],
+)
 def test_what_streams_ends_on_the_outer_weights_whatever_max_steps_is(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert said(caplog, 1003, **TCP, **settings) == []
+    assert said(caplog, 1003, **settings) == []
 
 
 @pytest.mark.parametrize(

@@ -538,7 +538,7 @@ def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_pat
 def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=20.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    ill = islands[0].session._engine
+    ill = islands[0].session._engines[0]
     average = ill.average
 
     def average_wrongly(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
@@ -832,10 +832,10 @@ def vanish(member: Member) -> None:
 
     def average(*_: Any) -> None:
         member.die()
-        member.session._engine.close()
+        member.session._engines[0].close()
         raise Vanished
 
-    member.session._engine.average = average  # type: ignore[method-assign,assignment]
+    member.session._engines[0].average = average  # type: ignore[method-assign,assignment]
 
 
 @only("mesh")
@@ -846,11 +846,11 @@ def test_who_was_lost_is_not_waited_for_as_long_as_who_is_late(tmp_path: Path) -
     others_are_done = threading.Barrier(3)
 
     def hang(*_: Any) -> None:
-        islands[1].session._engine.close()
+        islands[1].session._engines[0].close()
         others_are_done.wait(30)
         raise Vanished
 
-    islands[1].session._engine.average = hang  # type: ignore[method-assign,assignment]
+    islands[1].session._engines[0].average = hang  # type: ignore[method-assign,assignment]
 
     def train(which: int) -> None:
         islands[which].train(2)
@@ -884,7 +884,7 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session._engine._keep = lambda *_: None  # type: ignore[attr-defined]
+        member.session._engines[0]._keep = lambda *_: None  # type: ignore[attr-defined]
     run_islands(2, lambda island: islands[island].train(2))
     _, outcome = islands[0].session._rounds._last or (None, None)
     assert outcome is not None
@@ -907,10 +907,10 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
 def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    first = [member.session._engine.links for member in islands]
+    first = [member.session._engines[0].links for member in islands]
     assert first == ["00000001-00"] * 2
     run_islands(2, lambda island: islands[island].train(4))
-    assert [member.session._engine.links for member in islands] == first
+    assert [member.session._engines[0].links for member in islands] == first
 
 
 class BrokenStore:

@@ -1,0 +1,242 @@
+"""Streaming among islands that meet in an object store: against the equations, and where islands come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_diloco.agreement.objects import ObjectStore
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import FingerprintError, MissedRoundError, StoreError
+from hf_diloco.island import IslandGroup
+from hf_diloco.schedule import count_rounds
+from hf_diloco.sessions.elastic import ElasticSession
+from hf_diloco.shards import open_shards
+from tests.islands import run_islands, try_islands
+from tests.unit.test_elastic import FEDAVG, Meeting, Member, engine, nobody_survives_the_test, quick_beats
+from tests.unit.test_session import batches, take_step
+from tests.unit.test_streaming import NUM_STEPS, Stack, expected_weights, make_optimizer, strided, vector_of
+
+__all__ = ["engine", "nobody_survives_the_test", "quick_beats"]  # fixtures
+
+FOUR = {"sync_every": 8, "num_fragments": 4}
+BEHIND = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.25}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engine" in metafunc.fixturenames:
+        metafunc.parametrize("engine", ["bucket", "mesh"], indirect=True)
+
+
+class Streamer(Member):
+    """An island that trains a stack of blocks in fragments."""
+
+    def __init__(self, config: DiLoCoConfig, folder: Path, num_rounds: int | None, checkpoint: Path | None) -> None:
+        self.number = config.island
+        self.model = Stack()
+        self.optimizer = make_optimizer(self.model)
+        self.num_steps = 0
+        if checkpoint is not None:
+            saved = torch.load(checkpoint / "model.pt", weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.num_steps = saved["num_steps"]
+        self.session = ElasticSession(config, IslandGroup())
+        self.started.append(self)
+        self.session.num_rounds = num_rounds
+        self.session.join(open_shards(self.model, self.optimizer, 1), folder, checkpoint=checkpoint)
+        self.reports = []
+        self.missed = 0
+
+    def stream(self, num_steps: int, total: int = 10**9) -> Streamer:
+        """Takes steps, of a run of `total`."""
+        data = batches(self.number, NUM_STEPS)  # as many as the equations take, which makes them the same ones
+        for _ in range(num_steps):
+            batch = data[self.num_steps % NUM_STEPS]
+            take_step(self.model, self.optimizer, batch)
+            self.session.outer.count_step(len(batch))
+            self.num_steps += 1
+            self.advance(is_last=self.num_steps == total)
+        return self
+
+    def stream_to(self, round_number: int) -> Streamer:
+        """As long as it takes."""
+        while self.session.outer.round < round_number:
+            self.stream(1)
+        return self.settle()
+
+    def advance(self, is_last: bool = False) -> None:
+        try:
+            if self.session.is_due(is_last):
+                self.reports += self.session.advance(is_last)
+        except MissedRoundError:
+            self.missed += 1
+
+    def settle(self) -> Streamer:
+        self.reports += self.session.settle()
+        return self
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        self.settle()
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, "num_steps": self.num_steps}, folder / "model.pt")
+        self.session.outer.save(folder, 0, {})
+        return folder
+
+    def die(self) -> None:
+        self.session._overlap.close()
+        super().die()
+
+    def progress_of(self, number: int) -> torch.Tensor:
+        """What it trained of a fragment and has not brought into a round."""
+        fragment = self.session.outer.fragments[number]
+        fragment.take_progress()
+        return fragment.scratch.clone()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return vector_of(self.model, strided(1)[0])
+
+
+class Streams(Meeting):
+    """A run of such islands."""
+
+    def join(self, number: int, checkpoint: Path | None = None, **settings: Any) -> Streamer:
+        config = self.config(number, **settings)
+        return Streamer(config, self.folder / f"island-{number}", self.num_rounds, checkpoint)
+
+    def join_all(self, checkpoints: list[Path] | None = None) -> list[Streamer]:
+        """All of them, before one takes a step: nobody is late for the first round."""
+        num_islands = self.settings["num_islands"]
+        return run_islands(num_islands, lambda island: self.join(island, checkpoints[island] if checkpoints else None))
+
+
+def train_all(islands: list[Streamer], num_steps: int, total: int = 10**9) -> list[Streamer]:
+    return run_islands(len(islands), lambda island: islands[island].stream(num_steps, total).settle())
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize(
+    "config",
+    [FOUR, {"sync_every": 7, "num_fragments": 3}, {**FOUR, **BEHIND}, {"sync_every": 8, **BEHIND}],
+    ids=["fragments", "uneven", "behind", "whole model behind"],
+)
+def test_a_run_in_which_nothing_happens_is_the_equations_bit_for_bit(
+    tmp_path: Path, config: dict[str, Any], num_islands: int
+) -> None:
+    meeting = Streams(tmp_path, num_islands, **config)
+    found = train_all(meeting.join_all(), NUM_STEPS, NUM_STEPS)
+    for member, expected in zip(found, expected_weights(num_islands, config), strict=True):
+        assert torch.equal(member.weights, expected)
+        assert not member.missed
+        assert [report.round for report in member.reports] == list(range(1, member.session.outer.round + 1))
+        num_fragments = config.get("num_fragments", 1)
+        assert [report.fragment for report in member.reports] == [
+            (report.round - 1) % num_fragments for report in member.reports
+        ]
+        assert member.session.outer.round == count_rounds(member.session.config, NUM_STEPS)
+
+
+def test_delays_longer_than_from_fragment_to_fragment(tmp_path: Path) -> None:
+    """Several are under way at a time."""
+    config = {**FOUR, "fragment_sync_delay": 7}
+    meeting = Streams(tmp_path, **config)
+    found = train_all(meeting.join_all(), NUM_STEPS, NUM_STEPS)
+    for member, expected in zip(found, expected_weights(2, config), strict=True):
+        assert torch.equal(member.weights, expected)
+
+
+@pytest.mark.parametrize("after", [6, 13])
+@pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
+def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(
+    tmp_path: Path, config: dict[str, Any], after: int
+) -> None:
+    """All islands are killed, and start again."""
+    meeting = Streams(tmp_path, **config)
+    first = train_all(meeting.join_all(), after, NUM_STEPS)
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in first]
+    for member in first:
+        member.die()
+    again = train_all(meeting.join_all(checkpoints), NUM_STEPS - after, NUM_STEPS)
+    for member, expected in zip(again, expected_weights(2, config), strict=True):
+        assert torch.equal(member.weights, expected)
+
+
+@pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
+def test_a_killed_island_stalls_nobody_and_one_that_resumes_catches_up(tmp_path: Path, config: dict[str, Any]) -> None:
+    meeting = Streams(tmp_path, 3, min_islands=2, grace=0.5, **config)
+    islands = train_all(meeting.join_all(), 9)
+    checkpoint = islands[1].save(tmp_path / "checkpoint-9")
+    islands[1].die()
+    run_islands(2, lambda which: islands[2 * which].stream(10).settle())
+    assert islands[0].hash == islands[2].hash
+    assert islands[0].session.outer.round > 6
+    again = meeting.join(1, checkpoint)
+    assert again.hash == islands[0].hash, "it has carried out what it was away for"
+    everyone = [islands[0], again, islands[2]]
+    target = islands[0].session.outer.round + 6
+    run_islands(3, lambda which: everyone[which].stream_to(target))
+    hashes = {member.session.outer.round: set() for member in everyone}
+    for member in everyone:
+        for report in member.reports:
+            hashes.setdefault(report.round, set()).add(report.outer_hash)
+    assert all(len(found) <= 1 for found in hashes.values())
+    assert any(1 in report.participants for report in again.reports)
+
+
+@pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
+def test_an_island_that_joins_takes_over_all_fragments(tmp_path: Path, config: dict[str, Any]) -> None:
+    meeting = Streams(tmp_path, 2, max_islands=3, grace=0.5, snapshot_every=3, **config)
+    islands = train_all(meeting.join_all(), 13)
+    late = meeting.join(2)
+    assert late.hash == islands[0].hash
+    for fragment, other in zip(late.session.outer.fragments, islands[0].session.outer.fragments, strict=True):
+        assert torch.equal(fragment.strategy.parameters, other.strategy.parameters)
+        momenta = [part.strategy.state_dict()["momentum"] for part in (fragment, other)]
+        assert torch.equal(*momenta)
+    everyone = [*islands, late]
+    target = islands[0].session.outer.round + 6
+    run_islands(3, lambda which: everyone[which].stream_to(target))
+    assert any(report.participants == [0, 1, 2] for report in late.reports)
+
+
+@pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
+def test_progress_that_missed_a_round_comes_to_a_later_one(tmp_path: Path, config: dict[str, Any]) -> None:
+    """With the average of the pseudo-gradients as the outer step, nothing of it is lost."""
+    meeting = Streams(tmp_path, 2, min_islands=1, grace=0.0, sync_timeout=1.0, **{**config, **FEDAVG})
+    first, late = meeting.join_all()
+    first.stream(8).settle()  # all four fragments, by itself
+    assert [report.participants for report in first.reports] == [[0]] * 4
+    late.stream(2)
+    before = {part: late.progress_of(part) for part in range(4)}
+    late.settle().advance()
+    for part, progress in before.items():
+        assert torch.allclose(late.progress_of(part), progress, atol=1e-6)
+    assert late.session.outer.round >= 1
+
+
+def test_a_store_that_does_not_answer_lets_training_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Streams(tmp_path, 2, **{**FOUR, **BEHIND})
+    islands = train_all(meeting.join_all(), 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "put", fail)
+        patched.setattr(ObjectStore, "create", fail)
+        train_all(islands, 6)
+    assert all(member.missed for member in islands)
+    run_islands(2, lambda island: islands[island].stream_to(8))
+    assert islands[0].reports[-1].participants == [0, 1]
+    assert all(report.round == number for number, report in enumerate(islands[0].reports, start=1))
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise StoreError("the store does not answer")
+
+
+def test_islands_with_other_fragments_are_refused(tmp_path: Path) -> None:
+    meeting = Streams(tmp_path, 2, **FOUR, join_timeout=5.0)
+    found = try_islands(2, lambda island: meeting.join(island, num_fragments=4 - island))
+    assert any(isinstance(error, FingerprintError) and "num_fragments" in str(error) for error in found)
