@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                               # about ten minutes on two cores
     python benchmarks/chaos.py --rounds 600 --seconds-between-faults 10 --seed 1
+    python benchmarks/chaos.py --delay 2                     # two fragments, rounds behind the inner steps
     python benchmarks/chaos.py --store s3://BUCKET/PREFIX    # where there is nothing yet
 
 Three islands train a tiny model, each started by its own `hf-diloco launch --island K`; island 1 has two ranks under
@@ -42,12 +43,19 @@ from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord, PlanRe
 from hf_diloco.agreement.run import open_run
 from hf_diloco.agreement.seal import load_key
 from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.schedule import count_rounds
 
 NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {
     "bucket": {},
     # A participant that hangs is given up after this many seconds; one that dies, at once.
     "mesh": {"exchange": "mesh", "bind_address": "127.0.0.1", "exchange_timeout": 1.0},
+}
+STREAMING: dict[str, Any] = {
+    "num_fragments": 2,
+    "fragment_patterns": ["layers", "."],  # the model has one block
+    "fragment_update_alpha": 0.5,
 }
 NEWCOMER = 3
 ZERO2 = {
@@ -319,11 +327,17 @@ class Verdict:
     problems: list[str]
 
 
-def judge(archipelago: Archipelago, rounds: int) -> Verdict:
-    """Holds the run's log in the store and the islands' own records against each other."""
+def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
+    """Holds the run's log in the store and the islands' own records against each other.
+
+    Args:
+        archipelago: the islands, which have ended.
+        rounds: of the run.
+        delay: inner steps after which rounds landed; steps are told apart as exactly.
+    """
     islands = archipelago.islands.values()
     used = _used_steps(archipelago.url)
-    lost = {island.number: _lost_steps(island, used) for island in islands}
+    lost = {island.number: _lost_steps(island, used, delay) for island in islands}
     lives = [life for island in islands for life in island.lives]
     stall, where = max(_stalls(islands), default=(0.0, ""))
     problems = [
@@ -392,31 +406,36 @@ def _sections(island: Island) -> list[list[Event]]:
     return sections
 
 
-def _lost_steps(island: Island, used: Mapping[int, Mapping[int, int]]) -> tuple[int, list[str]]:
+def _lost_steps(island: Island, used: Mapping[int, Mapping[int, int]], delay: int) -> tuple[int, list[str]]:
     """Inner steps that a process made before it took part in a round, and that are in no round; and what is wrong.
 
     Where a process has just taken part, all steps since its start must be in the rounds since then. A process that
-    resumed may have brought steps of its checkpoint to its first round, so it is counted from there.
+    resumed may have brought steps of its checkpoint to its first round, so it is counted from there. Of several
+    fragments, each has all steps.
     """
     lost, problems = 0, []
     for section in _sections(island):
         steps = [event["step"] for event in section]
         if steps != sorted(steps):
             problems.append(f"island {island.number}: its step counter went back")
-        taken = [event for event in section if event["event"] == "sync" and island.number in event["participants"]]
-        if not taken:
-            continue
-        first, last = taken[0], taken[-1]
-        if not section[0]["resumed"]:
-            first = {"round": 0, "step": section[0]["step"]}
-        in_rounds = sum(used[r].get(island.number, 0) for r in used if first["round"] < r <= last["round"])
-        difference = last["step"] - first["step"] - in_rounds
-        lost += max(difference, 0)
-        if difference:
-            problems.append(
-                f"island {island.number}: {last['step'] - first['step']} inner steps from step {first['step']} to "
-                f"round {last['round']}, and {in_rounds} in its rounds"
-            )
+        syncs = [event for event in section if event["event"] == "sync"]
+        num_fragments = 1 + max((event["fragment"] for event in syncs), default=0)
+        for fragment in range(num_fragments):
+            taken = [e for e in syncs if e["fragment"] == fragment and island.number in e["participants"]]
+            if not taken:
+                continue
+            first, last = taken[0], taken[-1]
+            if not section[0]["resumed"]:
+                first = {"round": 0, "step": section[0]["step"]}
+            rounds = [r for r in used if first["round"] < r <= last["round"] and (r - 1) % num_fragments == fragment]
+            in_rounds = sum(used[r].get(island.number, 0) for r in rounds)
+            difference = last["step"] - first["step"] - in_rounds
+            if abs(difference) > delay:
+                lost += max(difference, 0)
+                problems.append(
+                    f"island {island.number}: {last['step'] - first['step']} inner steps from step {first['step']} to "
+                    f"round {last['round']}, and {in_rounds} in its rounds"
+                )
     return lost, problems
 
 
@@ -549,6 +568,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--seconds-between-faults", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--delay", type=int, default=0, help="stream: fragment_sync_delay of two fragments")
     parser.add_argument("--exchange", choices=list(ENGINES), default="bucket")
     parser.add_argument("--store", default="file", help="file (a folder of this machine), or an object store's URL")
     parser.add_argument(
@@ -560,12 +580,15 @@ def main() -> None:
     url = f"file://{(folder / 'store').resolve()}" if args.store == "file" else args.store
     begun = time.monotonic()
     problems = []
-    with Archipelago(folder, url, run_file(folder, args.rounds, **ENGINES[args.exchange])) as archipelago:
+    streaming = {**STREAMING, "fragment_sync_delay": args.delay} if args.delay else {}
+    run = run_file(folder, args.rounds, **ENGINES[args.exchange], **streaming)
+    rounds = count_rounds(DiLoCoConfig(**run["diloco"]), run["training"]["max_steps"])
+    with Archipelago(folder, url, run) as archipelago:
         try:
-            Tormentor(archipelago, args.rounds, args.seconds_between_faults, random.Random(args.seed)).run()
+            Tormentor(archipelago, rounds, args.seconds_between_faults, random.Random(args.seed)).run()
         except (RuntimeError, TimeoutError) as error:
             problems.append(str(error))
-        verdict = judge(archipelago, args.rounds)
+        verdict = judge(archipelago, rounds, args.delay)
     print()
     for name, value in {**verdict.figures, "minutes": f"{(time.monotonic() - begun) / 60:.1f}"}.items():
         print(f"  {name:42} {value}")

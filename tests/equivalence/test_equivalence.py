@@ -143,6 +143,29 @@ def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> 
     assert largest_difference(ddp, two_by_two(runs, "ddp", None)) > ROUNDING, "it is another algorithm"
 
 
+@pytest.mark.parametrize(("exchange", "stage"), [("bucket", 2), ("mesh", 3)])
+def test_streaming_in_an_object_store(runs: Runs, exchange: str, stage: int) -> None:
+    met = runs.launch(
+        f"streaming-{exchange}",
+        deepspeed=zero(stage),
+        training={"per_device_train_batch_size": 2},
+        launch={"num_processes": 2, "threads": 1},
+        diloco={
+            **STREAMING,
+            "rendezvous": f"file://{runs.folder}/store-{exchange}",
+            "exchange": exchange,
+            "bind_address": "127.0.0.1" if exchange == "mesh" else None,
+        },
+    )
+    assert [record["fragment"] for record in events(met, "sync")] == [0, 1, 0, 1, 0]
+    assert {tuple(record["participants"]) for record in events(met, "sync")} == {(0, 1)}
+    assert_islands_agree(met)
+    assert events(met, "end")[0]["on_boundary"] is True
+    assert events(met, "end")[0]["run_is_over"] is True
+    if {record["weight"] for island in range(2) for record in events(met, "sync", island)[:4]} == {1.0}:
+        assert largest_difference(streaming(runs, stage), met) == 0.0, "both have all their steps in every round"
+
+
 def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs) -> None:
     """A checkpoint is written after step 4, at which fragment 1 has begun its round; it lands at step 5."""
     changes = {
