@@ -582,7 +582,7 @@ def main() -> None:
     problems = []
     streaming = {**STREAMING, "fragment_sync_delay": args.delay} if args.delay else {}
     run = run_file(folder, args.rounds, **ENGINES[args.exchange], **streaming)
-    rounds = count_rounds(DiLoCoConfig(**run["diloco"]), run["training"]["max_steps"])
+    rounds = count_rounds(DiLoCoConfig(**run["diloco"], rendezvous=url), run["training"]["max_steps"])
     with Archipelago(folder, url, run) as archipelago:
         try:
             Tormentor(archipelago, rounds, args.seconds_between_faults, random.Random(args.seed)).run()

@@ -212,6 +212,11 @@ class Fragment:
         self.due_at = due_at
         self._fed_at = None
 
+    def count_down(self, num_steps: int) -> None:
+        """Takes inner steps that a round has used from what is this island's own."""
+        self.weight *= 1 - num_steps / self.steps
+        self.steps -= num_steps
+
     def make_digest(self, island: IslandGroup | None = None) -> None:
         """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
         self.digest = digest_vector(self.strategy.parameters, self.partition, island or self._island)

@@ -227,7 +227,7 @@ class OuterState:
         weight = self.round_weight
         fragment = self.current
         fragment.step(mean, took_part)
-        self.drop_progress()
+        self.drop_progress(fragment)
         self.update_digest(fragment)
         self.round = self.num_begun = self.round + 1
         return weight
@@ -248,32 +248,28 @@ class OuterState:
         self.update_digest(self.current)
         self.round = self.num_begun = self.round + 1
 
-    def count_down(self, num_steps: int) -> None:
-        """Takes inner steps that a round has used from what is this island's own."""
-        self.weight *= 1 - num_steps / self.steps
-        self.steps -= num_steps
-
-    def shrink(self, num_steps: int) -> None:
+    def shrink(self, fragment: Fragment, num_steps: int) -> None:
         """Takes inner steps that a round has used, but whose values are gone, from this island's own progress.
 
         What they amount to can only be estimated: their share of it.
         """
-        left = 1 - num_steps / self.steps
-        self.current.commit_share(num_steps)
-        self.current.take_progress()
-        self.partition.scatter(torch.add(self.strategy.parameters, self.scratch, alpha=-left, out=self.scratch))
-        self.count_down(num_steps)
+        left = 1 - num_steps / fragment.steps
+        fragment.commit_share(num_steps)
+        fragment.take_progress()
+        progress = fragment.scratch
+        fragment.partition.scatter(torch.add(fragment.strategy.parameters, progress, alpha=-left, out=progress))
+        fragment.count_down(num_steps)
 
-    def use_up(self) -> None:
+    def use_up(self, fragment: Fragment) -> None:
         """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
-        self.current.commit_share(self.steps)
-        self.drop_progress()
+        fragment.commit_share(fragment.steps)
+        self.drop_progress(fragment)
 
-    def drop_progress(self) -> None:
-        """Writes the outer parameters of the next round's fragment into its masters: its inner steps begin anew."""
-        self.current.write_masters()
-        self.current.install_in = None
-        self.current.start_anew(self.config.sync_every)
+    def drop_progress(self, fragment: Fragment) -> None:
+        """Writes the outer parameters into the masters of a fragment: its inner steps begin anew."""
+        fragment.write_masters()
+        fragment.install_in = None
+        fragment.start_anew(self.config.sync_every)
 
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""

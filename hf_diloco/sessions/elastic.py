@@ -188,9 +188,9 @@ class ElasticSession(BaseSession):
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
-        if not self._rounds.take_over(self._find_snapshot):
+        if not self._rounds.recovery.take_over(self._find_snapshot):
             self._offer_start()
-            self._rounds.take_over(self._snapshots.start)
+            self._rounds.recovery.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
         self._catch_up()

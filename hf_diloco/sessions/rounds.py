@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from hf_diloco.agreement.council import Attempt, Council
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
-from hf_diloco.errors import CheckpointError, DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import CosineSums, SyncReport, cosine_to_others
@@ -33,11 +32,10 @@ from hf_diloco.sessions.engines import Engine
 from hf_diloco.sessions.flights import Flight
 from hf_diloco.sessions.offers import Contribution, Offers
 from hf_diloco.sessions.planned import Part, PlannedRound, RoundPassed, SyncClock
-from hf_diloco.sessions.snapshots import Snapshot, Snapshots
+from hf_diloco.sessions.recovery import Recovery
+from hf_diloco.sessions.snapshots import Snapshots
 
 logger = logging.getLogger("hf_diloco")
-
-_LOOK_SECONDS = 0.2
 
 
 class Rounds:
@@ -51,6 +49,9 @@ class Rounds:
         snapshots: of the run.
         council: decides rounds; on the island's leader only.
         claim: of this process.
+
+    Attributes:
+        recovery: where a round cannot be carried out.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Rounds:
         self._engines = engines
         self._snapshots = snapshots
         self._council = council
+        self.recovery = Recovery(config, outer, island, engines, snapshots)
         self._offers = Offers(config, outer, island, engines, claim)
         self._last: tuple[PlannedRound, OutcomeRecord] | None = None
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
@@ -158,9 +160,9 @@ class Rounds:
         if engine.needs_presence and planned.outcome is None and not is_here:
             self._await_outcome(planned)
             return None
-        if planned.is_committed and not self.island.on_leader(lambda: self._await_average(planned)):
+        if planned.is_committed and not self.island.on_leader(lambda: self.recovery.await_average(planned)):
             gone = PayloadError(f"the average of round {planned.number} is not in the store")
-            self._on_gone(planned, gone, Part.WHOLE if is_resuming else part)
+            self.recovery.pass_over(planned, gone, part, is_resuming)
             return None
         delta, square = self.outer.pseudo_gradient(with_residual=part is Part.WHOLE)
         # The average may replace progress that is used up; other progress must outlast it.
@@ -176,7 +178,7 @@ class Rounds:
             if not self._try(planned, average):
                 return None
         except PayloadError as error:
-            self._on_gone(planned, error, Part.WHOLE if is_resuming else part)
+            self.recovery.pass_over(planned, error, part, is_resuming)
             return None
         outcome = self._settle(planned, mean, clock)
         if outcome is None:
@@ -204,7 +206,10 @@ class Rounds:
             planned = self._plan_flight(own, clock)
             place = planned.place_of(self.config.island)
             average = partial(self._average, planned, mean, place, flight.delta, clock, sums)
-            outcome = self._settle(planned, mean, clock) if self._try(planned, average) else None
+            try:
+                outcome = self._settle(planned, mean, clock) if self._try(planned, average) else None
+            except PayloadError as error:  # it was decided so long ago that nothing is left of it
+                raise RoundPassed(str(error)) from None
             if outcome is not None:
                 break
         flight.fragment.step(mean)
@@ -309,11 +314,6 @@ class Rounds:
         raw = self.island.on_leader(lambda: self._need_council().commit(attempt, digest).model_dump())
         return OutcomeRecord.model_validate(raw)
 
-    def _on_gone(self, planned: PlannedRound, error: PayloadError, part: Part) -> None:
-        """The round is decided, and cannot be carried out any more: comes to a later state by a snapshot."""
-        self._jump(planned, error)
-        self._give_up(planned, part)
-
     def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
         """Before the round is decided: aborts the attempt."""
         named = [
@@ -349,35 +349,6 @@ class Rounds:
             lambda: self._need_council().await_outcome(attempt, planned.offers, self.config.exchange_timeout)
         )
 
-    def _await_average(self, planned: PlannedRound) -> bool:
-        """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
-        deadline = time.monotonic() + self.config.exchange_timeout
-        while not self._engine_of(planned.number).has_average(planned):
-            if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK_SECONDS)
-        return True
-
-    def _jump(self, planned: PlannedRound, error: PayloadError) -> None:
-        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            if self._engine_of(planned.number).needs_presence:  # it may come yet
-                raise IslandLostError(str(error))
-            raise CheckpointError(
-                f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "
-                f"{planned.number} are gone ({error}), and no later snapshot is there. Start it in an empty run "
-                "folder once there is one, and raise keep_rounds"
-            )
-
-    def _give_up(self, planned: PlannedRound, part: Part) -> None:
-        """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
-        own = planned.place_of(self.config.island)
-        if part is Part.WHOLE and own is None:
-            self.outer.drop_progress()
-        elif part is Part.WHOLE:
-            self.outer.use_up()
-        elif part is Part.SOME and own is not None:
-            self.outer.shrink(planned.offers[own].steps)
-
     def is_average_missing(self) -> bool:
         """Whether nobody can catch up with the last round, and it is on this island, of those left, to change that.
 
@@ -392,53 +363,19 @@ class Rounds:
             return False
         return not self._engine_of(planned.number).has_average(planned)
 
-    def take_over(self, find: Callable[[], str | None]) -> bool:
-        """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
-
-        A snapshot may be cleared up while it is read: then there is a newer one.
-        """
-        damaged = None
-        while (folder := self.island.on_leader(find)) is not None:
-            try:
-                self._load_snapshot(folder)
-                return True
-            except PayloadError:
-                if folder == damaged:
-                    raise
-                damaged = folder
-        return False
-
-    def _load_snapshot(self, folder: str) -> None:
-        def fetch() -> tuple[Snapshot, list[dict[str, torch.Tensor]] | None]:
-            snapshot = self._snapshots.at(folder)
-            holds_it = (snapshot.round, snapshot.state) == (self.outer.round, self.outer.outer_hash)
-            return snapshot, None if holds_it else self._snapshots.fetch(snapshot)
-
-        snapshot, states = self.island.on_all(fetch)
-        if states is None:
-            return
-        if self.island.is_leader:
-            logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
-        self._snapshots.wait()
-        self.outer.jump(states, snapshot.round)
-        if self.outer.outer_hash != snapshot.state:
-            raise DivergedError(
-                f"the snapshot {folder} does not hold the outer parameters that it announces "
-                f"({self.outer.outer_hash[:12]} instead of {snapshot.state[:12]}): delete it, and start again"
-            )
-
     def _install(self, planned: PlannedRound, mean: torch.Tensor, part: Part, used: torch.Tensor | None) -> None:
         """Takes the outer step; this island's progress is used up, partly used, or stays its own."""
         own = planned.place_of(self.config.island)
         if part is Part.WHOLE:
             self.outer.install(mean, took_part=own is not None)
             return
+        fragment = self.outer.current
         steps = planned.offers[own].steps if part is Part.SOME and own is not None else 0
         if steps and used is None:
-            self.outer.shrink(steps)
+            self.outer.shrink(fragment, steps)
         self.outer.install_beside(mean, used, steps)
         if steps and used is not None:  # it had offered that before it gave up waiting and trained on
-            self.outer.count_down(steps)
+            fragment.count_down(steps)
 
     def _used_of(self, planned: PlannedRound, own: int | None) -> torch.Tensor | None:
         """The part of this island's progress that a round uses."""

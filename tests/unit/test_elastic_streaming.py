@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ BEHIND = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.25}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "engine" in metafunc.fixturenames:
+    is_given = any("engine" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if not is_given:
         metafunc.parametrize("engine", ["bucket", "mesh"], indirect=True)
 
 
@@ -234,6 +236,29 @@ def test_a_store_that_does_not_answer_lets_training_go_on(tmp_path: Path, monkey
 
 def fail(*_: Any, **__: Any) -> None:
     raise StoreError("the store does not answer")
+
+
+@pytest.mark.parametrize("engine", ["bucket"], indirect=True)
+def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Path) -> None:
+    """As where a machine sleeps: the others go on, and clear up."""
+    settings = {**FOUR, **BEHIND, "min_islands": 1, "grace": 0.3, "snapshot_every": 2, "keep_rounds": 1}
+    first, asleep = Streams(tmp_path, 2, **settings).join_all()
+    awake, rounds = threading.Event(), asleep.session._rounds
+    average = rounds._average
+
+    def sleep(*given: Any) -> None:
+        awake.wait(30)
+        average(*given)
+
+    rounds._average = sleep  # type: ignore[method-assign]
+    asleep.stream(3)  # a round is under way since step 2
+    first.stream(40).settle()
+    assert first.reports[0].participants == [0, 1]
+    awake.set()
+    asleep.stream(4).settle()
+    assert asleep.session.outer.round >= first.session.outer.round >= 18, "it has taken over a snapshot"
+    first.stream_to(asleep.session.outer.round)
+    assert first.hash == asleep.hash
 
 
 def test_islands_with_other_fragments_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Coming to a later state where what a decided round was made of is gone from the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_diloco.agreement.snapshot_records import Snapshot
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import CheckpointError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.island import IslandGroup
+from hf_diloco.outer import OuterState
+from hf_diloco.sessions.engines import Engine
+from hf_diloco.sessions.planned import Part, PlannedRound
+from hf_diloco.sessions.snapshots import Snapshots
+
+logger = logging.getLogger("hf_diloco")
+
+_LOOK_SECONDS = 0.2
+
+
+class Recovery:
+    """One rank's part in it.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        island: the ranks of this island.
+        engines: how values get from island to island, one a fragment.
+        snapshots: of the run.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        outer: OuterState,
+        island: IslandGroup,
+        engines: Sequence[Engine],
+        snapshots: Snapshots,
+    ) -> None:
+        self.config = config
+        self.outer = outer
+        self.island = island
+        self._engines = engines
+        self._snapshots = snapshots
+
+    def await_average(self, planned: PlannedRound) -> bool:
+        """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
+
+        Asked on the leader only.
+        """
+        engine = self._engines[self.outer.number_of(planned.number)]
+        deadline = time.monotonic() + self.config.exchange_timeout
+        while not engine.has_average(planned):
+            if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def pass_over(self, planned: PlannedRound, error: PayloadError, part: Part, is_resuming: bool) -> None:
+        """Takes over a later snapshot, and drops what the rounds until then have used of this island's progress.
+
+        Args:
+            planned: the round that cannot be carried out.
+            error: why.
+            part: of this island's progress that it has used.
+            is_resuming: the progress comes from a checkpoint, and may have gone into any of them.
+
+        Raises:
+            IslandLostError: there is no later snapshot yet.
+            CheckpointError: there will be none.
+        """
+        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
+            if self._engines[0].needs_presence:  # it may come yet
+                raise IslandLostError(str(error))
+            raise CheckpointError(
+                f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "
+                f"{planned.number} are gone ({error}), and no later snapshot is there. Start it in an empty run "
+                "folder once there is one, and raise keep_rounds"
+            )
+        self._give_up(planned, Part.WHOLE if is_resuming else part)
+        last = min(self.outer.round, planned.number + len(self.outer.fragments) - 1)
+        for number in range(planned.number + 1, last + 1 if is_resuming else 0):
+            self.outer.drop_progress(self.outer.fragment_of(number))
+
+    def _give_up(self, planned: PlannedRound, part: Part) -> None:
+        """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
+        own = planned.place_of(self.config.island)
+        fragment = self.outer.fragment_of(planned.number)
+        if part is Part.WHOLE and own is None:
+            self.outer.drop_progress(fragment)
+        elif part is Part.WHOLE:
+            self.outer.use_up(fragment)
+        elif part is Part.SOME and own is not None:
+            self.outer.shrink(fragment, planned.offers[own].steps)
+
+    def take_over(self, find: Callable[[], str | None]) -> bool:
+        """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
+
+        A snapshot may be cleared up while it is read: then there is a newer one.
+        """
+        damaged = None
+        while (folder := self.island.on_leader(find)) is not None:
+            try:
+                self._load(folder)
+                return True
+            except PayloadError:
+                if folder == damaged:
+                    raise
+                damaged = folder
+        return False
+
+    def _load(self, folder: str) -> None:
+        def fetch() -> tuple[Snapshot, list[dict[str, torch.Tensor]] | None]:
+            snapshot = self._snapshots.at(folder)
+            holds_it = (snapshot.round, snapshot.state) == (self.outer.round, self.outer.outer_hash)
+            return snapshot, None if holds_it else self._snapshots.fetch(snapshot)
+
+        snapshot, states = self.island.on_all(fetch)
+        if states is None:
+            return
+        if self.island.is_leader:
+            logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
+        self._snapshots.wait()
+        self.outer.jump(states, snapshot.round)
+        if self.outer.outer_hash != snapshot.state:
+            raise DivergedError(
+                f"the snapshot {folder} does not hold the outer parameters that it announces "
+                f"({self.outer.outer_hash[:12]} instead of {snapshot.state[:12]}): delete it, and start again"
+            )
