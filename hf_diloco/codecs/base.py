@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 
 import torch
+
+from hf_diloco.workspace import Workspace
 
 TILE_VALUES = 1 << 18
 """Values that a codec handles at a time, so that its passes run in the processor's cache: 1 MiB of fp32. A multiple of
@@ -69,21 +70,6 @@ class Codec(ABC):
             code = _round_trips.take(self.name, size, torch.uint8, values.device)
             self.encode(tile, code)
             self.decode(code, out[low : low + TILE_VALUES])
-
-
-class Workspace(threading.local):
-    """Buffers of one thread that last: fresh memory costs eight times what used memory does."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D buffer of `size` undefined elements, which the next call of that name may return as well."""
-        key = (name, dtype, device)
-        known = self._buffers.get(key)
-        if known is None or known.numel() < size:
-            known = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
-        return known if known.numel() == size else known[:size]
 
 
 _round_trips = Workspace()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_diloco.codecs.base import TILE_VALUES, Codec, Workspace
+from hf_diloco.codecs.base import TILE_VALUES, Codec
+from hf_diloco.workspace import Workspace
 
 # Accelerators want more work in every call than a processor, whose cache counts.
 ACCELERATOR_TILE = 1 << 24

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.codecs.base import TILE_VALUES, Codec, Workspace
+from hf_diloco.codecs.base import TILE_VALUES, Codec
+from hf_diloco.workspace import Workspace
 
 
 class CastCodec(Codec):

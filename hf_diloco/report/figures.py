@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_diloco.report import text
+from hf_diloco import text
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Train
 from hf_diloco.report.summary import Report

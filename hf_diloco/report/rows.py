@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_diloco.report import text
+from hf_diloco import text
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.report.summary import Report, RoundReport
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Literal
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.text import numbers, plural, short_count
 from hf_diloco.shards.base import Segment, Shards
+from hf_diloco.text import numbers, plural, short_count
 
 Unit = tuple[str, int | None]
 """What stays together: entry `number` of the module list `path`, or (path, None), a module outside all lists."""

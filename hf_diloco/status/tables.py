@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_diloco.report import text
+from hf_diloco import text
 from hf_diloco.status.models import IslandStatus, RoundStatus, RunStatus
 
 if TYPE_CHECKING:

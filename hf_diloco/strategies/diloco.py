@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.codecs.base import Workspace
 from hf_diloco.strategies.base import Strategy
+from hf_diloco.workspace import Workspace
 
 _CHUNK_VALUES = 1 << 19
 """Values handled at a time: 2 MiB a buffer, so that the few passes over a chunk run in the processor's cache."""

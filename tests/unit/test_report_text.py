@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hf_diloco.report import load_run, print_report, summarise, text
+from hf_diloco import text
+from hf_diloco.report import load_run, print_report, summarise
 from tests.unit.report_runs import (
     end,
     evaluation,
