@@ -420,6 +420,7 @@ class DiLoCoCallback(TrainerCallback):
             num_parameters=shards.num_parameters,
             payload=self.config.payload,
             sync_every=self.config.sync_every,
+            num_fragments=self.config.num_fragments,
             outer_lr=self.config.outer_lr,
             outer_momentum=self.config.outer_momentum,
             max_steps=state.max_steps,

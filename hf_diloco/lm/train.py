@@ -186,8 +186,9 @@ def _print_plan(island: Island) -> None:
         together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"
         _say(f"global batch of {total} such islands: {together}")
     if run.diloco.enabled:
-        every = run.diloco.sync_every
-        _say(f"{run.max_steps:,} steps, a round every {every} ({examples * length * every:,} tokens of this island)")
+        every, num_fragments = run.diloco.sync_every, run.diloco.num_fragments
+        rounds = "a round" if num_fragments == 1 else f"a round of each of {num_fragments} fragments"
+        _say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")
 
 
 def _say(text: str) -> None:

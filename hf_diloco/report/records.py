@@ -39,6 +39,7 @@ class Start(Record):
     num_parameters: Count | None = None
     payload: str | None = None
     sync_every: Count | None = None
+    num_fragments: Count | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
     max_steps: int | None = None

@@ -114,9 +114,16 @@ def _time(shares: TimeSplit | None) -> str:
 
 
 def _rounds(report: Report) -> str:
-    every = f" of {report.sync_every:,} {text.plural('step', report.sync_every)}" if report.sync_every else ""
     payload = f", {report.payload} payload" if report.payload else ""
-    return f"{report.num_rounds:,}{every}{payload}"
+    return f"{report.num_rounds:,} {_every(report)}".strip() + payload
+
+
+def _every(report: Report) -> str:
+    """How many inner steps a round has: of several fragments, each every so many steps."""
+    if not report.sync_every:
+        return ""
+    steps = f"{report.sync_every:,} {text.plural('step', report.sync_every)}"
+    return f"of {steps}" if report.num_fragments == 1 else f"of {report.num_fragments} fragments, each of {steps}"
 
 
 def _hashes(report: Report) -> str:
@@ -142,14 +149,13 @@ def tiles(report: Report) -> list[Tile]:
     """The figures that a reader looks for first."""
     shares = report.shares or TimeSplit()
     sent, would = text.size(report.bytes_sent), text.size(report.bytes_per_step_sync)
-    every = f"of {report.sync_every:,} {text.plural('step', report.sync_every)}" if report.sync_every else ""
     return [
         Tile("Evaluation loss", text.loss(report.eval_loss), f"outer weights, step {text.count(report.eval_step)}"),
         Tile("Perplexity", text.perplexity(report.perplexity), "of the outer weights"),
         Tile("Less traffic", text.ratio(report.traffic_ratio), f"{sent}; per-step sync: {would}"),
         Tile("Tokens/s", text.count(report.tokens_per_second), f"{text.short_count(report.num_tokens)} tokens"),
         Tile("Waiting", text.share(shares.waiting), f"exchanging {text.share(shares.exchanging)}"),
-        Tile("Rounds", f"{report.num_rounds:,}", every),
+        Tile("Rounds", f"{report.num_rounds:,}", _every(report)),
     ]
 
 

@@ -41,6 +41,7 @@ class Report(BaseModel):
     Attributes:
         num_islands: islands in the run; None when no start was recorded.
         covers: the islands whose records the figures come from; sums run over these alone.
+        num_fragments: parts of the model that are synchronised in turn, each every `sync_every` steps.
         steps: optimizer steps of the furthest island.
         eval_loss: of the outer weights, mean over the islands that evaluated them at `eval_step`.
         final_weights: what the islands hold at the end: "outer" on a synchronisation boundary, otherwise "inner".
@@ -62,6 +63,7 @@ class Report(BaseModel):
     missing_islands: tuple[int, ...]
     num_parameters: int | None
     sync_every: int | None
+    num_fragments: int
     payload: str | None
     outer_lr: float | None
     outer_momentum: float | None
@@ -109,6 +111,7 @@ def summarise(run: Run) -> Report:
         missing_islands=missing,
         num_parameters=start.num_parameters if start else None,
         sync_every=start.sync_every if start else None,
+        num_fragments=(start.num_fragments if start else None) or 1,
         payload=start.payload if start else None,
         outer_lr=start.outer_lr if start else None,
         outer_momentum=start.outer_momentum if start else None,

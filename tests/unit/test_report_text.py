@@ -57,6 +57,14 @@ def test_the_table(tmp_path: Path) -> None:
     assert "warning" not in output
 
 
+def test_rounds_of_fragments(tmp_path: Path) -> None:
+    folder = tmp_path / "streaming"
+    for island in range(2):
+        first, *others = whole_record(island)
+        write_island(folder, island, [{**first, "num_fragments": 2}, *others])
+    assert "rounds 2 of 2 fragments, each of 2 steps, fp32 payload" in flat(printed(folder, width=200))
+
+
 def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     large = {"num_parameters": 10**10, "tokens_per_step": 10**8, "max_steps": 400_000}
     records = [start(**large), train(399_999, 11.5), sync(1, 400_000, bytes_sent=123 * 10**11), end(400_000, 2.6e7)]
