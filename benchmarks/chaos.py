@@ -369,7 +369,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
 
 
 def _used_steps(url: str) -> dict[int, dict[int, int]]:
-    """For every committed round the inner steps that each participant brought."""
+    """For every committed round the inner steps that each participant brought; or that were left out of it."""
     _, log = open_run(open_object_store(url), load_key(None))
     found: dict[int, dict[int, int]] = {}
     for path in log.list("rounds"):
@@ -380,7 +380,9 @@ def _used_steps(url: str) -> dict[int, dict[int, int]]:
         plan = log.read(f"{folder}/plan.json", PlanRecord)
         assert plan is not None
         offers = [log.read(participant.offer, OfferRecord) for participant in plan.participants]
-        found[int(path.split("/")[1])] = {offer.island: offer.steps for offer in offers if offer}
+        offered = [log.read(path, OfferRecord) for path in log.list(f"{folder}/offers/")]  # the newest comes last
+        left_out = [offer for offer in offered if offer and str(offer.island) in plan.left_out]
+        found[int(path.split("/")[1])] = {offer.island: offer.steps for offer in offers + left_out if offer}
     return found
 
 

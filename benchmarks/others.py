@@ -124,14 +124,12 @@ def open_torchft(island: int, num_islands: int, model: nn.Module, use_bucketizat
         use_async_quorum=False,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
-        init_sync=False,  # all start from equal parameters
         rank=0,
         world_size=1,
         store_addr=Links.address(island),
         store_port=store.port,
         lighthouse_addr=f"http://{Links.address(0)}:{PORT}",
         replica_id=f"island_{island}",
-        hostname=Links.address(island),
     )
     inner = torch.optim.SGD(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -189,6 +187,7 @@ def sizes_of_tensors(values: int, layers: int) -> list[int]:
 def run_island(args: argparse.Namespace) -> None:
     """Synchronises at the moments that the store says, until the program that asks kills this process."""
     device = f"in{args.island}"
+    socket.sethostname(Links.address(args.island))  # torchft tells it to the other islands
     os.environ["GLOO_SOCKET_IFNAME"] = device
     torch.set_num_threads(1)
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
@@ -213,7 +212,7 @@ def run_island(args: argparse.Namespace) -> None:
         before, begin = bytes_sent(device), time.monotonic()
         step()
         end, after = time.monotonic(), bytes_sent(device)
-        total = sum(float(parameter.sum(dtype=torch.float64)) for parameter in model.parameters())
+        total = sum(float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters())
         answer = {"begin": begin, "end": end, "bytes": after - before, "parameters": total}
         store.set(f"answer/{count}/{args.island}", json.dumps(answer))
 
@@ -261,7 +260,7 @@ def measure(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Measurem
         links = Links(processes)
         for link, num_islands, name in itertools.product(args.link, args.islands, names):
             store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
-            command = ["unshare", "--net", sys.executable, "-m", "benchmarks.others", "--only", name]
+            command = ["unshare", "--net", "--uts", sys.executable, "-m", "benchmarks.others", "--only", name]
             numbers = {"islands": num_islands, "port": store.port, "values": args.values, "layers": args.layers}
             command += [f"--{option}={number}" for option, number in numbers.items()]
             env = {"OMP_NUM_THREADS": "1"}

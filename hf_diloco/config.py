@@ -169,7 +169,7 @@ class DiLoCoConfig(StrictModel):
     rate_limit: float | None = Field(
         default=None,
         gt=0,
-        description="mesh: Mbit/s that an island may send, so that other traffic has room on the link; null: no limit",
+        description="Mbit/s that an island may send, so that other traffic has room on the link; null: no limit",
     )
     allow_public_address: bool = Field(
         default=False,

@@ -260,7 +260,7 @@ class Life:
             world.num_aborted += 1
             return
         assert outcome.mean == mean
-        self._council.remember(plan)
+        self._council.remember(attempt.round, plan)
         self.round += 1
         self.state = _hash(self.state + mean)
         world.states.setdefault(self.round, set()).add(self.state)

@@ -52,6 +52,7 @@ class Rules:
         patience: seconds to wait for as many, if they live; then the island goes on training without the round.
         outlier_factor: a norm so many times the usual one is left out; None: never.
         needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
+        num_fragments: that rounds are of in turn; each has usual norms of its own.
     """
 
     min_islands: int = 1
@@ -59,6 +60,7 @@ class Rules:
     patience: float = 600.0
     outlier_factor: float | None = 10.0
     needs_presence: bool = False
+    num_fragments: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Council:
         self._should_stop = should_stop
         self._clock = clock
         self._sleep = sleep
-        self._usual_norms: deque[float] = deque(maxlen=_HISTORY_ROUNDS)
+        self._usual_norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(rules.num_fragments)]
         self._last_participants: frozenset[int] = frozenset()
         self._offers: dict[str, OfferRecord] = {}
         self._voting = Voting(log, members, rules.grace, should_stop, clock, sleep)
@@ -257,10 +259,11 @@ class Council:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             self._sleep(_MAX_POLL_SECONDS / 2)
 
-    def remember(self, plan: PlanRecord) -> None:
+    def remember(self, round_number: int, plan: PlanRecord) -> None:
         """Takes a committed round as the last one, and its norms as usual ones."""
         self._last_participants = frozenset(participant.island for participant in plan.participants)
-        self._usual_norms.append(statistics.median(participant.norm for participant in plan.participants))
+        norms = [participant.norm for participant in plan.participants]
+        self._norms_of(round_number).append(statistics.median(norms))
         self._offers.clear()
 
     # Who takes part
@@ -305,7 +308,7 @@ class Council:
         participants, left_out = [], {}
         smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
         for island, (path, offer) in sorted(offers.items()):
-            reason = self._why_not(offer, smallest)
+            reason = self._why_not(offer, smallest, self._norms_of(attempt.round))
             if reason:
                 left_out[str(island)] = reason
             else:
@@ -318,16 +321,19 @@ class Council:
             )
         return PlanRecord(by=self._members.island, state=state, participants=participants, left_out=left_out)
 
-    def _why_not(self, offer: OfferRecord, smallest: float) -> str:
+    def _norms_of(self, round_number: int) -> deque[float]:
+        return self._usual_norms[round_number % len(self._usual_norms)]
+
+    def _why_not(self, offer: OfferRecord, smallest: float, norms: deque[float]) -> str:
         """Why an offer does not count; "" if it does."""
         if offer.norm is None:
             return "not finite"
         if offer.weight == 0:
             return "no examples behind it"
         factor = self._rules.outlier_factor
-        if factor and len(self._usual_norms) >= _MIN_HISTORY_ROUNDS:
+        if factor and len(norms) >= _MIN_HISTORY_ROUNDS:
             # Where all have become long at once, it is the training that changed, and nobody is an outlier.
-            usual = max(statistics.median(self._usual_norms), smallest)
+            usual = max(statistics.median(norms), smallest)
             if offer.norm > factor * usual:
                 return (
                     f"its norm {offer.norm:.4g} is more than {factor:g} times the usual {usual:.4g} (outlier_factor)"

@@ -21,7 +21,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
 PARTS_IN_FLIGHT = 4
+_PIECE_BYTES = 1 << 18
 DELETES_AT_ONCE = 1000
 
 _MAX_PATH = 512
@@ -148,8 +149,15 @@ class ObjectStore:
 
         return self._write("create", path, attempt)
 
-    def put(self, path: str, data: bytes | bytearray | memoryview[Any]) -> None:
+    def put(
+        self, path: str, data: bytes | bytearray | memoryview[Any], pace: Callable[[int], None] | None = None
+    ) -> None:
         """Writes an object, in place of an earlier one. Large ones travel in parts, and appear when the last is there.
+
+        Args:
+            path: relative to the store's root.
+            data: what it holds.
+            pace: called with a number of bytes before so many go; returns when they may.
 
         Raises:
             StoreError: no answer, or access is denied.
@@ -158,7 +166,8 @@ class ObjectStore:
         view = memoryview(data).cast("B")
 
         def attempt() -> object:
-            return obstore.put(self._backend, path, view, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
+            source = _paced(view, pace) if pace else view
+            return obstore.put(self._backend, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
 
         self._write("write", path, attempt)
 
@@ -325,6 +334,13 @@ def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) 
 
 def _is_path(path: str) -> bool:
     return len(path) <= _MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
+
+
+def _paced(view: memoryview[Any], pace: Callable[[int], None]) -> Iterator[memoryview[Any]]:
+    for low in range(0, len(view), _PIECE_BYTES):
+        piece = view[low : low + _PIECE_BYTES]
+        pace(len(piece))
+        yield piece
 
 
 def _check_path(path: str) -> None:

@@ -17,6 +17,7 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.exchange.base import BLOCK_VALUES, Observer, Traffic, weighted_mean
 from hf_diloco.exchange.block_reader import BlockReader, LoadedBlock, digest_of
 from hf_diloco.exchange.object_info import ObjectInfo, find_cover
+from hf_diloco.exchange.rate import RateLimit
 
 OBJECT_BLOCK_VALUES = 1 << 20
 """Values a block of an object, the least that can be read and checked by itself: 4 MiB of fp32, enough to outweigh a
@@ -47,13 +48,22 @@ class BucketExchange:
         start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
         length: values in the range; may be 0.
         num_transfers: range reads, or digests, at a time.
+        rate_limit: for all that is published; default: none.
     """
 
-    def __init__(self, store: ObjectStore, start: int, length: int, num_transfers: int = 4) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        start: int,
+        length: int,
+        num_transfers: int = 4,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
         if start < 0 or length < 0 or num_transfers < 1:
             raise ValueError(f"start {start} and length {length} must be >= 0, num_transfers {num_transfers} >= 1")
         self._store = store
         self._num_transfers = num_transfers
+        self._pace = rate_limit.take if rate_limit else None
         self.start = start
         self.length = length
 
@@ -87,7 +97,7 @@ class BucketExchange:
             if self.length:  # while the digests are still at work
                 data = code.numpy().data
                 # A store in this process's memory would keep the caller's memory as the object.
-                self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data)
+                self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data, self._pace)
             info = ObjectInfo(
                 path=path,
                 codec=codec.name,

@@ -64,6 +64,7 @@ class DirectEngine(Engine):
         author: names the island and its process, as "00001-000002".
         address: local address to listen on, as the other islands see it.
         key: of the run.
+        rate_limit: for all that this rank sends.
     """
 
     needs_presence = True
@@ -78,6 +79,7 @@ class DirectEngine(Engine):
         author: str,
         address: str,
         key: bytes,
+        rate_limit: RateLimit,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -88,7 +90,7 @@ class DirectEngine(Engine):
         self._author = author
         self._address = address
         self._key = key
-        self._rate_limit = RateLimit(config.bytes_per_second(ranks.size))
+        self._rate_limit = rate_limit
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
         self._upload: threading.Thread | None = None

@@ -35,6 +35,7 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.exchange.bucket import BucketExchange
+from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
@@ -89,6 +90,7 @@ class ElasticSession(BaseSession):
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
         self._store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
+        self._rate_limit = RateLimit(config.bytes_per_second(island.size))
         self._went_on = time.monotonic(), 0
 
     @property
@@ -153,7 +155,7 @@ class ElasticSession(BaseSession):
         log = open_log(self._store, self._key, self._run)
         author = author_of(self.config.island, claim)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
-        self._engines = open_engines(self.config, self._talk, log, buckets, author, self._key)
+        self._engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
         self._rounds = Rounds(
             self.config, self.outer, self._talk, self._engines, self._snapshots, self._council, claim
         )
@@ -162,11 +164,19 @@ class ElasticSession(BaseSession):
 
     def _bucket_of(self, fragment: Fragment) -> BucketExchange:
         intervals = fragment.partition.intervals
-        return BucketExchange(self._store, intervals[0][0] if intervals else 0, fragment.partition.numel)
+        start = intervals[0][0] if intervals else 0
+        return BucketExchange(self._store, start, fragment.partition.numel, rate_limit=self._rate_limit)
 
     def _rules(self) -> Rules:
         config = self.config
-        return Rules(config.quorum, config.grace, config.sync_timeout, config.outlier_factor, config.is_direct)
+        return Rules(
+            config.quorum,
+            config.grace,
+            config.sync_timeout,
+            config.outlier_factor,
+            config.is_direct,
+            config.num_fragments,
+        )
 
     def _take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
         """Comes to the newest outer state of the run; returns whether the masters were replaced."""

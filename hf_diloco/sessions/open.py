@@ -9,6 +9,7 @@ from hf_diloco.agreement.rendezvous import find_address
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.exchange.bucket import BucketExchange
+from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.island import IslandGroup
 from hf_diloco.sessions.base import BaseSession
 from hf_diloco.sessions.direct import DirectEngine
@@ -43,6 +44,7 @@ def open_engines(
     buckets: Sequence[BucketExchange],
     author: str,
     key: bytes,
+    rate_limit: RateLimit,
 ) -> list[Engine]:
     """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
 
@@ -53,6 +55,7 @@ def open_engines(
         buckets: this rank's range of each fragment in the object store.
         author: names the island and its process, as "00001-000002".
         key: of the run.
+        rate_limit: for all that this rank sends.
 
     Raises:
         RendezvousError: the address to listen on is a public one.
@@ -62,6 +65,6 @@ def open_engines(
     sizes = island.sum([bucket.length for bucket in buckets])
     address = island.on_all(lambda: find_address(config))
     return [
-        DirectEngine(config, island, log, bucket, int(size), author, address, key)
+        DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
         for bucket, size in zip(buckets, sizes, strict=True)
     ]

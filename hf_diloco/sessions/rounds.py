@@ -283,7 +283,7 @@ class Rounds:
     def _complete(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor) -> None:
         self._engine_of(planned.number).settled(planned, outcome, mean)
         self._last = planned, outcome
-        self.island.on_leader(lambda: self._need_council().remember(planned.plan))
+        self.island.on_leader(lambda: self._need_council().remember(planned.number, planned.plan))
 
     def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
         """How much of this island's progress a round uses up."""

@@ -126,7 +126,7 @@ class Member:
         width: int = 8,
     ) -> None:
         self.number = config.island
-        self.model = make_model(seed, width)
+        self.model: torch.nn.Module = make_model(seed, width)
         self.optimizer = make_optimizer(self.model, width)
         if checkpoint is not None:
             self.model.load_state_dict(torch.load(checkpoint / "model.pt", weights_only=True))
@@ -403,7 +403,7 @@ def test_a_snapshot_that_is_cleared_up_while_it_is_read(
     fetch = Snapshots.fetch
     folders = []
 
-    def fail_once(self: Snapshots, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    def fail_once(self: Snapshots, snapshot: Snapshot) -> list[dict[str, torch.Tensor]]:
         folders.append(snapshot.folder)
         if len(folders) == 1:
             first.train(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from tests.unit.test_streaming import NUM_STEPS, Stack, expected_weights, make_o
 
 __all__ = ["engine", "nobody_survives_the_test", "quick_beats"]  # fixtures
 
-FOUR = {"sync_every": 8, "num_fragments": 4}
-BEHIND = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.25}
+FOUR: dict[str, Any] = {"sync_every": 8, "num_fragments": 4}
+BEHIND: dict[str, Any] = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.25}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,7 +39,7 @@ class Streamer(Member):
 
     def __init__(self, config: DiLoCoConfig, folder: Path, num_rounds: int | None, checkpoint: Path | None) -> None:
         self.number = config.island
-        self.model = Stack()
+        self.model: torch.nn.Module = Stack()
         self.optimizer = make_optimizer(self.model)
         self.num_steps = 0
         if checkpoint is not None:
@@ -76,6 +77,16 @@ class Streamer(Member):
                 self.reports += self.session.advance(is_last)
         except MissedRoundError:
             self.missed += 1
+
+    def bring(self, number: int, length: float) -> None:
+        """A round of a fragment with a pseudo-gradient of this norm."""
+        fragment = self.session.outer.fragments[number]
+        values = torch.zeros(fragment.partition.numel)
+        values[0] = length
+        fragment.partition.scatter(fragment.strategy.parameters - values)
+        for _ in range(self.session.outer.steps_left):
+            self.session.outer.count_step(1.0)
+        self.advance()
 
     def settle(self) -> Streamer:
         self.reports += self.session.settle()
@@ -182,7 +193,7 @@ def test_a_killed_island_stalls_nobody_and_one_that_resumes_catches_up(tmp_path:
     everyone = [islands[0], again, islands[2]]
     target = islands[0].session.outer.round + 6
     run_islands(3, lambda which: everyone[which].stream_to(target))
-    hashes = {member.session.outer.round: set() for member in everyone}
+    hashes: dict[int, set[str]] = {}
     for member in everyone:
         for report in member.reports:
             hashes.setdefault(report.round, set()).add(report.outer_hash)
@@ -238,10 +249,35 @@ def fail(*_: Any, **__: Any) -> None:
     raise StoreError("the store does not answer")
 
 
+def test_a_norm_is_held_against_those_of_its_own_fragment(tmp_path: Path) -> None:
+    """What is usual for one is out of all reason for another, and left out."""
+    settings: dict[str, Any] = {
+        "sync_every": 4,
+        "num_fragments": 2,
+        "fragment_patterns": ["layers", "."],
+        "outlier_factor": 3.0,
+    }
+    islands = Streams(tmp_path, 3, **settings).join_all()
+    for number, length in 7 * ((0, 100.0), (1, 1.0)):
+        run_islands(3, partial(lambda number, length, which: islands[which].bring(number, length), number, length))
+    assert all(report.participants == [0, 1, 2] for member in islands for report in member.reports)
+    run_islands(3, lambda which: islands[which].bring(0, 100.0))
+    run_islands(3, lambda which: islands[which].bring(1, 100.0 if which == 2 else 1.0))
+    assert islands[0].reports[-1].participants == [0, 1]
+    assert len({member.hash for member in islands}) == 1
+
+
 @pytest.mark.parametrize("engine", ["bucket"], indirect=True)
 def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Path) -> None:
     """As where a machine sleeps: the others go on, and clear up."""
-    settings = {**FOUR, **BEHIND, "min_islands": 1, "grace": 0.3, "snapshot_every": 2, "keep_rounds": 1}
+    settings: dict[str, Any] = {
+        **FOUR,
+        **BEHIND,
+        "min_islands": 1,
+        "grace": 0.3,
+        "snapshot_every": 2,
+        "keep_rounds": 1,
+    }
     first, asleep = Streams(tmp_path, 2, **settings).join_all()
     awake, rounds = threading.Event(), asleep.session._rounds
     average = rounds._average
@@ -250,7 +286,7 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
         awake.wait(30)
         average(*given)
 
-    rounds._average = sleep  # type: ignore[method-assign]
+    rounds._average = sleep  # type: ignore[method-assign,assignment]
     asleep.stream(3)  # a round is under way since step 2
     first.stream(40).settle()
     assert first.reports[0].participants == [0, 1]
