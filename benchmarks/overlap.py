@@ -9,13 +9,14 @@ for it trains half of the time. Every row is a run of the same steps on the same
                     island's own record (waiting, exchanging, reading and writing weights)
     s a step        of that time, for one inner step; and how many times as long as without any communication
     stalled         seconds that training stood still
+    at the end      and after the last step, for the last rounds of fragments: once a run, so not in what is above
     loss            of the outer parameters at the end
     to common loss  seconds until island 0 was as good as the worst of all rows is in the end
     MB              sent by one island in a round, measured
 
-Evaluations are left out of all times but the last. "every step" is data-parallel training over the link; it takes few
-steps, which is enough to see their time. Both islands and what delays their packets share this machine's processors:
-on two, nothing is free for the background.
+Evaluations are left out of all times but that to a common loss. "every step" is data-parallel training over the link;
+it takes few steps, which is enough to see their time. Both islands and what delays their packets share this machine's
+processors: on two, nothing is free for the background.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Row:
     seconds: float
     num_steps: int
     stalled: float
+    settling: float
     eval_loss: float | None
     bytes_a_round: float | None
     num_parameters: int
@@ -74,12 +76,12 @@ class Row:
     @property
     def seconds_a_step(self) -> float:
         """Without what training stood still."""
-        return (self.seconds - self.stalled) / self.num_steps
+        return (self.seconds - self.settling - self.stalled) / self.num_steps
 
     @property
     def utilisation(self) -> float:
         """Share of the time in which inner steps ran."""
-        return 1 - self.stalled / self.seconds
+        return 1 - self.stalled / (self.seconds - self.settling)
 
 
 def cases(delay: int) -> list[Case]:
@@ -182,11 +184,13 @@ def read_row(case: Case, folder: Path) -> Row:
     losses = [(event["time"] - start["time"], event["eval_loss"]) for event in events if event["event"] == "eval"]
     evaluating = sum(event["eval_runtime"] for event in events if event["event"] == "eval")
     num_rounds = len(syncs) / (case.diloco or {}).get("num_fragments", 1)
+    last = [sync for sync in syncs if sync["step"] == end["step"] and not sync["seconds_hidden"]][1:]
     return Row(
         name=case.name,
         seconds=end["seconds_total"] - evaluating,
         num_steps=end["step"],
-        stalled=sum(stalled_for(sync) for sync in syncs),
+        stalled=sum(stalled_for(sync) for sync in syncs) - sum(stalled_for(sync) for sync in last),
+        settling=sum(stalled_for(sync) for sync in last),
         eval_loss=losses[-1][1] if case.diloco is not None else None,
         bytes_a_round=end["bytes_sent"] / num_rounds if num_rounds else None,
         num_parameters=start["num_parameters"],
@@ -239,7 +243,7 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
     """Prints the table."""
     compare(rows)
     table = Table(title=f"2 islands, {args.rate:g} Mbit/s, {args.rtt:g} ms")
-    for column in ("", "utilisation", "s a step", "stalled", "loss", "to common loss", "MB"):
+    for column in ("", "utilisation", "s a step", "stalled", "at the end", "loss", "to common loss", "MB"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(
@@ -247,6 +251,7 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
             f"{row.utilisation:.1%}",
             f"{row.seconds_a_step:.3f} ({row.seconds_a_step / rows[0].seconds_a_step:.2f}x)",
             f"{row.stalled:.1f} s",
+            f"{row.settling:.1f} s",
             "" if row.eval_loss is None else f"{row.eval_loss:.3f}",
             "" if row.to_common_loss is None else f"{row.to_common_loss:.0f} s",
             "" if row.bytes_a_round is None else f"{row.bytes_a_round / 1e6:.1f}",
