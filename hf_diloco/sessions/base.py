@@ -119,10 +119,16 @@ class BaseSession(ABC):
             while self.outer.steps and not self.is_over:
                 self._reports.append(self.sync())
         elif self.outer.is_due and self.config.overlaps:
-            self._overlap.take_off()
+            if not self._has_begun_all:
+                self._overlap.take_off()
         elif self.outer.is_due:
             self._reports.append(self.sync())
         return self._take_reports()
+
+    @property
+    def _has_begun_all(self) -> bool:
+        """Whether the run's last round is under way: there is no other to begin."""
+        return False
 
     def _take_reports(self) -> list[SyncReport]:
         reports, self._reports = self._reports, []

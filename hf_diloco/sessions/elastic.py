@@ -84,8 +84,9 @@ class ElasticSession(BaseSession):
     ) -> None:
         super().__init__(config, island)
         assert config.rendezvous is not None
-        self._should_stop = should_stop
         self._is_training = False
+        self._is_closing = False
+        self._should_stop = lambda: self._is_closing or should_stop()
         self._key = island.on_all(lambda: load_key(config.key_file))
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
@@ -100,6 +101,10 @@ class ElasticSession(BaseSession):
     @property
     def _has_last_round(self) -> bool:
         return self._run.num_rounds is not None and self.outer.round >= self._run.num_rounds
+
+    @property
+    def _has_begun_all(self) -> bool:
+        return self._run.num_rounds is not None and self.outer.num_begun >= self._run.num_rounds
 
     # Joining
 
@@ -405,7 +410,9 @@ class ElasticSession(BaseSession):
 
     def leave(self, finished: bool) -> None:
         """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
+        self._is_closing = not finished
         self.settle()
+        self._is_closing = False
         if not finished and self._is_training and self.outer.steps:
             try:
                 self._rounds.bequeath()

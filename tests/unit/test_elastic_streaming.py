@@ -297,6 +297,27 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
     assert first.hash == asleep.hash
 
 
+def test_an_island_that_leaves_does_not_wait_for_its_round_under_way(tmp_path: Path) -> None:
+    meeting = Streams(tmp_path, 2, **{**FOUR, **BEHIND, "sync_timeout": 600.0})
+    islands = meeting.join_all()
+    islands[0].stream(3)  # its round waits for the other's offer
+    islands[0].leave(finished=False)
+    assert islands[0].session.outer.round == 0
+
+
+def test_no_round_begins_after_the_last(tmp_path: Path) -> None:
+    """Of an island that has steps left, as others were faster, while the last one is under way."""
+    meeting = Streams(tmp_path, 2, **{**FOUR, **BEHIND, "fragment_sync_delay": 7, "min_islands": 1, "grace": 0.0})
+    meeting.num_rounds = 3
+    first, late = meeting.join_all()
+    late.stream(10)  # of four that are due, the last one may not begin
+    assert late.session.outer.num_begun == 3
+    late.settle()
+    assert late.session.is_over
+    first.stream(10).settle()
+    assert (first.session.outer.round, first.hash) == (3, late.hash)
+
+
 def test_islands_with_other_fragments_are_refused(tmp_path: Path) -> None:
     meeting = Streams(tmp_path, 2, **FOUR, join_timeout=5.0)
     found = try_islands(2, lambda island: meeting.join(island, num_fragments=4 - island))
