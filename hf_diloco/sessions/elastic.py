@@ -30,7 +30,6 @@ from hf_diloco.errors import (
     DiLoCoError,
     IslandLostError,
     MissedRoundError,
-    RendezvousError,
     StopRequested,
     StoreError,
 )
@@ -43,11 +42,12 @@ from hf_diloco.meeting import Facts, make_fingerprint
 from hf_diloco.sessions.base import BaseSession
 from hf_diloco.sessions.engines import Engine
 from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.gathering import LOOK_SECONDS, await_islands, find_snapshot
 from hf_diloco.sessions.open import open_engines
 from hf_diloco.sessions.pace import Pace
 from hf_diloco.sessions.planned import PlannedRound, RoundPassed, SyncClock
 from hf_diloco.sessions.rounds import Rounds
-from hf_diloco.sessions.snapshots import Snapshots, round_of
+from hf_diloco.sessions.snapshots import Snapshots
 from hf_diloco.shards.base import Shards
 from hf_diloco.shards.cover import check_cover
 from hf_diloco.shards.partition import LanePartition
@@ -57,7 +57,6 @@ logger = logging.getLogger("hf_diloco")
 NUM_LANES = 64
 """The canonical index space is cut in as many lanes on all islands, whatever their ranks: digests are per lane."""
 
-_LOOK_SECONDS = 0.2
 _STORE_SECONDS = 30.0
 """After so long without an answer the store counts as lost; sooner, if an exchange may not take as long."""
 
@@ -215,19 +214,6 @@ class ElasticSession(BaseSession):
         while (planned := self._rounds.find()) is not None:
             self._rounds.carry_out(planned, SyncClock(), is_resuming)
 
-    def _find_snapshot(self) -> str | None:
-        """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
-        while True:
-            start = self._snapshots.start()
-            if start is not None:
-                newest = self._snapshots.newest()
-                return newest.folder if newest and newest.round > round_of(start) else start
-            if self._run.by not in self._need_members().alive() or self._run.by == self.config.island:
-                return None
-            if self._should_stop():
-                raise StopRequested
-            time.sleep(_LOOK_SECONDS)
-
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
         self._write_snapshot()
@@ -239,34 +225,11 @@ class ElasticSession(BaseSession):
 
     def _await_islands(self) -> None:
         """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
-        if self._has_last_round:
-            return
-        config = self.config
-        deadline = time.monotonic() + config.join_timeout
+        if not self._has_last_round:
+            self.island.on_leader(lambda: await_islands(self.config, self._need_members(), self._should_stop))
 
-        def wait() -> None:
-            members = self._need_members()
-            while True:
-                beats = members.look()
-                alive = members.alive()
-                ended = {island for island, beat in beats.items() if beat.phase == "finished"}
-                under_way = any(beat.phase in ("training", "syncing") for beat in alive.values())
-                if under_way or len(alive.keys() | ended) >= config.num_islands:
-                    return
-                if self._should_stop():
-                    raise StopRequested
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_LOOK_SECONDS)
-            if len(alive) < config.quorum:
-                missing = sorted(set(range(config.num_islands)) - alive.keys())
-                raise RendezvousError(
-                    f"islands {missing} have not joined within {config.join_timeout:g} s (join_timeout), and no round "
-                    f"takes place with fewer than {config.quorum} (min_islands): start them, with the same rendezvous"
-                )
-            logger.warning("starting with islands %s of %d", sorted(alive), config.num_islands)
-
-        self.island.on_leader(wait)
+    def _find_snapshot(self) -> str | None:
+        return find_snapshot(self._run, self._snapshots, self._need_members(), self._should_stop)
 
     # Rounds
 
@@ -371,7 +334,7 @@ class ElasticSession(BaseSession):
                     return True
                 if self._should_stop():
                     raise StopRequested
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)
             return False
 
         while self.island.on_leader(wait):

@@ -1,0 +1,73 @@
+"""Where islands of a run find each other: what their leaders wait for before they train."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from hf_diloco.agreement.members import Members
+from hf_diloco.agreement.run import RunRecord
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import RendezvousError, StopRequested
+from hf_diloco.sessions.snapshots import Snapshots, round_of
+
+logger = logging.getLogger("hf_diloco")
+
+LOOK_SECONDS = 0.2
+
+
+def find_snapshot(
+    run: RunRecord, snapshots: Snapshots, members: Members, should_stop: Callable[[], bool]
+) -> str | None:
+    """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it.
+
+    Args:
+        run: that the islands are in.
+        snapshots: of the run.
+        members: the islands.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+    """
+    while True:
+        start = snapshots.start()
+        if start is not None:
+            newest = snapshots.newest()
+            return newest.folder if newest and newest.round > round_of(start) else start
+        if run.by not in members.alive() or run.by == members.island:
+            return None
+        if should_stop():
+            raise StopRequested
+        time.sleep(LOOK_SECONDS)
+
+
+def await_islands(config: DiLoCoConfig, members: Members, should_stop: Callable[[], bool]) -> None:
+    """Returns when all islands are there, or the others train already; or when enough are, and time is over.
+
+    Args:
+        config: the outer loop's settings.
+        members: the islands.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+
+    Raises:
+        RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.
+    """
+    deadline = time.monotonic() + config.join_timeout
+    while True:
+        beats = members.look()
+        alive = members.alive()
+        ended = {island for island, beat in beats.items() if beat.phase == "finished"}
+        under_way = any(beat.phase in ("training", "syncing") for beat in alive.values())
+        if under_way or len(alive.keys() | ended) >= config.num_islands:
+            return
+        if should_stop():
+            raise StopRequested
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_SECONDS)
+    if len(alive) < config.quorum:
+        missing = sorted(set(range(config.num_islands)) - alive.keys())
+        raise RendezvousError(
+            f"islands {missing} have not joined within {config.join_timeout:g} s (join_timeout), and no round "
+            f"takes place with fewer than {config.quorum} (min_islands): start them, with the same rendezvous"
+        )
+    logger.warning("starting with islands %s of %d", sorted(alive), config.num_islands)
