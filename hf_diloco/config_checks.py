@@ -84,8 +84,8 @@ def check_meeting(config: DiLoCoConfig) -> None:
     if is_object_store(config.rendezvous):
         if config.eager_updates:
             raise ValueError(
-                "eager_updates needs a rendezvous at tcp://HOST:PORT, and islands that stay: every island anticipates "
-                "what it brings to the next round; remove it, or set fragment_sync_delay instead"
+                "eager_updates=True needs a rendezvous at tcp://HOST:PORT, and islands that stay: every island "
+                "anticipates what it brings to the next round; remove it, or set fragment_sync_delay instead"
             )
         return
     wanted = _wants_store(config)

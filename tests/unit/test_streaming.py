@@ -609,8 +609,6 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
         ({"fragment_patterns": ["a", "b"]}, r"fragment_patterns has 2 entries, and num_fragments=1"),
         ({"fragment_sync_delay": 4, "sync_every": 4}, r"fragment_sync_delay=4 must be less than sync_every=4"),
         ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha=0.5 needs fragment_sync_delay"),
-        ({"num_fragments": 2, "rendezvous": "file:///tmp/x"}, r"num_fragments=2 needs a rendezvous at tcp://"),
-        ({"fragment_sync_delay": 1, "rendezvous": "file:///tmp/x"}, r"fragment_sync_delay=1 needs a rendezvous at"),
         ({"eager_updates": True, "rendezvous": "file:///tmp/x"}, r"eager_updates=True needs a rendezvous at tcp://"),
         ({"eager_updates": True, "num_fragments": 2}, r"eager_updates overlaps whole rounds of the whole model"),
         ({"eager_updates": True, "payload": "topk"}, r"eager_updates does not go with error_feedback"),
