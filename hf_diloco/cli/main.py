@@ -184,6 +184,45 @@ def status(
     run_status(StatusOptions(rendezvous, as_json, interval if watch else None, key_file, num_rounds))
 
 
+@app.command()
+def topology(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
+            "random-matching, full; or a file of your own weights (.npy, .csv, .json)",
+            show_default=False,
+        ),
+    ],
+    num_nodes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="How many take part. Default: 8, or as a file says.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
+    num_parameters: Annotated[
+        float,
+        typer.Option("--parameters", min=1, help="Values in the model, as 7e9.", show_default="25.6e6, a ResNet-50"),
+    ] = 25.6e6,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco topology ring --num-nodes 8[/cyan]
+
+    [cyan]hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg[/cyan]
+
+    [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
+    """
+    from hf_diloco.cli.topology import TopologyOptions, run_topology
+
+    run_topology(TopologyOptions(name, num_nodes, seed, num_parameters, picture, as_json))
+
+
 @app.command("config-schema")
 def config_schema() -> None:
     """Print the JSON schema of run files, for editors and other programs.

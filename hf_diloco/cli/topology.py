@@ -1,0 +1,222 @@
+"""`hf-diloco topology`: what a graph of decentralised training does, and costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_diloco import text
+from hf_diloco.cli.display import terminal
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.topology import GRAPHS, Topology, largest_stable_beta, make_topology
+from hf_diloco.gossip.topology.drawing import check_picture, draw
+from hf_diloco.gossip.topology.stability import floor_digits
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+DEFAULT_NODES = 8
+NUM_DRAWN = 4  # steps that are shown of weights without a period
+_NUM_PRINTED = 4  # steps in the terminal; --json has the whole period
+_WIDEST = 12  # nodes up to which the matrix fits in a terminal
+_BYTES_PER_VALUE = 4  # fp32
+
+
+@dataclass(frozen=True)
+class TopologyOptions:
+    """What the command line asks for.
+
+    Attributes:
+        name: of a graph, or of a file of weights.
+        num_nodes: None: 8, or as many as the file has.
+        seed: of random matchings.
+        num_parameters: values in the model.
+        picture: where to draw the graph; None: nowhere.
+        as_json: for programs.
+    """
+
+    name: str
+    num_nodes: int | None = None
+    seed: int = 0
+    num_parameters: float = 25.6e6
+    picture: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A graph at one step.
+
+    Attributes:
+        weights: W, row by row; row i is what node i gives to each node's vector.
+        receives_from: of each node, without itself.
+        sends_to: of each node, without itself.
+    """
+
+    weights: list[list[float]]
+    receives_from: list[tuple[int, ...]]
+    sends_to: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TopologyFigures:
+    """What the command shows.
+
+    Attributes:
+        name, num_nodes, period, is_symmetric, rho, spectral_gap: as `Topology`'s.
+        largest_stable_beta: see `hf_diloco.gossip.topology.stability`.
+        num_parameters: values in the model.
+        bytes_per_step: fp32 bytes that a node sends at a step if it sends its vector to each receiver; the mean over
+            nodes and steps.
+        most_bytes_per_step: the same, of the node and step with the most.
+        all_reduce_bytes: bytes that a node sends in a ring all-reduce of the same vector.
+        steps: those of a period; of weights without one, the first 4.
+    """
+
+    name: str
+    num_nodes: int
+    period: int | None
+    is_symmetric: bool
+    rho: float
+    spectral_gap: float
+    largest_stable_beta: float
+    num_parameters: int
+    bytes_per_step: float
+    most_bytes_per_step: int
+    all_reduce_bytes: float
+    steps: list[Step]
+
+
+def run_topology(options: TopologyOptions) -> None:
+    """Runs `hf-diloco topology`.
+
+    Raises:
+        ConfigError: no such graph, wrong weights, a picture of an unknown kind, or no count of parameters.
+    """
+    if not math.isfinite(options.num_parameters):
+        raise ConfigError(f"--parameters {options.num_parameters}: give the number of values in the model, as 7e9")
+    if options.picture is not None:
+        check_picture(options.picture)
+    by_name = options.name.replace("_", "-") in GRAPHS
+    num_nodes = DEFAULT_NODES if options.num_nodes is None and by_name else options.num_nodes
+    topology = make_topology(options.name, num_nodes, options.seed)
+    figures = measure(topology, round(options.num_parameters))
+    if options.as_json:
+        print(json.dumps(asdict(figures), indent=2))
+    else:
+        terminal(sys.stdout).print(render(figures))
+    if options.picture is not None:
+        draw(topology, options.picture)
+        print(f"wrote {options.picture}", file=sys.stderr if options.as_json else sys.stdout)
+
+
+def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
+    """The figures of a graph for a model of so many values."""
+    steps = [_step(topology, step) for step in range(topology.period or NUM_DRAWN)]
+    sent = np.array([[len(receivers) for receivers in step.sends_to] for step in steps])
+    num_bytes, num_nodes = _BYTES_PER_VALUE * num_parameters, topology.num_nodes
+    return TopologyFigures(
+        name=topology.name,
+        num_nodes=num_nodes,
+        period=topology.period,
+        is_symmetric=topology.is_symmetric,
+        rho=topology.rho,
+        spectral_gap=topology.spectral_gap,
+        largest_stable_beta=largest_stable_beta(topology),
+        num_parameters=num_parameters,
+        bytes_per_step=float(sent.mean()) * num_bytes,
+        most_bytes_per_step=int(sent.max()) * num_bytes,
+        all_reduce_bytes=2 * (num_nodes - 1) / num_nodes * num_bytes,
+        steps=steps,
+    )
+
+
+def _step(topology: Topology, step: int) -> Step:
+    weights = topology.weights(step)
+    links = weights > 0
+    np.fill_diagonal(links, False)
+    return Step(
+        weights=weights.tolist(),
+        receives_from=[tuple(np.flatnonzero(row).tolist()) for row in links],
+        sends_to=[tuple(np.flatnonzero(column).tolist()) for column in links.T],
+    )
+
+
+def render(figures: TopologyFigures) -> Group:
+    """The figures, and a table of weights and neighbours for each of the first steps."""
+    from rich.console import Group
+
+    steps = figures.steps[:_NUM_PRINTED]
+    titles = [f"step {number}" if figures.period != 1 else "" for number in range(len(steps))]
+    tables = [_step_table(step, title, figures) for step, title in zip(steps, titles, strict=True)]
+    return Group(*(part for table in (_overview(figures), *tables) for part in (table, "")))
+
+
+def _overview(figures: TopologyFigures) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(figures):
+        table.add_row(name, Text(value))
+    return table
+
+
+def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
+    drawn_anew = "drawn anew at each step" if figures.period is None else f"come again after {figures.period} steps"
+    changes = "do not change" if figures.period == 1 else drawn_anew
+    exact = (
+        "" if figures.rho else f": the exact average after {figures.period} {text.plural('step', figures.period or 0)}"
+    )
+    most = f", at most {text.size(figures.most_bytes_per_step)}"
+    stable = f"up to {floor_digits(figures.largest_stable_beta)}" if figures.largest_stable_beta < 1 else "below 1"
+    return [
+        ("graph", f"{figures.name}, {figures.num_nodes} {text.plural('node', figures.num_nodes)}"),
+        ("weights", f"{'symmetric' if figures.is_symmetric else 'not symmetric'}, {changes}"),
+        ("rho", f"{figures.rho:.4f}; spectral gap {figures.spectral_gap:.4f}{exact}"),
+        (
+            "a node sends",
+            f"{text.size(figures.bytes_per_step)} a step"
+            f"{most if figures.most_bytes_per_step > figures.bytes_per_step else ''}; "
+            f"in a ring all-reduce {text.size(figures.all_reduce_bytes)}",
+        ),
+        ("of", f"{text.short_count(figures.num_parameters)} fp32 values, once to each receiver"),
+        ("DecentLaM", f"stable with momentum {stable}"),
+    ]
+
+
+def _step_table(step: Step, title: str, figures: TopologyFigures) -> Table:
+    """A row for each node: its weights, unless they are too many, and its neighbours."""
+    from rich import box
+    from rich.table import Table
+
+    with_weights = figures.num_nodes <= _WIDEST
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(title or "node", justify="right", header_style="cyan", no_wrap=True)
+    for node in range(figures.num_nodes if with_weights else 0):
+        table.add_column(str(node), justify="right", header_style="cyan", no_wrap=True)
+    for heading in ("receives from",) if figures.is_symmetric else ("receives from", "sends to"):
+        table.add_column(f" {heading}", header_style="cyan")
+    for node, weights in enumerate(step.weights):
+        lists = [step.receives_from[node], *([] if figures.is_symmetric else [step.sends_to[node]])]
+        numbers = [f" {text.numbers(others) or text.MISSING}" for others in lists]
+        table.add_row(str(node), *(_weight(value) for value in weights if with_weights), *numbers)
+    return table
+
+
+def _weight(value: float) -> str:
+    """A weight as a fraction, if it is one: 1/3; nothing is a dot."""
+    fraction = Fraction(value).limit_denominator(99)
+    if not value:
+        return "·"
+    return str(fraction) if abs(fraction - Fraction(value)) < 1e-9 else f"{value:.3f}"

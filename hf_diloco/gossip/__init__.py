@@ -1,0 +1,1 @@
+"""Decentralised training: nodes average with neighbours on a graph after every step. Here: the graphs (`topology`)."""

@@ -1,0 +1,20 @@
+"""Who averages with whom, and with which weights: one file a family of graphs. Imports neither torch nor networkx."""
+
+from hf_diloco.gossip.topology.base import PeriodicTopology, Topology
+from hf_diloco.gossip.topology.matching import RandomMatching
+from hf_diloco.gossip.topology.own import from_file, from_graph, from_weights
+from hf_diloco.gossip.topology.registry import GRAPHS, make_topology
+from hf_diloco.gossip.topology.stability import check_decentlam, largest_stable_beta
+
+__all__ = [
+    "GRAPHS",
+    "PeriodicTopology",
+    "RandomMatching",
+    "Topology",
+    "check_decentlam",
+    "from_file",
+    "from_graph",
+    "from_weights",
+    "largest_stable_beta",
+    "make_topology",
+]
