@@ -1,1 +1,1 @@
-"""Decentralised training: nodes average with neighbours on a graph after every step. Here: the graphs (`topology`)."""
+"""Decentralised training: every node averages with a few others, after every step. Graphs, methods, the exchange."""

@@ -1,0 +1,70 @@
+"""Momentum consensus: neighbours share parameters and momentum (Balu et al., arXiv 2010.11166).
+
+    v_i = x_i - x_i⁻
+    x_i⁺ = Σ_j w_ij x_j - γ g_i + β ((1 - ω) v_i + ω Σ_j w_ij v_j)
+
+After the published description: both parameters and momentum are shared with the neighbours; ω = 0 keeps a node's own
+momentum, ω = 1 shares it fully. Sends 2d values to each neighbour, x and v, in one message. (They come in the same
+combination at every node, so one vector, x + βωv, would do; sent is what the source sends.) The limit, where nothing
+moves, is that of DSGD, combine-then-adapt, for any β and ω.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.methods.base import GossipOptimizer
+from hf_diloco.gossip.neighbours import Neighbours
+
+
+class MomentumConsensus(GossipOptimizer):
+    """Equations and source above. v is in units of parameters: a γ that changes acts on new gradients only."""
+
+    name = "momentum-consensus"
+    num_vectors = 2
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        omega: float = 1.0,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+            omega: ω, the share of the momentum that is the neighbours', from 0 to 1.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+        """
+        if not 0 <= omega <= 1:
+            raise ConfigError(f"omega={omega}: give a share from 0 to 1")
+        self.omega = omega
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    @cached_property
+    def received_momentum(self) -> torch.Tensor:
+        """A buffer for the neighbours' momentum, d values."""
+        return torch.empty_like(self.received)
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        momentum = self.vector("momentum_buffer")
+        mixed_x, mixed_momentum = self.received, self.received_momentum
+        self.mix_together((x, momentum), (mixed_x, mixed_momentum))
+        for part in self.parts():
+            where, beta = part.where, part.momentum
+            mine, v, new = x[where], momentum[where], mixed_x[where]
+            new.add_(g[where], alpha=-part.lr)
+            new.add_(v, alpha=beta * (1 - self.omega)).add_(mixed_momentum[where], alpha=beta * self.omega)
+            torch.sub(new, mine, out=v)
+            mine.copy_(new)

@@ -1,0 +1,72 @@
+"""All methods by name; a new one is a file and a line here."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.methods.base import GossipOptimizer
+from hf_diloco.gossip.methods.d2 import D2
+from hf_diloco.gossip.methods.da_dmsgd import DADmSGD
+from hf_diloco.gossip.methods.decentlam import DecentLaM
+from hf_diloco.gossip.methods.dmsgd import DmSGD
+from hf_diloco.gossip.methods.dsgd import DSGD
+from hf_diloco.gossip.methods.momentum_consensus import MomentumConsensus
+from hf_diloco.gossip.methods.pmsgd import PmSGD
+from hf_diloco.gossip.methods.qg_dmsgd import QGDmSGD
+from hf_diloco.gossip.neighbours import Neighbours
+
+_ALL: list[type[GossipOptimizer]] = [
+    PmSGD,
+    DSGD,
+    DmSGD,
+    DADmSGD,
+    DecentLaM,
+    QGDmSGD,
+    D2,
+    MomentumConsensus,
+]
+
+METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
+
+
+def make_optimizer(name: str, params: ParamsT, neighbours: Neighbours, lr: float, **settings: Any) -> GossipOptimizer:
+    """The optimizer of that name for one node.
+
+    Args:
+        name: one of `METHODS` (with - or _).
+        params, neighbours, lr: see `GossipOptimizer`.
+        settings: the method's own.
+
+    Raises:
+        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph.
+    """
+    known = name.lower().replace("_", "-")
+    if known not in METHODS:
+        raise ConfigError(f"method {name!r}: no such method{_hint(known, METHODS)} There are: {', '.join(METHODS)}")
+    method = METHODS[known]
+    accepted = _settings(method)
+    for setting in settings:
+        if setting not in accepted:
+            raise ConfigError(
+                f"{setting}: method {known} has no such setting{_hint(setting, accepted)} "
+                f"It has: {', '.join(accepted)}"
+            )
+    make: Any = method
+    optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
+    return optimizer
+
+
+def _settings(method: type[GossipOptimizer]) -> dict[str, object]:
+    """The method's own settings and their defaults."""
+    parameters = inspect.signature(method.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def _hint(name: str, known: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "."

@@ -1,0 +1,192 @@
+"""One node's end of a graph: its vectors averaged with those of its neighbours.
+
+Transports differ in how bytes travel, not in what comes out. All use `mix_`: the same operations on every node, in
+the order of the nodes' numbers. So nodes that are threads of one process get the same bits as those in several.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_diloco.errors import ConfigError, IslandLostError
+from hf_diloco.exchange.base import BLOCK_VALUES, Traffic
+from hf_diloco.text import numbers, plural
+from hf_diloco.workspace import Workspace
+
+if TYPE_CHECKING:
+    from hf_diloco.gossip.topology import Topology
+
+Vectors = Sequence[torch.Tensor]
+
+
+class Neighbours(ABC):
+    """What a node sees of the others. All methods are collective over the nodes, and block.
+
+    Vectors are 1-D, contiguous, fp32 or fp64, of equal length on all nodes. An error in an exchange leaves what was to
+    be written undefined, and ends the run of this node.
+
+    Attributes:
+        node: this node's number, from 0.
+        num_nodes: n.
+        topology: who averages with whom, with which weights.
+    """
+
+    node: int
+    num_nodes: int
+    topology: Topology
+
+    @abstractmethod
+    def mix(self, vectors: Vectors, outs: Vectors, step: int) -> Traffic:
+        """Writes Σ_j w_ij(step) vector_j to `outs`; vectors of one step travel together.
+
+        Args:
+            vectors: what this node gives; left as they are.
+            outs: one for each vector, of its size; they must not overlap `vectors`.
+            step: from 0; which weights, on a graph that changes.
+
+        Returns:
+            What crossed the node's boundary.
+
+        Raises:
+            IslandLostError: a node did not come in time.
+        """
+
+    @abstractmethod
+    def average(self, vector: torch.Tensor) -> Traffic:
+        """Replaces `vector` by the mean over all nodes, which has the same bits on each.
+
+        Returns:
+            What crossed the node's boundary.
+
+        Raises:
+            IslandLostError: a node did not come in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the others at once, so that none waits for this node; may be called more than once."""
+
+
+def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, torch.Tensor]]) -> None:
+    """Writes own + Σ_j w_j (other_j - own) to `out`, which is Σ_j w_ij vector_j where the weights sum to 1.
+
+    In this form a row of weights sums to 1 exactly. Weights as ⅓ are not exact in fp32, and errors of a plain weighted
+    sum add up over steps: on a ring D² in fp32 ended tens to thousands of times farther from the solution. Here nodes
+    that agree stay where they are to the last bit. A neighbour that is left out leaves its weight to the node itself.
+
+    Args:
+        out: 1-D, contiguous; overlaps no other argument.
+        own: this node's vector.
+        others: weight and vector of each neighbour, in the order of their numbers.
+    """
+    for where in _blocks(out):
+        mixed, mine = out[where], own[where]
+        difference = _workspace.take("difference", mixed.numel(), mixed.dtype, mixed.device)
+        mixed.copy_(mine)
+        for weight, other in others:
+            torch.sub(other[where], mine, out=difference)
+            mixed.add_(difference, alpha=weight)
+
+
+def mean_(out: torch.Tensor, vectors: Vectors) -> None:
+    """Writes the mean of all nodes' `vectors`, in their order, to `out`, which overlaps none of them."""
+    for where in _blocks(out):
+        total = out[where].copy_(vectors[0][where])
+        for vector in vectors[1:]:
+            total.add_(vector[where])
+        total.div_(len(vectors))
+
+
+def _blocks(vector: torch.Tensor) -> list[slice]:
+    """On a processor, blocks that stay in its cache; on an accelerator all at once, as each kernel costs a launch."""
+    size = vector.numel()
+    block = BLOCK_VALUES if vector.device.type == "cpu" else max(size, 1)
+    return [slice(start, min(start + block, size)) for start in range(0, size, block)]
+
+
+_workspace = Workspace()
+
+
+class MemoryGraph:
+    """The shared ground of nodes that are threads of one process; `node(i)` gives each its end."""
+
+    def __init__(self, topology: Topology, timeout: float = 60.0) -> None:
+        """
+        Args:
+            topology: who averages with whom.
+            timeout: seconds that a node waits for the others.
+        """
+        self.topology = topology
+        self.num_nodes = topology.num_nodes
+        self.timeout = timeout
+        self.barrier = threading.Barrier(self.num_nodes)
+        self.given: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.arrivals = [0] * self.num_nodes
+
+    def node(self, number: int) -> MemoryNeighbours:
+        """Returns the end of node `number`, from 0."""
+        if not 0 <= number < self.num_nodes:
+            raise ConfigError(
+                f"node {number}: {self.topology.name} has nodes 0 to {self.num_nodes - 1}; give one of them"
+            )
+        return MemoryNeighbours(self, number)
+
+
+class MemoryNeighbours(Neighbours):
+    """One thread's end. Nothing is sent, nor copied: nodes read each other's vectors; bytes count as if sent."""
+
+    def __init__(self, graph: MemoryGraph, node: int) -> None:
+        self._graph = graph
+        self.node = node
+        self.num_nodes = graph.num_nodes
+        self.topology = graph.topology
+
+    def mix(self, vectors: Vectors, outs: Vectors, step: int) -> Traffic:
+        weights = self.topology.weights(step)[self.node].tolist()
+
+        def combine(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+            for index, (own, out) in enumerate(zip(vectors, outs, strict=True)):
+                others = [(w, given[j][index]) for j, w in enumerate(weights) if w and j != self.node]
+                mix_(out, own, others)
+
+        self._share(tuple(vectors), combine)
+        size = sum(vector.numel() * vector.itemsize for vector in vectors)
+        return Traffic(
+            size * len(self.topology.receivers(self.node, step)), size * len(self.topology.neighbours(self.node, step))
+        )
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        mean = _workspace.take("mean", vector.numel(), vector.dtype, vector.device)
+        self._share((vector,), lambda given: mean_(mean, [given[node][0] for node in range(self.num_nodes)]))
+        vector.copy_(mean)
+        num_bytes = 2 * (self.num_nodes - 1) * vector.numel() * vector.itemsize // self.num_nodes
+        return Traffic(num_bytes, num_bytes)  # as an all-reduce in a ring, or a reduce-scatter and an all-gather
+
+    def close(self) -> None:
+        self._graph.barrier.abort()
+
+    def _share(
+        self, vectors: tuple[torch.Tensor, ...], combine: Callable[[Mapping[int, tuple[torch.Tensor, ...]]], None]
+    ) -> None:
+        """Shows `vectors` to all nodes, and calls `combine` with what all show."""
+        graph = self._graph
+        graph.given[self.node] = vectors
+        self._wait()
+        combine(graph.given)
+        self._wait()  # until all have read: from then on vectors may change
+
+    def _wait(self) -> None:
+        graph = self._graph
+        graph.arrivals[self.node] += 1
+        try:
+            graph.barrier.wait(graph.timeout)
+        except threading.BrokenBarrierError:
+            mine = graph.arrivals[self.node]
+            missing = [node for node, count in enumerate(graph.arrivals) if count < mine]
+            names = f"{plural('node', len(missing))} {numbers(missing)}" if missing else "a node"
+            raise IslandLostError(f"{names} did not come to the exchange", missing) from None
