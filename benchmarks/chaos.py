@@ -350,7 +350,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
         *(
             f"island {i.number} took part in no round"
             for i in islands
-            if not any(i.number in u for u in used.values())
+            if not any(i.number in u.steps for u in used.values())
         ),
     ]
     figures = {
@@ -358,20 +358,30 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
         "stops": sum(len(life.away) for life in lives),
         "joins": sum(island.number >= NUM_ISLANDS for island in islands),
         "rounds committed": len(used),
-        "rounds in which all four took part": sum(len(steps) == len(archipelago.islands) for steps in used.values()),
-        "inner steps in rounds": sum(sum(steps.values()) for steps in used.values()),
+        "rounds in which all four took part": sum(len(u.steps) == len(archipelago.islands) for u in used.values()),
+        "inner steps in rounds": sum(sum(u.steps.values()) for u in used.values()),
         "inner steps made again by killed islands": _made_again(islands),
         "inner steps lost by others": sum(steps for steps, _ in lost.values()),
         "longest stall of an island, s": f"{stall:.1f} ({where})",
+        "offers left out as outliers": sum(len(u.left_out) for u in used.values()),
         "different hashes of one round": len(_unequal_hashes(islands)),
     }
     return Verdict(figures, problems)
 
 
-def _used_steps(url: str) -> dict[int, dict[int, int]]:
-    """For every committed round the inner steps that each participant brought; or that were left out of it."""
+@dataclass
+class Used:
+    """Of one committed round, by island."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    """Inner steps that it brought; or that were left out."""
+    left_out: set[int] = field(default_factory=set)
+
+
+def _used_steps(url: str) -> dict[int, Used]:
+    """What every committed round was made of."""
     _, log = open_run(open_object_store(url), load_key(None))
-    found: dict[int, dict[int, int]] = {}
+    found: dict[int, Used] = {}
     for path in log.list("rounds"):
         folder, _, name = path.rpartition("/")
         outcome = log.read(path, OutcomeRecord) if name == "outcome.json" else None
@@ -379,10 +389,12 @@ def _used_steps(url: str) -> dict[int, dict[int, int]]:
             continue
         plan = log.read(f"{folder}/plan.json", PlanRecord)
         assert plan is not None
+        left_out = {int(island) for island in plan.left_out}
         offers = [log.read(participant.offer, OfferRecord) for participant in plan.participants]
         offered = [log.read(path, OfferRecord) for path in log.list(f"{folder}/offers/")]  # the newest comes last
-        left_out = [offer for offer in offered if offer and str(offer.island) in plan.left_out]
-        found[int(path.split("/")[1])] = {offer.island: offer.steps for offer in offers + left_out if offer}
+        offers += [offer for offer in offered if offer and offer.island in left_out]
+        steps = {offer.island: offer.steps for offer in offers if offer}
+        found[int(path.split("/")[1])] = Used(steps, left_out)
     return found
 
 
@@ -408,12 +420,13 @@ def _sections(island: Island) -> list[list[Event]]:
     return sections
 
 
-def _lost_steps(island: Island, used: Mapping[int, Mapping[int, int]], delay: int) -> tuple[int, list[str]]:
+def _lost_steps(island: Island, used: Mapping[int, Used], delay: int) -> tuple[int, list[str]]:
     """Inner steps that a process made before it took part in a round, and that are in no round; and what is wrong.
 
     Where a process has just taken part, all steps since its start must be in the rounds since then. A process that
     resumed may have brought steps of its checkpoint to its first round, so it is counted from there. Of several
-    fragments, each has all steps.
+    fragments, each has all steps. A round that lands `delay` steps after its offer, and leaves the offer out, drops
+    these as well.
     """
     lost, problems = 0, []
     for section in _sections(island):
@@ -430,9 +443,10 @@ def _lost_steps(island: Island, used: Mapping[int, Mapping[int, int]], delay: in
             if not section[0]["resumed"]:
                 first = {"round": 0, "step": section[0]["step"]}
             rounds = [r for r in used if first["round"] < r <= last["round"] and (r - 1) % num_fragments == fragment]
-            in_rounds = sum(used[r].get(island.number, 0) for r in rounds)
+            in_rounds = sum(used[r].steps.get(island.number, 0) for r in rounds)
+            num_left_out = sum(island.number in used[r].left_out for r in rounds)
             difference = last["step"] - first["step"] - in_rounds
-            if abs(difference) > delay:
+            if not -delay <= difference <= delay * (1 + num_left_out):
                 lost += max(difference, 0)
                 problems.append(
                     f"island {island.number}: {last['step'] - first['step']} inner steps from step {first['step']} to "
