@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,9 @@ def wait_for_link() -> None:
             time.sleep(0.1)
 
 
-def measure(payload: str, peer: str, args: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
+def measure(
+    payload: str, peer: str, args: argparse.Namespace, folder: Path, links: Links, processes: Processes
+) -> tuple[list[float], list[float]]:
     """Seconds of the steps between rounds, and of those with one under way."""
     values = NUM_FRAGMENTS * WIDTH * (WIDTH + 1)
     rate = BITS[payload] * values / NUM_FRAGMENTS / args.seconds / 1e6
@@ -118,8 +120,7 @@ def measure(payload: str, peer: str, args: argparse.Namespace, folder: Path) -> 
     }
     order = {"folder": str(folder), "peer": peer, "batch": args.batch}
     order["num_steps"] = WARM_STEPS + args.rounds * args.steps_between
-    with Processes() as processes, socket.create_server((Links.host, 0)) as probe:
-        links = Links(processes)
+    with socket.create_server((Links.host, 0)) as probe:
         env = {"OMP_NUM_THREADS": "1", "PROBE": probe.getsockname()[1]}
         islands = []
         for island in range(2):
@@ -166,10 +167,11 @@ def main() -> None:
     table = Table(title=f"a step of {NUM_FRAGMENTS * WIDTH * (WIDTH + 1) / 1e6:.1f}M parameters")
     for column in ("other island", "payload", "between, s", "under way, s", "ratio", "steps"):
         table.add_column(column, justify="left" if column in ("other island", "payload") else "right")
-    for peer in args.peer:
-        for payload in args.payload:
+    with Processes() as processes:
+        links = Links(processes)
+        for peer, payload in product(args.peer, args.payload):
             with tempfile.TemporaryDirectory() as folder:
-                between, under_way = measure(payload, peer, args, Path(folder))
+                between, under_way = measure(payload, peer, args, Path(folder), links, processes)
             alone, beside = statistics.median(between), statistics.median(under_way)
             counts = f"{len(between)} / {len(under_way)}"
             table.add_row(peer, payload, f"{alone:.3f}", f"{beside:.3f}", f"{beside / alone:.3f}", counts)

@@ -221,7 +221,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(results: dict[str, Any], args: argparse.Namespace) -> None:
     """Prints the tables."""
-    console, beta = Console(), max(args.momentum)
+    console, beta = Console(width=110), max(args.momentum)
     table = new_table(f"limits at lr {args.lr:g}", "graph", "momentum", "DSGD", "theory", *METHODS)
     for graph, rows in results["limits"].items():
         for momentum, figures in rows.items():
