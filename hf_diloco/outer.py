@@ -105,10 +105,6 @@ class OuterState:
         """Examples or tokens since then."""
         return self.current.weight
 
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self.current.weight = weight
-
     @property
     def due_at(self) -> int:
         """Inner steps since then at which the next round is due."""
@@ -144,11 +140,6 @@ class OuterState:
     def on_boundary(self) -> bool:
         """Whether the model's weights are the outer parameters."""
         return all(fragment.steps == 0 and fragment.install_in is None for fragment in self.fragments)
-
-    @property
-    def round_weight(self) -> float:
-        """What this island's pseudo-gradient weighs in the average: examples or tokens behind it, or 1."""
-        return 1.0 if self.config.weight_by == "uniform" else self.weight
 
     def set_due_in(self, num_steps: int) -> None:
         """Makes the next round due in so many inner steps, and those of other fragments as far apart as ever."""
@@ -214,23 +205,18 @@ class OuterState:
         """See `Fragment.pseudo_gradient`."""
         return self.current.pseudo_gradient(with_residual)
 
-    def install(self, mean: torch.Tensor, took_part: bool = True) -> float:
+    def install(self, mean: torch.Tensor, took_part: bool = True) -> None:
         """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round at once.
 
         Args:
             mean: this rank's part of it.
             took_part: it was made with what `pseudo_gradient` returned last.
-
-        Returns:
-            The `round_weight` of the round that this completes.
         """
-        weight = self.round_weight
         fragment = self.current
         fragment.step(mean, took_part)
         self.drop_progress(fragment)
         self.update_digest(fragment)
         self.round = self.num_begun = self.round + 1
-        return weight
 
     def install_beside(self, mean: torch.Tensor, used: torch.Tensor | None = None, num_steps: int = 0) -> None:
         """Takes the outer step of a round without ending this island's own inner steps.
