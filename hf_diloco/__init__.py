@@ -21,6 +21,8 @@ _HOME = {
     "ExchangeError": "hf_diloco.errors",
     "FingerprintError": "hf_diloco.errors",
     "ForgedError": "hf_diloco.errors",
+    "GossipCallback": "hf_diloco.gossip.callback",
+    "GossipConfig": "hf_diloco.gossip.config",
     "IslandLostError": "hf_diloco.errors",
     "MissedRoundError": "hf_diloco.errors",
     "OuterLoop": "hf_diloco.loop",
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedError,
     )
+    from hf_diloco.gossip.callback import GossipCallback
+    from hf_diloco.gossip.config import GossipConfig
     from hf_diloco.loop import OuterLoop
 
 __all__ = [
@@ -64,6 +68,8 @@ __all__ = [
     "ExchangeError",
     "FingerprintError",
     "ForgedError",
+    "GossipCallback",
+    "GossipConfig",
     "IslandLostError",
     "MissedRoundError",
     "OuterLoop",

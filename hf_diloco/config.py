@@ -22,7 +22,7 @@ _ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvou
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
-def _from_env(name: str, default: Any) -> Callable[[], Any]:
+def from_env(name: str, default: Any) -> Callable[[], Any]:
     """A default that the environment may set; an empty variable counts as unset."""
     return lambda: os.environ.get(name) or default
 
@@ -104,16 +104,16 @@ class DiLoCoConfig(StrictModel):
         "islands) or inner (this island's own)",
     )
     num_islands: int = Field(
-        default_factory=_from_env(ENV_NUM_ISLANDS, 1),
+        default_factory=from_env(ENV_NUM_ISLANDS, 1),
         ge=1,
         le=1024,
         description=f"islands in the run [{ENV_NUM_ISLANDS}]",
     )
     island: int = Field(
-        default_factory=_from_env(ENV_ISLAND, 0), ge=0, description=f"this island's number, from 0 [{ENV_ISLAND}]"
+        default_factory=from_env(ENV_ISLAND, 0), ge=0, description=f"this island's number, from 0 [{ENV_ISLAND}]"
     )
     rendezvous: str | None = Field(
-        default_factory=_from_env(ENV_RENDEZVOUS, None),
+        default_factory=from_env(ENV_RENDEZVOUS, None),
         description="where the islands meet: tcp://HOST:PORT, where HOST is island 0; or an object store, "
         f"s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR [{ENV_RENDEZVOUS}]",
     )

@@ -62,12 +62,17 @@ def model_digest(shards: Shards) -> str:
 
 def check_fingerprints(records: Sequence[JoinRecord]) -> None:
     """Raises `FingerprintError`, with all islands' values, for the first fact that differs."""
-    for name in dict.fromkeys(name for record in records for name in record.fingerprint):
-        values = [record.fingerprint.get(name) for record in records]
+    compare_facts([record.fingerprint for record in records])
+
+
+def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
+    """Raises `FingerprintError`, with everybody's values, for the first fact that differs."""
+    for name in dict.fromkeys(name for facts in fingerprints for name in facts):
+        values = [facts.get(name) for facts in fingerprints]
         if any(value != values[0] for value in values):
-            listing = ", ".join(f"island {island}: {value}" for island, value in enumerate(values))
+            listing = ", ".join(f"{who} {number}: {value}" for number, value in enumerate(values))
             raise FingerprintError(
-                f"the islands do not train the same thing: {name} differs ({listing}); make it equal"
+                f"the {who}s do not train the same thing: {name} differs ({listing}); make it equal"
             )
 
 

@@ -7,11 +7,12 @@ import ipaddress
 import socket
 import time
 from datetime import timedelta
+from typing import Protocol
 
 from torch.distributed import TCPStore
 
 from hf_diloco.agreement.patience import call_within
-from hf_diloco.config import DiLoCoConfig, split_tcp_url
+from hf_diloco.config import split_tcp_url
 from hf_diloco.errors import RendezvousError
 
 _RETRY_SECONDS = 0.2
@@ -19,7 +20,27 @@ _GREETING_SECONDS = 20.0
 _ELSEWHERE = "192.0.2.1"  # an address of nobody, RFC 5737
 
 
-def connect_store(config: DiLoCoConfig, is_host: bool) -> tuple[TCPStore, str]:
+class Place(Protocol):
+    """The settings that say where to meet; see `DiLoCoConfig`."""
+
+    @property
+    def rendezvous(self) -> str | None:
+        """tcp://HOST:PORT."""
+
+    @property
+    def bind_address(self) -> str | None:
+        """Where to listen."""
+
+    @property
+    def allow_public_address(self) -> bool:
+        """Whether that may be a public address."""
+
+    @property
+    def join_timeout(self) -> float:
+        """Seconds to wait for the others."""
+
+
+def connect_store(config: Place, is_host: bool) -> tuple[TCPStore, str]:
     """Connects to the rendezvous; on the rank that `is_host` (island 0's leader) also opens it.
 
     Returns:
@@ -40,7 +61,7 @@ def connect_store(config: DiLoCoConfig, is_host: bool) -> tuple[TCPStore, str]:
     return store, config.bind_address or _local_address(host, port)
 
 
-def find_address(config: DiLoCoConfig) -> str:
+def find_address(config: Place) -> str:
     """Where this rank listens for other islands that it has met elsewhere: `bind_address`, or the usual way out.
 
     Raises:
@@ -56,7 +77,7 @@ def find_address(config: DiLoCoConfig) -> str:
     return address
 
 
-def _refuse_public(address: str, port: int, config: DiLoCoConfig) -> None:
+def _refuse_public(address: str, port: int, config: Place) -> None:
     """What goes between islands is neither encrypted nor authenticated: whoever wants that in public must say so."""
     if config.allow_public_address:
         return
@@ -72,7 +93,7 @@ def _refuse_public(address: str, port: int, config: DiLoCoConfig) -> None:
         )
 
 
-def _open_store(config: DiLoCoConfig, host: str, port: int, listener: socket.socket | None) -> TCPStore:
+def _open_store(config: Place, host: str, port: int, listener: socket.socket | None) -> TCPStore:
     """Greets what listens at HOST:PORT, which may be anything."""
     patience = min(config.join_timeout, _GREETING_SECONDS)
     try:
@@ -98,7 +119,7 @@ def _open_store(config: DiLoCoConfig, host: str, port: int, listener: socket.soc
     return store
 
 
-def _listen(host: str, port: int, config: DiLoCoConfig) -> socket.socket:
+def _listen(host: str, port: int, config: Place) -> socket.socket:
     """Opens the port on HOST's own address only, not on every interface of the machine."""
     address = config.bind_address or host
     try:
@@ -122,7 +143,7 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
     return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of island 0"
 
 
-def _await_host(host: str, port: int, config: DiLoCoConfig) -> None:
+def _await_host(host: str, port: int, config: Place) -> None:
     """Knocks until island 0 answers; TCPStore's own retries cannot say what is wrong."""
     deadline = time.monotonic() + config.join_timeout
     while True:

@@ -28,8 +28,6 @@ import yaml
 
 from hf_diloco.errors import ConfigError
 
-MODULE = "hf_diloco.lm"
-
 
 def configuration(num_processes: int, deepspeed: bool) -> str:
     """The text of an accelerate configuration file for an island of `num_processes` on this machine."""
@@ -81,15 +79,18 @@ def read_configuration(path: Path, deepspeed: bool) -> dict[str, Any]:
     return values
 
 
-def command(config_file: Path, port: int, script_args: Sequence[str], num_processes: int | None = None) -> list[str]:
+def command(
+    config_file: Path, port: int, module: str, script_args: Sequence[str], num_processes: int | None = None
+) -> list[str]:
     """The command that starts one island.
 
     Args:
         config_file: accelerate's configuration.
         port: where the island's own processes meet, on this machine.
+        module: what its processes execute.
         script_args: run file and overrides.
         num_processes: overrides the configuration's.
     """
     processes = [] if num_processes is None else ["--num_processes", str(num_processes)]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
-    return [*launcher, "--main_process_port", str(port), *processes, "-m", MODULE, *script_args]
+    return [*launcher, "--main_process_port", str(port), *processes, "-m", module, *script_args]

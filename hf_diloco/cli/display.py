@@ -192,7 +192,7 @@ def _figures(progress: IslandProgress) -> list[str]:
     if progress.loss is not None:
         figures.append(f"loss {progress.loss:.3f}")
     if progress.tokens_per_second is not None:
-        figures.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+        figures.append(f"{progress.tokens_per_second:,.0f} {progress.unit}/s")
     return figures
 
 

@@ -96,6 +96,8 @@ def launch(
 
     [cyan]hf-diloco launch run.yaml --island 1 --rendezvous tcp://10.0.0.1:29400[/cyan]
 
+    [cyan]hf-diloco launch configs/vision/quickstart.yaml gossip.method=dmsgd[/cyan]
+
     [bold]Exit codes[/bold]
 
     0: finished. 1: an island failed. 2: wrong command or run file. 3: stopped, every island with a checkpoint.
@@ -224,16 +226,21 @@ def topology(
 
 
 @app.command("config-schema")
-def config_schema() -> None:
+def config_schema(
+    vision: Annotated[bool, typer.Option("--vision", help="Of image classifiers' run files.")] = False,
+) -> None:
     """Print the JSON schema of run files, for editors and other programs.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
     [cyan]hf-diloco config-schema > run.schema.json[/cyan]
+
+    [cyan]hf-diloco config-schema --vision > vision.schema.json[/cyan]
     """
     from hf_diloco.lm.runfile import RunFile
+    from hf_diloco.vision.runfile import VisionRun
 
-    typer.echo(json.dumps(RunFile.model_json_schema(), indent=2))
+    typer.echo(json.dumps((VisionRun if vision else RunFile).model_json_schema(), indent=2))
 
 
 def main() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 from hf_diloco.agreement.seal import load_key
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.runfile import RunFile, load_run_file
+from hf_diloco.runs.base import BaseRun
+from hf_diloco.runs.kinds import kind_of
+from hf_diloco.runs.load import load_run
 from hf_diloco.store_url import is_object_store
 
 # What another launcher left in the environment would make an island think that it is part of that one's world.
@@ -44,12 +46,11 @@ class LaunchOptions:
     output: str | None = None
     resume: str | None = None
 
-    @property
-    def all_overrides(self) -> list[str]:
+    def all_overrides(self, kind: type[BaseRun]) -> list[str]:
         """The overrides with the shorthands, which win."""
         shorthands = {
-            "diloco.num_islands": self.num_islands,
-            "diloco.rendezvous": self.rendezvous,
+            f"{kind.meeting_name}.num_islands": self.num_islands,
+            f"{kind.meeting_name}.rendezvous": self.rendezvous,
             "name": self.name,
             "output": self.output,
             "launch.resume": self.resume,
@@ -59,7 +60,7 @@ class LaunchOptions:
             *(f"{key}={json.dumps(value)}" for key, value in shorthands.items() if value is not None),
         ]
 
-    def resume_command(self, run: RunFile) -> str:
+    def resume_command(self, run: BaseRun) -> str:
         """The command line that continues the run."""
         shorthands = {
             "--island": self.island,
@@ -83,7 +84,7 @@ class Plan:
         rendezvous: where all islands meet; None for a run of one.
     """
 
-    run: RunFile
+    run: BaseRun
     islands: tuple[IslandPlan, ...]
     rendezvous: str | None
 
@@ -95,12 +96,12 @@ def make_plan(options: LaunchOptions) -> Plan:
         ConfigError: when the run file, an override or this machine does not fit.
     """
     run = _load(options)
-    numbers = range(run.diloco.num_islands) if options.island is None else [options.island]
+    numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
     if rendezvous is not None and is_object_store(rendezvous):
-        load_key(run.diloco.key_file)
+        load_key(run.meeting.key_file)
     shares = _devices(run, len(numbers), num_processes)
     threads = _threads(run, len(numbers) * num_processes)
     islands = []
@@ -110,13 +111,14 @@ def make_plan(options: LaunchOptions) -> Plan:
         command = accelerate.command(
             config_file or own_file,
             main_process_port,
-            [str(options.run_file), *options.all_overrides],
+            run.module,
+            [str(options.run_file), *options.all_overrides(type(run))],
             num_processes if config_file else None,
         )
         environment: dict[str, str | None] = {
             **dict.fromkeys(_FOREIGN),
             ENV_ISLAND: str(number),
-            ENV_NUM_ISLANDS: str(run.diloco.num_islands),
+            ENV_NUM_ISLANDS: str(run.meeting.num_islands),
             ENV_RENDEZVOUS: rendezvous,
             "HF_DILOCO_LAUNCHED": "1",
             "OMP_NUM_THREADS": threads,
@@ -130,15 +132,18 @@ def make_plan(options: LaunchOptions) -> Plan:
     return Plan(run, tuple(islands), rendezvous)
 
 
-def _load(options: LaunchOptions) -> RunFile:
-    if any(item.replace(" ", "").startswith("diloco.island=") for item in options.overrides):
-        raise ConfigError("diloco.island on the command line: start one island with --island NUMBER")
-    here = [] if options.island is None else [f"diloco.island={options.island}"]
+def _load(options: LaunchOptions) -> BaseRun:
+    kind = kind_of(options.run_file)
+    island = f"{kind.meeting_name}.island"
+    if any(item.replace(" ", "").startswith(f"{island}=") for item in options.overrides):
+        raise ConfigError(f"{island} on the command line: start one island with --island NUMBER")
     # Starting all islands, this one's number is of no interest, wherever it may come from.
-    return load_run_file(options.run_file, [*options.all_overrides, *(here or ["diloco.island=0"])])
+    run = load_run(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
+    run.check()
+    return run
 
 
-def _processes(run: RunFile) -> tuple[int, Path | None]:
+def _processes(run: BaseRun) -> tuple[int, Path | None]:
     """Processes of one island, and the user's accelerate configuration if there is one."""
     if run.accelerate is None:
         return run.launch.num_processes, None
@@ -149,21 +154,20 @@ def _processes(run: RunFile) -> tuple[int, Path | None]:
     return int(values.get("num_processes") or 1), path
 
 
-def _rendezvous(run: RunFile, options: LaunchOptions, free_port: int) -> str | None:
-    given = run.diloco.rendezvous
-    if options.island is not None and run.diloco.enabled:
-        given = run.diloco.resolve().rendezvous  # several islands without one are refused here
-    elif given is None and options.island is None and run.diloco.num_shares > 1:
+def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | None:
+    given = run.meeting.rendezvous
+    if options.island is not None and run.meeting.enabled:
+        given = run.meeting.resolve().rendezvous  # several islands without one are refused here
+    elif given is None and options.island is None and run.meeting.num_shares > 1:
         given = f"tcp://127.0.0.1:{free_port}"
-        if run.diloco.enabled:  # settings that need another rendezvous are refused here
-            DiLoCoConfig(**{**run.diloco.model_dump(exclude={"enabled"}), "rendezvous": given})
+        run.meeting.check_rendezvous(given)
         return given
     if given is not None and not is_object_store(given) and options.island in (None, 0):
         devices.check_port_is_free(given)
     return given
 
 
-def _devices(run: RunFile, num_islands: int, num_processes: int) -> list[list[str]]:
+def _devices(run: BaseRun, num_islands: int, num_processes: int) -> list[list[str]]:
     found = [] if run.launch.use_cpu else devices.cuda_devices()
     if found:
         return devices.share_devices(found, num_islands, num_processes)
@@ -172,6 +176,6 @@ def _devices(run: RunFile, num_islands: int, num_processes: int) -> list[list[st
     return [[] for _ in range(num_islands)]
 
 
-def _threads(run: RunFile, num_processes_here: int) -> str:
+def _threads(run: BaseRun, num_processes_here: int) -> str:
     fitting = str(max(1, devices.num_cores() // num_processes_here))
     return str(run.launch.threads) if run.launch.threads else os.environ.get("OMP_NUM_THREADS") or fitting

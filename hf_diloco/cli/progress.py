@@ -22,6 +22,7 @@ class Progress:
         round: synchronisations done.
         loss: the last training loss; None before the first.
         tokens_per_second: of the whole island; None before the first measurement.
+        unit: what is counted in the place of tokens, where that is something else.
         message: what the state alone does not say; may be empty.
     """
 
@@ -31,6 +32,7 @@ class Progress:
     round: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
+    unit: str = "tokens"
     message: str = ""
 
     @property
@@ -55,6 +57,7 @@ def read_progress(path: Path) -> Progress:
             round=int(values.get("round") or 0),
             loss=_number(values.get("loss")),
             tokens_per_second=_number(values.get("tokens_per_second")),
+            unit=str(values.get("unit") or "tokens"),
             message=str(values.get("message") or ""),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

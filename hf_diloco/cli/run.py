@@ -24,7 +24,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
         _print_plan(plan, out)
         return 0
     display = make_display(out, [island.number for island in plan.islands])
-    launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.diloco.meets_in_store)
+    launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.meeting.survives_losses)
     display.note(_summary(plan))
     result = launcher.run()
     print_ending(result, plan, options, out, err)
@@ -35,8 +35,8 @@ def _summary(plan: Plan) -> str:
     run = plan.run
     here = len(plan.islands)
     islands = f"{here} island{'s' * (here != 1)}"
-    if here < run.diloco.num_islands:
-        islands = f"island {plan.islands[0].number} of {run.diloco.num_islands}"
+    if here < run.meeting.num_islands:
+        islands = f"island {plan.islands[0].number} of {run.meeting.num_islands}"
     meeting = f", meeting at {plan.rendezvous}" if plan.rendezvous else ""
     return f"run {run.folder}: {islands}{meeting}; full logs in {run.folder}/island-*/log.txt"
 

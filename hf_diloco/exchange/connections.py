@@ -17,7 +17,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -132,15 +132,21 @@ class Connections:
         for connection, part in self._spread(tensor, tag):
             transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
 
-    def wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
+    def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """Blocks until all are done; returns what they moved.
+
+        Args:
+            transfers: what is waited for.
+            deadline: until when; then the connections it concerns are of no more use.
+            meanwhile: called every `PROBE_SECONDS`; what it raises ends the waiting, and `close` is all that then may
+                be called.
 
         Raises:
             IslandLostError: a peer's connection broke, or it did not send or receive in time.
         """
         works, transfers.works = transfers.works, []
         if works:
-            self._wait(works, deadline)
+            self._wait(works, deadline, meanwhile)
         return transfers.take_traffic()
 
     def find_broken(self) -> list[int]:
@@ -177,7 +183,7 @@ class Connections:
         except RuntimeError as error:
             raise lost(peer, reason(error)) from None
 
-    def _wait(self, works: list[Work], deadline: Deadline) -> None:
+    def _wait(self, works: list[Work], deadline: Deadline, meanwhile: Callable[[], None] | None) -> None:
         self._waiter.start(works, deadline)
         suspect: int | None = None
         while True:
@@ -188,6 +194,8 @@ class Connections:
                 if position == suspect:
                     raise lost(works[position].peer, "its connection broke") from None
                 suspect = position if position < len(works) and self._is_held_up(works[position]) else None
+                if meanwhile:
+                    meanwhile()
                 continue
             if error:
                 works.clear()  # the error's traceback would keep them, and they the sockets

@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hf_diloco.errors import ConfigError, IslandLostError
+from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.exchange.base import BLOCK_VALUES, Traffic
+from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
+from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.text import numbers, plural
 from hf_diloco.workspace import Workspace
 
@@ -34,20 +36,24 @@ class Neighbours(ABC):
         node: this node's number, from 0.
         num_nodes: n.
         topology: who averages with whom, with which weights.
+        is_on_host: vectors must lie in host memory.
     """
 
+    is_on_host: ClassVar[bool] = False
     node: int
     num_nodes: int
     topology: Topology
 
     @abstractmethod
-    def mix(self, vectors: Vectors, outs: Vectors, step: int) -> Traffic:
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         """Writes Σ_j w_ij(step) vector_j to `outs`; vectors of one step travel together.
 
         Args:
             vectors: what this node gives; left as they are.
             outs: one for each vector, of its size; they must not overlap `vectors`.
             step: from 0; which weights, on a graph that changes.
+            topology: whose weights, the same on all nodes; its edges are edges of `self.topology`, whose weights are
+                the default.
 
         Returns:
             What crossed the node's boundary.
@@ -66,6 +72,47 @@ class Neighbours(ABC):
         Raises:
             IslandLostError: a node did not come in time.
         """
+
+    def published(self) -> Published:
+        """Where this node leaves its model for the others to take, and takes theirs, without anybody waiting.
+
+        Collective over the nodes, as connections may have to be made; then nothing more is. Call it once.
+
+        Raises:
+            UnsupportedError: the transport has no such thing.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} lets nodes take nothing from each other unasked; choose a method in which "
+            "neighbours meet (swarm-sgd: blocking=True)"
+        )
+
+    @abstractmethod
+    def share(self, topic: str, record: Record) -> list[Record]:
+        """Shows all nodes a small record.
+
+        Args:
+            topic: what it is about; the n-th call with a topic goes with the others' n-th.
+            record: anything that JSON holds.
+
+        Returns:
+            The records of all nodes, in their order.
+
+        Raises:
+            PayloadError: a record is longer than `MAX_RECORD_BYTES`, or what another node shows is none.
+            IslandLostError: a node did not come in time.
+        """
+
+    def offer(self, x: torch.Tensor, step: int) -> None:  # noqa: B027 - most transports have nobody come back
+        """Lets a node that has come back begin where this one is: called at the beginning of every step.
+
+        Args:
+            x: this node's parameters, flat.
+            step: the step that begins.
+        """
+
+    def take_news(self) -> list[str]:
+        """What happened to neighbours since the last call, a line each."""
+        return []
 
     @abstractmethod
     def close(self) -> None:
@@ -86,9 +133,17 @@ def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, tor
     """
     for where in _blocks(out):
         mixed, mine = out[where], own[where]
+        if not others:
+            mixed.copy_(mine)
+            continue
+        (weight, other), *rest = others
+        # One pass instead of three. `lerp` too is exact where the two agree, and rounds a value the same wherever it
+        # lies in a vector: so nothing depends on how vectors are cut.
+        torch.lerp(mine, other[where], weight, out=mixed)
+        if not rest:
+            continue
         difference = _workspace.take("difference", mixed.numel(), mixed.dtype, mixed.device)
-        mixed.copy_(mine)
-        for weight, other in others:
+        for weight, other in rest:
             torch.sub(other[where], mine, out=difference)
             mixed.add_(difference, alpha=weight)
 
@@ -99,7 +154,7 @@ def mean_(out: torch.Tensor, vectors: Vectors) -> None:
         total = out[where].copy_(vectors[0][where])
         for vector in vectors[1:]:
             total.add_(vector[where])
-        total.div_(len(vectors))
+        total.mul_(1.0 / len(vectors))  # as `weighted_mean` does
 
 
 def _blocks(vector: torch.Tensor) -> list[slice]:
@@ -127,6 +182,7 @@ class MemoryGraph:
         self.barrier = threading.Barrier(self.num_nodes)
         self.given: dict[int, tuple[torch.Tensor, ...]] = {}
         self.arrivals = [0] * self.num_nodes
+        self.board = MemoryBoard(self.num_nodes)
 
     def node(self, number: int) -> MemoryNeighbours:
         """Returns the end of node `number`, from 0."""
@@ -146,31 +202,45 @@ class MemoryNeighbours(Neighbours):
         self.num_nodes = graph.num_nodes
         self.topology = graph.topology
 
-    def mix(self, vectors: Vectors, outs: Vectors, step: int) -> Traffic:
-        weights = self.topology.weights(step)[self.node].tolist()
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
+        topology = topology or self.topology
+        weights = topology.weights(step)[self.node].tolist()
 
         def combine(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
             for index, (own, out) in enumerate(zip(vectors, outs, strict=True)):
                 others = [(w, given[j][index]) for j, w in enumerate(weights) if w and j != self.node]
                 mix_(out, own, others)
 
-        self._share(tuple(vectors), combine)
+        self._show(tuple(vectors), combine)
         size = sum(vector.numel() * vector.itemsize for vector in vectors)
         return Traffic(
-            size * len(self.topology.receivers(self.node, step)), size * len(self.topology.neighbours(self.node, step))
+            size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
         )
 
     def average(self, vector: torch.Tensor) -> Traffic:
         mean = _workspace.take("mean", vector.numel(), vector.dtype, vector.device)
-        self._share((vector,), lambda given: mean_(mean, [given[node][0] for node in range(self.num_nodes)]))
+        self._show((vector,), lambda given: mean_(mean, [given[node][0] for node in range(self.num_nodes)]))
         vector.copy_(mean)
         num_bytes = 2 * (self.num_nodes - 1) * vector.numel() * vector.itemsize // self.num_nodes
         return Traffic(num_bytes, num_bytes)  # as an all-reduce in a ring, or a reduce-scatter and an all-gather
 
+    def share(self, topic: str, record: Record) -> list[Record]:
+        packed = torch.frombuffer(bytearray(pack_record(topic, record)), dtype=torch.uint8)
+        shown: list[bytes] = []
+
+        def read(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+            shown.extend(bytes(given[node][0].tolist()) for node in range(self.num_nodes))
+
+        self._show((packed,), read)
+        return [unpack_record(topic, node, bytes_of) for node, bytes_of in enumerate(shown)]
+
+    def published(self) -> MemoryPublished:
+        return MemoryPublished(self._graph.board, self.node)
+
     def close(self) -> None:
         self._graph.barrier.abort()
 
-    def _share(
+    def _show(
         self, vectors: tuple[torch.Tensor, ...], combine: Callable[[Mapping[int, tuple[torch.Tensor, ...]]], None]
     ) -> None:
         """Shows `vectors` to all nodes, and calls `combine` with what all show."""

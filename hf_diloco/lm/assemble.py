@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -23,15 +17,16 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.data.build import Datasets, build_datasets
 from hf_diloco.data.position import DataPositionCallback, read_position
 from hf_diloco.data.stream import PackedStream
-from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.island import IslandGroup
-from hf_diloco.lm.arguments import training_arguments
-from hf_diloco.lm.environment import ENV_DEBUG
 from hf_diloco.lm.model import build_config, build_model
 from hf_diloco.lm.plain import PlainCallback
-from hf_diloco.lm.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
+from hf_diloco.runs.arguments import training_arguments
+from hf_diloco.runs.environment import ENV_DEBUG
+from hf_diloco.runs.resume import check_world, find_checkpoint, given_checkpoint, leader_first, one_step, step_of
+from hf_diloco.runs.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.trainer_arguments import examples_per_step
 
 if TYPE_CHECKING:
@@ -68,32 +63,22 @@ def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> I
         DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.
     """
     args = training_arguments(run)
-    _check_world(args)
+    check_world(args)
     _tame_deepspeed(args)
     ranks = IslandGroup(timeout=LONGEST_PREPARATION)
     progress.update(message="preparing the tokenizer")
     tokenizer = build_tokenizer(run, ranks)
     progress.update(message="preparing the data")
-    with _leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
+    with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
         data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
     _check_data(run, args, data)
     progress.update(message="building the model")
     model = _model(run, args, tokenizer)
     callback = _outer_loop(run, config, data, tokenizer)
     progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
-    checkpoint = _checkpoint(run, callback)
+    checkpoint = find_checkpoint(run, callback)
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
     return Island(run, trainer, callback, data, checkpoint)
-
-
-@contextmanager
-def _leader_first(ranks: IslandGroup) -> Iterator[None]:
-    """Lets the other ranks begin when the leader has ended."""
-    if not ranks.is_leader:
-        ranks.barrier()
-    yield
-    if ranks.is_leader:
-        ranks.barrier()
 
 
 def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -123,19 +108,6 @@ def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool
             return bool(AutoModelForCausalLM.from_config(config).num_parameters() > ZERO_INIT_FROM)
     except Exception:  # whatever is wrong with the model shows, with its message, when it is made
         return False
-
-
-def _check_world(args: TrainingArguments) -> None:
-    """The launcher's idea of the island must be accelerate's."""
-    launched = int(os.environ["WORLD_SIZE"])
-    if args.world_size != launched:
-        raise UnsupportedError(
-            f"the launcher started {launched} ranks but accelerate sees {args.world_size}: start the island with "
-            "torchrun, deepspeed, or accelerate launch without --cpu"
-        )
-    if torch.distributed.is_initialized():
-        # torch 2.13's Gloo threads may want the interpreter while it ends, which aborts the process.
-        atexit.register(time.sleep, 0.2)
 
 
 def _tame_deepspeed(args: TrainingArguments) -> None:
@@ -178,23 +150,8 @@ def _outer_loop(
         "max_steps": run.max_steps,
         "seed": run.seed,
     }
-    given = None if run.launch.resume in ("auto", "never") else _given_checkpoint(run)
+    given = None if run.launch.resume in ("auto", "never") else given_checkpoint(run)
     return DiLoCoCallback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
-
-
-def _checkpoint(run: RunFile, callback: DiLoCoCallback | PlainCallback) -> Path | None:
-    if run.launch.resume == "auto":
-        return callback.common_checkpoint(run.island_folder())
-    return None if run.launch.resume == "never" else _given_checkpoint(run)
-
-
-def _given_checkpoint(run: RunFile) -> Path:
-    path = Path(run.launch.resume.replace("{island}", str(run.diloco.island)))
-    if not (path / "trainer_state.json").exists():
-        raise CheckpointError(
-            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
-        )
-    return path
 
 
 def _trainer(
@@ -210,11 +167,11 @@ def _trainer(
     sync_every = run.diloco.sync_every if run.diloco.enabled else 0
     tokens = examples_per_step(args) * run.data.sequence_length
     files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
-    is_finished = checkpoint is not None and _step_of(checkpoint) >= run.max_steps
+    is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=_one_step(data, args) if is_finished else data.train,
+        train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         callbacks=[callback, files],
@@ -224,19 +181,6 @@ def _trainer(
     if run.deepspeed is not None:
         trainer.add_callback(_EngineCheck(trainer))
     return trainer
-
-
-def _step_of(checkpoint: Path) -> int:
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return int(state["global_step"])
-
-
-def _one_step(data: Datasets, args: TrainingArguments) -> Dataset[Any]:
-    """Data of one step an epoch, with which the Trainer, resuming after the last step, sees that none is left.
-
-    With data of another length it would train one step too many.
-    """
-    return Subset(data.evaluation, [0] * examples_per_step(args))
 
 
 def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,31 +12,7 @@ from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
-MODEL_FOLDER = "model"
-
-
-def save_final_model(trainer: Trainer, folder: Path) -> Path:
-    """Writes the model and its tokenizer to `folder`/model, whole before an older one goes. Collective over the ranks.
-
-    Returns:
-        The folder, which `AutoModelForCausalLM.from_pretrained` loads.
-    """
-    final, temporary, old = (folder / name for name in (MODEL_FOLDER, f".{MODEL_FOLDER}.tmp", f".{MODEL_FOLDER}.old"))
-    if trainer.is_world_process_zero():
-        shutil.rmtree(temporary, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(temporary))
-    trainer.accelerator.wait_for_everyone()
-    if trainer.is_world_process_zero():
-        (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says the same
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+    pass
 
 
 def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:

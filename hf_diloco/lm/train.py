@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.lm.commandline import parse_command_line
-from hf_diloco.lm.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader, prepare_environment
+from hf_diloco.errors import ConfigError
 from hf_diloco.lm.runfile import RunFile
+from hf_diloco.runs.commandline import parse_command_line
+from hf_diloco.runs.environment import is_leader, prepare_environment
+from hf_diloco.runs.process import (
+    STOPPED,
+    check_folder,
+    last_evaluation,
+    prepare_folder,
+    run_and_exit,
+    say,
+    set_up_logging,
+)
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
     from hf_diloco.lm.assemble import Island
-    from hf_diloco.lm.run_files import Progress
+    from hf_diloco.runs.run_files import Progress
 
-STOPPED = 3  # exit code: ended on request, with a checkpoint
+_DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
-    try:
-        run = parse_command_line(argv)
-        sys.exit(train(run))
-    except DiLoCoError as error:
-        if os.environ.get(ENV_DEBUG):
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    run_and_exit(lambda: parse_command_line(RunFile, "train_lm.py", _DESCRIPTION, argv), train)
 
 
 def train(run: RunFile) -> int:
@@ -47,18 +44,18 @@ def train(run: RunFile) -> int:
         DiLoCoError: a setting is wrong, an island was lost, ...
     """
     config = run.diloco.resolve() if run.diloco.enabled else None
-    _check_folder(run)
+    check_folder(run)
     prepare_environment(run.deepspeed is not None)
-    from hf_diloco.lm.arguments import check_training
-    from hf_diloco.lm.run_files import Progress
+    from hf_diloco.runs.arguments import check_training
+    from hf_diloco.runs.run_files import Progress
 
     check_training(run.training)
     progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader())
     if is_leader():
-        _prepare_folder(run)
+        prepare_folder(run)
     try:
         progress.update(message="loading libraries")
-        _set_up_logging()
+        set_up_logging()
         if config is not None and config.meets_in_store:
             _check_store(config)
         from hf_diloco.lm.assemble import assemble
@@ -79,7 +76,7 @@ def _train(island: Island, progress: Progress) -> int:
         raise ConfigError(f"deepspeed: {error}") from error
     if island.callback.stopped:
         step = trainer.state.global_step
-        _say(f"stopped at step {step} as asked; checkpoint-{step} is in {run.island_folder()}")
+        say(f"stopped at step {step} as asked; checkpoint-{step} is in {run.island_folder()}")
         progress.update(state="done", message=f"stopped on request at step {step}")
         return STOPPED
     _finish(island, progress)
@@ -88,11 +85,12 @@ def _train(island: Island, progress: Progress) -> int:
 
 def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
-    from hf_diloco.lm.finish import save_final_model, write_sample, write_summary
+    from hf_diloco.lm.finish import write_sample, write_summary
+    from hf_diloco.runs.final_model import save_final_model
 
     run, trainer = island.run, island.trainer
     progress.update(state="evaluating")
-    last = None if island.callback.moved_at_end else _last_evaluation(trainer)
+    last = None if island.callback.moved_at_end else last_evaluation(trainer)
     evaluation = last or trainer.evaluate()
     sample = None
     if run.diloco.island == 0:
@@ -104,24 +102,12 @@ def _finish(island: Island, progress: Progress) -> None:
     if not is_leader():
         return
     summary = write_summary(run, evaluation, sample)
-    _say(f"evaluation loss of the {summary['eval_weights']} weights: {summary['eval_loss']:.4f}")
+    say(f"evaluation loss of the {summary['eval_weights']} weights: {summary['eval_loss']:.4f}")
     if run.diloco.island == 0:
-        _say(f"model: {run.folder / 'model'}")
+        say(f"model: {run.folder / 'model'}")
     if sample is not None:
-        _say(f"the model writes: {sample}")
+        say(f"the model writes: {sample}")
     progress.update(state="done", message="")
-
-
-def _check_folder(run: RunFile) -> None:
-    """Refuses to mix a new run into an old one's folder."""
-    folder = run.island_folder()
-    if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
-        raise ConfigError(
-            f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
-            "or use resume: auto to go on"
-        )
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise ConfigError(f"output: {folder} cannot be written to")
 
 
 def _check_store(config: DiLoCoConfig) -> None:
@@ -135,38 +121,6 @@ def _check_store(config: DiLoCoConfig) -> None:
         open_object_store(config.rendezvous)
 
 
-def _prepare_folder(run: RunFile) -> None:
-    from hf_diloco.lm.run_files import STOP_FILE, write_run_json
-
-    folder = run.island_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STOP_FILE).unlink(missing_ok=True)
-        if run.diloco.island == 0 or not (run.folder / "run.json").exists():
-            write_run_json(run)
-    except OSError as error:
-        raise ConfigError(f"output: {folder} cannot be made: {error}") from None
-
-
-def _set_up_logging() -> None:
-    import datasets
-
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("hf_diloco").setLevel(logging.INFO if is_leader() else logging.ERROR)
-    logging.captureWarnings(True)
-    logging.getLogger("py.warnings").setLevel(logging.WARNING if is_leader() else logging.ERROR)
-    if os.environ.get(ENV_LAUNCHED) or not is_leader():
-        datasets.disable_progress_bars()
-
-
-def _last_evaluation(trainer: Trainer) -> dict[str, float] | None:
-    """The evaluation of these very weights, if the Trainer has just made one."""
-    for entry in reversed(trainer.state.log_history):
-        if "eval_loss" in entry:
-            return dict(entry) if entry.get("step") == trainer.state.global_step else None
-    return None
-
-
 def _print_plan(island: Island) -> None:
     """What is about to happen, with the batch of one island and of all."""
     from transformers.trainer_pt_utils import get_model_param_count
@@ -178,19 +132,14 @@ def _print_plan(island: Island) -> None:
     number, total, length = run.diloco.island, run.diloco.num_islands, run.data.sequence_length
     examples, accumulated = examples_per_step(args), args.gradient_accumulation_steps
     amount = "a stream" if isinstance(data.train, PackedStream) else f"{len(data.train):,} sequences"
-    _say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
-    _say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
+    say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
+    say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
     batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {args.world_size} ranks"
-    _say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
+    say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
     if total > 1:
         together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"
-        _say(f"global batch of {total} such islands: {together}")
+        say(f"global batch of {total} such islands: {together}")
     if run.diloco.enabled:
         every, num_fragments = run.diloco.sync_every, run.diloco.num_fragments
         rounds = "a round" if num_fragments == 1 else f"a round of each of {num_fragments} fragments"
-        _say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")
-
-
-def _say(text: str) -> None:
-    if is_leader():
-        print(text, flush=True)
+        say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_diloco.report.rows import ISLAND_COLUMNS, island_row, overview, title
+from hf_diloco.report.rows import island_columns, island_row, overview, title
 from hf_diloco.report.summary import Report
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def _island_table(report: Report) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ISLAND_COLUMNS:
+    for name in island_columns(report):
         table.add_column(name.replace(" ", "\n"), justify="right", header_style="cyan", no_wrap=True)
     for island in report.islands:
-        table.add_row(*island_row(island))
+        table.add_row(*island_row(report, island))
     return table

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hf_diloco.report.read import METRICS, IslandRun, Run
-from hf_diloco.report.records import Sync
+from hf_diloco.report.records import Neighbour, Sync
 from hf_diloco.text import numbers, plural
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def find_warnings(
     yield from _missing(missing, islands)
     for record, island in zip(run.islands, islands, strict=True):
         yield from _incomplete(record, island)
+    yield from _neighbours(run)
     if any(island.comes_and_goes for island in islands):
         yield from _absences(run)
     else:
@@ -81,6 +82,13 @@ def _incomplete(record: IslandRun, island: IslandReport) -> Iterator[str]:
         yield f"{name} stopped at step {island.steps} of {island.max_steps}; start the run again to let it go on"
     if record.num_bad_lines:
         yield f"{name}'s record has {record.num_bad_lines} unreadable {plural('line', record.num_bad_lines)}, left out"
+
+
+def _neighbours(run: Run) -> Iterator[str]:
+    """Nodes that were lost or came back, as their neighbours saw it."""
+    for island in run.islands:
+        for event in island.of(Neighbour):
+            yield f"node {island.island}, step {event.step}: {event.news}"
 
 
 def _stopped_early(island: IslandReport) -> bool:

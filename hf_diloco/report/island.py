@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.report.read import IslandRun, Section
-from hf_diloco.report.records import End, Eval, Record, Start, Sync, Train
+from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
@@ -62,6 +62,8 @@ class IslandReport(BaseModel):
         num_sections: times it started or resumed.
         run_is_over: the run's last round is complete, however many steps this island took.
         comes_and_goes: it may miss rounds, and catches up.
+        eval_accuracy, consensus_distance: of the last evaluation, in runs of image classifiers; of the mean of all
+            nodes, and how far these are from it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -93,11 +95,15 @@ class IslandReport(BaseModel):
     run_is_over: bool
     comes_and_goes: bool
     sample: str | None
+    eval_accuracy: float | None = None
+    consensus_distance: float | None = None
+    num_images: int | None = None
+    images_per_second: float | None = None
 
 
 def summarise_island(island: IslandRun) -> IslandReport:
     """Computes the figures of one island over all its sections."""
-    start, syncs = island.start, island.of(Sync)
+    start, syncs = island.start, _exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = max((record.step for record in island.of(Record)), default=None)
     num_steps = _num_recorded_steps(island, steps)
@@ -116,7 +122,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         ended=bool(end),
         steps=steps,
         max_steps=start.max_steps if start else None,
-        num_rounds=len(syncs),
+        num_rounds=len(island.of(Sync)),
         train_loss=train_losses[-1] if train_losses else None,
         eval_loss=outer.eval_loss if outer else None,
         eval_step=outer.step if outer else None,
@@ -136,7 +142,16 @@ def summarise_island(island: IslandRun) -> IslandReport:
         run_is_over=bool(end) and end[0].run_is_over,
         comes_and_goes=start is not None and start.comes_and_goes,
         sample=sample if isinstance(sample, str) else None,
+        eval_accuracy=outer.eval_accuracy if outer else None,
+        consensus_distance=outer.consensus_distance if outer else None,
+        num_images=_num_images(start, num_steps),
+        images_per_second=_images_per_second(island),
     )
+
+
+def _exchanges(records: IslandRun | Section) -> list[Sync | Mix]:
+    """What says how much was exchanged."""
+    return [*records.of(Sync), *records.of(Mix)]
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:
@@ -154,7 +169,7 @@ def _num_recorded_steps(island: IslandRun, steps: int | None) -> int | None:
 
 def _bytes_repeated(island: IslandRun, bytes_sent: int | None) -> int | None:
     """What rounds sent that a resume threw away."""
-    everything = total([0, *(sync.bytes_sent for section in island.sections for sync in section.of(Sync))])
+    everything = total([0, *(one.bytes_sent for section in island.sections for one in _exchanges(section))])
     return None if everything is None or bytes_sent is None else everything - bytes_sent
 
 
@@ -208,6 +223,27 @@ def _tokens_per_second(island: IslandRun) -> float | None:
     return tokens / seconds
 
 
+def _num_images(start: Start | None, num_steps: int | None) -> int | None:
+    if start is None or start.method is None or start.examples_per_step is None or num_steps is None:
+        return None
+    return round(num_steps * start.examples_per_step)
+
+
+def _images_per_second(island: IslandRun) -> float | None:
+    """As `_tokens_per_second`."""
+    sections = [section for section in island.sections if section.start]
+    images = total(_section_images(section) for section in sections)
+    seconds = total(_section_elapsed(section) for section in sections)
+    return None if images is None or not seconds else images / seconds
+
+
+def _section_images(section: Section) -> float | None:
+    start = section.start
+    if start is None or start.method is None or start.examples_per_step is None:
+        return None
+    return (max(record.step for record in section.records) - start.step) * start.examples_per_step
+
+
 def _section_tokens(section: Section) -> float | None:
     start = section.start
     if start is None or start.tokens_per_step is None:
@@ -227,6 +263,8 @@ def _section_elapsed(section: Section) -> float | None:
 def _section_seconds(section: Section) -> TimeSplit | None:
     """What the rounds took, and as computing the rest of the time; a killed section is followed to its last round."""
     syncs, end = section.of(Sync), section.of(End)
+    if section.start is not None and section.start.method is not None:
+        return _mixing_seconds(section)
     if not syncs and not end:
         return None
     waiting = _spent(sync.stalled_waiting for sync in syncs)
@@ -237,6 +275,14 @@ def _section_seconds(section: Section) -> TimeSplit | None:
     if whole is not None and waiting is not None and exchanging is not None:
         computing = max(0.0, whole - waiting - exchanging - (applying or 0.0))
     return TimeSplit(computing=computing, waiting=waiting, exchanging=exchanging, applying=applying)
+
+
+def _mixing_seconds(section: Section) -> TimeSplit | None:
+    """Of a node that exchanges in every step: what it waits for others in an exchange counts as exchanging."""
+    whole, exchanging = _section_elapsed(section), _spent(mix.seconds_exchanging for mix in section.of(Mix))
+    if whole is None or exchanging is None:
+        return None
+    return TimeSplit(computing=max(0.0, whole - exchanging), waiting=0.0, exchanging=exchanging)
 
 
 def _spent(seconds: Iterable[float | None]) -> float | None:

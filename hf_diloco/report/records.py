@@ -45,6 +45,9 @@ class Start(Record):
     max_steps: int | None = None
     tokens_per_step: Rate | None = None
     comes_and_goes: bool = False
+    method: str | None = None
+    topology: str | None = None
+    examples_per_step: Rate | None = None
 
 
 class Train(Record):
@@ -59,6 +62,8 @@ class Eval(Record):
 
     event: Literal["eval"]
     eval_loss: Loss = None
+    eval_accuracy: float | None = None
+    consensus_distance: float | None = None
     weights: str | None = None
 
 
@@ -98,6 +103,22 @@ class Sync(Record):
         return max(0.0, self.seconds_waiting + self.seconds_exchanging - (self.seconds_hidden or 0.0))
 
 
+class Mix(Record):
+    """What a node of a graph exchanged with its neighbours since its last such line."""
+
+    event: Literal["mix"]
+    seconds_exchanging: Seconds | None = None
+    bytes_sent: Count | None = None
+    bytes_received: Count | None = None
+
+
+class Neighbour(Record):
+    """A neighbour was lost, or came back."""
+
+    event: Literal["neighbour"]
+    news: str | None = None
+
+
 class End(Record):
     """Training ended in order; times are of the section since its `start`. A run ends for all with its last round."""
 
@@ -108,7 +129,7 @@ class End(Record):
     run_is_over: bool = False
 
 
-AnyRecord = Start | Train | Eval | Sync | End
+AnyRecord = Start | Train | Eval | Sync | Mix | Neighbour | End
 
 _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="event")])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_diloco import text
+from hf_diloco.report import nodes
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.report.summary import Report, RoundReport
 
@@ -33,8 +34,15 @@ ROUND_COLUMNS = (
 )
 
 
+def island_columns(report: Report) -> tuple[str, ...]:
+    """What `island_row` holds."""
+    return ISLAND_COLUMNS if report.method is None else nodes.COLUMNS
+
+
 def title(report: Report) -> str:
     """One line that says what the report is of, and what it covers."""
+    if report.method is not None:
+        return nodes.title(report)
     if report.num_islands is None:
         return f"{report.name}: {len(report.covers)} {text.plural('island', len(report.covers))}"
     islands = f"{report.num_islands} {text.plural('island', report.num_islands)}"
@@ -45,6 +53,8 @@ def title(report: Report) -> str:
 
 def overview(report: Report) -> list[tuple[str, str]]:
     """The run's figures, one a row."""
+    if report.method is not None:
+        return nodes.overview(report)
     rows = [
         ("evaluation loss", _evaluation(report)),
         ("perplexity", text.perplexity(report.perplexity)),
@@ -60,8 +70,10 @@ def overview(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def island_row(island: IslandReport) -> tuple[str, ...]:
-    """One island's figures, in the order of `ISLAND_COLUMNS`."""
+def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
+    """One island's figures, in the order of `island_columns`."""
+    if report.method is not None:
+        return nodes.row(island)
     shares = island.shares or TimeSplit()
     return (
         str(island.island),
@@ -147,6 +159,8 @@ class Tile:
 
 def tiles(report: Report) -> list[Tile]:
     """The figures that a reader looks for first."""
+    if report.method is not None:
+        return [Tile(*tile) for tile in nodes.tiles(report)]
     shares = report.shares or TimeSplit()
     sent, would = text.size(report.bytes_sent), text.size(report.bytes_per_step_sync)
     return [
@@ -172,6 +186,7 @@ def subtitle(report: Report) -> str:
         (report.steps, f"{text.count(report.steps)} inner steps"),
         (report.outer_lr, f"outer lr {text.number(report.outer_lr)}"),
         (report.outer_momentum, f"momentum {text.number(report.outer_momentum)}"),
+        (report.method, f"{report.method} on {report.topology}"),
     ]
     return " · ".join(part for value, part in known if value is not None)
 

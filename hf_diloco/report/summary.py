@@ -53,6 +53,8 @@ class Report(BaseModel):
         traffic_ratio: bytes_per_step_sync / bytes_sent.
         mismatched_rounds: rounds after which the islands' outer parameters differed; empty in a sound run.
         num_rounds_compared: rounds of which at least two islands' hashes are here.
+        method, topology: of nodes that average with their neighbours; None where islands have rounds.
+        eval_accuracy, consensus_distance: as of the islands, at `eval_step`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -90,6 +92,11 @@ class Report(BaseModel):
     warnings: tuple[str, ...]
     islands: tuple[IslandReport, ...]
     rounds: tuple[RoundReport, ...]
+    method: str | None = None
+    topology: str | None = None
+    eval_accuracy: float | None = None
+    consensus_distance: float | None = None
+    images_per_second: float | None = None
 
 
 def summarise(run: Run) -> Report:
@@ -138,6 +145,11 @@ def summarise(run: Run) -> Report:
         warnings=tuple(find_warnings(run, islands, missing, rounds)),
         islands=islands,
         rounds=rounds,
+        method=start.method if start else None,
+        topology=start.topology if start else None,
+        eval_accuracy=_mean(i.eval_accuracy for i in islands if i.eval_step == eval_step),
+        consensus_distance=_mean(i.consensus_distance for i in islands if i.eval_step == eval_step),
+        images_per_second=total(i.images_per_second for i in islands),
     )
 
 

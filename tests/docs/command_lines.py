@@ -51,10 +51,13 @@ def _hf_diloco(words: list[str]) -> None:
 
 
 def _train_lm(words: list[str]) -> None:
-    from hf_diloco.lm.commandline import parse_command_line
+    from hf_diloco.lm.runfile import RunFile
+    from hf_diloco.runs.commandline import parse_command_line
 
     assert words[0] == "train_lm.py"
-    parse_command_line([str(ROOT / word) if word.endswith(".yaml") else word for word in words[1:]])
+    parse_command_line(
+        RunFile, "train_lm.py", "", [str(ROOT / word) if word.endswith(".yaml") else word for word in words[1:]]
+    )
 
 
 def _torchrun(words: list[str]) -> None:

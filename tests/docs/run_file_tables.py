@@ -1,4 +1,4 @@
-"""The tables of docs/run-file.md, made from the schema of run files.
+"""The tables of docs/run-file.md and docs/vision.md, made from the schemas of run files.
 
 python -m tests.docs.run_file_tables     # writes them anew
 """
@@ -8,18 +8,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from hf_diloco.lm.arguments import _REFUSED
 from hf_diloco.lm.runfile import RunFile, TokenizerBlock, TrainTokenizer
+from hf_diloco.runs.arguments import _REFUSED
+from hf_diloco.runs.base import BaseRun
+from hf_diloco.vision.runfile import VisionRun
 from tests.docs.pages import ROOT
 
-PAGE = ROOT / "docs" / "run-file.md"
+PAGES: dict[Path, type[BaseRun]] = {
+    ROOT / "docs" / "run-file.md": RunFile,
+    ROOT / "docs" / "vision.md": VisionRun,
+}
 REFUSED = "refused by training"
 _TABLE = re.compile(
     r"(?<=<!-- keys: )(?P<block>[\w. ]+)(?P<head> -->\n)(?P<table>.*?)(?=<!-- end of keys -->)", re.DOTALL
 )
-_HAVE_THEIR_OWN_TABLE = ("model", "tokenizer", "data", "launch", "sample", "diloco")
+_SPECIAL = {"name": "the file's name", "training": "required"}
+_DEFAULT_MODELS = {RunFile: "`{preset: llama-tiny}`", VisionRun: "`{preset: resnet-tiny}`"}
 _KINDS = {
     "integer": "whole number",
     "object": "mapping",
@@ -30,9 +37,9 @@ _KINDS = {
 _LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def blocks() -> dict[str, dict[str, Any]]:
+def blocks(kind: type[BaseRun] = RunFile) -> dict[str, dict[str, Any]]:
     """The properties of every block by its path, from the schema that `hf-diloco config-schema` prints."""
-    whole = RunFile.model_json_schema()
+    whole = kind.model_json_schema()
 
     def walk(path: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path or "run", node["properties"]
@@ -44,19 +51,19 @@ def blocks() -> dict[str, dict[str, Any]]:
     return dict(walk("", whole))
 
 
-def table(block: str) -> str:
+def table(page: Path, block: str) -> str:
     """The Markdown table of one block: a row for each key."""
     if block == REFUSED:
         head, rows = "| key | why |\n|---|---|", [f"| `{key}` | {why} |" for key, why in sorted(_REFUSED.items())]
     else:
         head = "| key | value | default | meaning |\n|---|---|---|---|"
-        rows = [_row(block, key, value) for key, value in blocks()[block].items()]
+        rows = [_row(page, block, key, value) for key, value in blocks(PAGES[page])[block].items()]
     return "\n".join([head, *rows]) + "\n"
 
 
-def with_tables(text: str) -> str:
+def with_tables(page: Path) -> str:
     """The page with all its tables made anew."""
-    return _TABLE.sub(lambda match: match["block"] + match["head"] + table(match["block"]), text)
+    return _TABLE.sub(lambda match: match["block"] + match["head"] + table(page, match["block"]), page.read_text())
 
 
 def blocks_with_tables(text: str) -> list[str]:
@@ -64,11 +71,23 @@ def blocks_with_tables(text: str) -> list[str]:
     return [match["block"] for match in _TABLE.finditer(text)]
 
 
-def _row(block: str, key: str, value: dict[str, Any]) -> str:
+def _row(page: Path, block: str, key: str, value: dict[str, Any]) -> str:
     meaning = value.get("description", "")
-    if block == "run" and f"\n## {key}\n" in PAGE.read_text():
-        meaning = f"{meaning}; see [below](#{key})".lstrip("; ")
-    return f"| `{key}` | {_kind(value)} | {_default_text(block, key)} | {meaning} |"
+    if block == "run":
+        meaning = f"{meaning}{_where(page, key)}".lstrip("; ")
+    return f"| `{key}` | {_kind(value)} | {_default_text(PAGES[page], block, key, value)} | {meaning} |"
+
+
+def _where(page: Path, key: str) -> str:
+    """Where a key of the whole file has its own heading: on the page itself, or on the first."""
+    first = next(iter(PAGES))
+    for text, link in (
+        (page.read_text(), f"[below](#{key})"),
+        (first.read_text(), f"[{first.name}]({first.name}#{key})"),
+    ):
+        if re.search(rf"^##+ {key}$", text, re.MULTILINE):
+            return f"; see {link}"
+    return ""
 
 
 def _kind(value: dict[str, Any]) -> str:
@@ -78,33 +97,45 @@ def _kind(value: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_kind(option) for option in value["anyOf"]))
     if "enum" in value:
         return ", ".join(f"`{option}`" for option in value["enum"])
+    if "const" in value:
+        return f"`{value['const']}`"
     kind = _KINDS.get(value["type"], value["type"])
     limits = [f"{sign} {value[limit]:,}" for limit, sign in _LIMITS.items() if limit in value]
     return f"{kind} {', '.join(limits)}".strip()
 
 
-def _default_text(block: str, key: str) -> str:
+def _default_text(kind: type[BaseRun], block: str, key: str, value: dict[str, Any]) -> str:
     if block == "run":
-        special = {"name": "the file's name", "training": "required", "model": "`{preset: llama-tiny}`"}
-        if key in special or key in _HAVE_THEIR_OWN_TABLE:
+        special = {**_SPECIAL, "model": _DEFAULT_MODELS[kind]}
+        if key in special or any(path.partition(".")[0] == key for path in blocks(kind)):
             return special.get(key, "")
-    default = _defaults(block)[key]
+    default = _defaults(kind, block).get(key, value.get("default", _REQUIRED))
+    if default is _REQUIRED:
+        return "required"
     if default is None:
         return "null"
+    if isinstance(default, dict) and default and "$ref" in value:
+        return ""  # a block, which has its own table
     return f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
-def _defaults(block: str) -> dict[str, Any]:
+_REQUIRED = object()
+
+
+def _defaults(kind: type[BaseRun], block: str) -> dict[str, Any]:
+    """What the settings of a block are where nothing is given; of blocks that are not there by default, nothing."""
     if block == "model":
-        return dict.fromkeys(blocks()["model"])
+        return dict.fromkeys(blocks(kind)["model"], None) if kind is RunFile else {}
     if block == "tokenizer.train":
         return TrainTokenizer().model_dump()
     if block == "tokenizer":
         return TokenizerBlock().model_dump()
-    values = RunFile(name="name", training={"max_steps": 1}).model_dump()
-    found: dict[str, Any] = values if block == "run" else values[block]
-    return found
+    found: Any = kind(name="name", training={"max_steps": 1}).model_dump(mode="json")
+    for part in block.split(".") if block != "run" else []:
+        found = found.get(part) or {}
+    return dict(found)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for one in PAGES:
+        one.write_text(with_tables(one))

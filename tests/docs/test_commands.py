@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_diloco.lm.yaml_file import read_yaml
+from hf_diloco.runs.yaml_file import read_yaml
 from tests.docs.command_lines import check, check_shell, commands
 from tests.docs.pages import ROOT, Block, all_blocks, blocks
 from tests.processes import Completed, find_free_port, run
@@ -45,6 +45,7 @@ class Project:
         shutil.copytree(ROOT / "configs", folder / "configs")
         self._shorten(folder / "configs" / "quickstart.yaml")
         self._shorten(folder / "configs" / "bucket.yaml")
+        self._shorten(folder / "configs" / "vision" / "quickstart.yaml")
         self._done: dict[str, Completed] = {}
 
     @staticmethod
@@ -57,7 +58,8 @@ class Project:
             "eval_steps": 2,
             "save_steps": 2,
         }
-        settings["diloco"]["sync_every"] = 2
+        if "diloco" in settings:
+            settings["diloco"]["sync_every"] = 2
         settings["data"] |= {"sequence_length": 32, "num_eval_sequences": 8}
         settings["tokenizer"] = {"train": {"vocab_size": 400, "max_megabytes": 0.2}}
         settings["sample"]["num_tokens"] = 8

@@ -13,7 +13,8 @@ import yaml
 from hf_diloco import config, errors
 from hf_diloco.agreement.seal import ENV_KEY
 from hf_diloco.lm.runfile import RunFile
-from hf_diloco.lm.yaml_file import read_yaml
+from hf_diloco.runs.yaml_file import read_yaml
+from hf_diloco.vision.runfile import VisionRun
 from tests.docs import run_file_tables
 from tests.docs.pages import PAGES, ROOT, Block, all_blocks, anchors, blocks, links
 
@@ -74,11 +75,12 @@ def test_yaml_is_of_a_run_file(block: Block, tmp_path: Path) -> None:
         return
     if isinstance(values.get("deepspeed"), str):
         values["deepspeed"] = str(ROOT / values["deepspeed"])
-    RunFile.model_validate({"name": "run", "training": {"max_steps": 1}, **values})
+    kind = VisionRun if VisionRun.meeting_name in values else RunFile
+    kind.model_validate({"name": "run", "training": {"max_steps": 1}, **values})
 
 
 def test_training_blocks_are_trainings_arguments(tmp_path: Path) -> None:
-    from hf_diloco.lm.arguments import check_training
+    from hf_diloco.runs.arguments import check_training
 
     checked = 0
     for block in all_blocks("yaml"):
@@ -91,22 +93,30 @@ def test_training_blocks_are_trainings_arguments(tmp_path: Path) -> None:
     assert checked >= 2
 
 
-# run-file.md
+# run-file.md and vision.md
+
+RUN_FILE_PAGES = pytest.mark.parametrize("page", list(run_file_tables.PAGES), ids=lambda page: page.stem)
 
 
-def test_run_file_tables_are_the_schema() -> None:
-    text = run_file_tables.PAGE.read_text()
-    assert text == run_file_tables.with_tables(text), "run: python -m tests.docs.run_file_tables"
+@RUN_FILE_PAGES
+def test_run_file_tables_are_the_schema(page: Path) -> None:
+    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m tests.docs.run_file_tables"
 
 
-def test_every_block_of_the_schema_has_a_table() -> None:
-    found = run_file_tables.blocks_with_tables(run_file_tables.PAGE.read_text())
-    assert sorted(found) == sorted([*run_file_tables.blocks(), run_file_tables.REFUSED])
+@RUN_FILE_PAGES
+def test_every_block_of_the_schema_has_a_table(page: Path) -> None:
+    kind = run_file_tables.PAGES[page]
+    found = run_file_tables.blocks_with_tables(page.read_text())
+    # What all run files have is on the first page.
+    elsewhere = {"launch"} if kind is VisionRun else set()
+    refused = [run_file_tables.REFUSED] if kind is RunFile else []
+    assert sorted(found) == sorted([*(set(run_file_tables.blocks(kind)) - elsewhere), *refused])
 
 
-def test_every_key_has_a_meaning() -> None:
-    for block in run_file_tables.blocks():
-        rows = run_file_tables.table(block).splitlines()[2:]
+@RUN_FILE_PAGES
+def test_every_key_has_a_meaning(page: Path) -> None:
+    for block in run_file_tables.blocks(run_file_tables.PAGES[page]):
+        rows = run_file_tables.table(page, block).splitlines()[2:]
         assert rows
         assert not [row for row in rows if row.endswith("|  |")]
 

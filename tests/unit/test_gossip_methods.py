@@ -214,6 +214,8 @@ CASES: list[tuple[str, Reference, dict[str, Any]]] = [
     ("pmsgd", pmsgd, {"momentum": 0.9, "nesterov": True}),
 ]
 IDS = [" ".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name, _, settings in CASES]
+IN_STEP: dict[str, dict[str, Any]] = {"swarm-sgd": {"blocking": True}}
+"""Settings with which nodes wait for each other, where they else take what another thread happens to have ready."""
 CHANGING = [0.05 * (1 + step % 7) for step in range(30)]
 
 
@@ -237,7 +239,8 @@ def test_it_is_its_equation_while_lr_changes(
 
 
 def test_every_method_has_an_equation_here() -> None:
-    assert {name for name, _, _ in CASES} == set(METHODS)
+    """Or elsewhere: SwarmSGD's pairs are random, and it has no limit. See test_swarmsgd.py."""
+    assert {name for name, _, _ in CASES} | {"swarm-sgd"} == set(METHODS)
 
 
 @pytest.mark.parametrize("graph", ["one-peer-exponential", "random-matching", "exponential"])
@@ -315,7 +318,12 @@ def test_nodes_that_agree_and_have_equal_data_stay_equal_to_the_last_bit() -> No
     gradients = rng.standard_normal((20, 1, 4))
     for method in METHODS:
         history = train(
-            method, make_topology("grid", 6), agreed(6, 4), lambda x, t: np.tile(gradients[t], (6, 1)), [0.1] * 20
+            method,
+            make_topology("grid", 6),
+            agreed(6, 4),
+            lambda x, t: np.tile(gradients[t], (6, 1)),
+            [0.1] * 20,
+            **IN_STEP.get(method, {}),
         )
         assert (history == history[:, :1]).all(), method
 
@@ -471,7 +479,7 @@ def network(seed: int = 0) -> torch.nn.Sequential:
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("graph", ["ring", "one-peer-exponential"])
 def test_a_resumed_run_goes_on_bit_for_bit(method: str, graph: str) -> None:
-    settings: dict[str, Any] = {"weight_decay": 0.01}
+    settings: dict[str, Any] = {"weight_decay": 0.01, **IN_STEP.get(method, {})}
     if "momentum_buffer" in METHODS[method].state_names:
         settings["momentum"] = 0.5
     if method == "d2" and graph != "ring":
@@ -526,7 +534,7 @@ def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         results = []
         for chunk in (1 << 17, 5):
             monkeypatch.setattr(base, "_CHUNK_VALUES", chunk)
-            results.append(nodes(make_topology("ring", 3), method, 4))
+            results.append(nodes(make_topology("ring", 3), method, 4, **IN_STEP.get(method, {})))
         for one, other in zip(*results, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), method
 
@@ -593,17 +601,18 @@ def test_averaged_weights_come_and_go() -> None:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_bytes_are_counted(method: str) -> None:
-    """A ring: d values to each of 2 neighbours, twice where momentum is sent; an all-reduce sends 2d (n - 1) / n."""
+    """A ring: d values to each of 2 neighbours, twice where momentum is sent; an all-reduce sends 2d (n - 1) / n; a
+    partner is sent d."""
     graph = MemoryGraph(make_topology("ring", 4))
 
     def node(number: int) -> tuple[int, int]:
         x = torch.nn.Parameter(torch.zeros(1000))
-        optimizer = make_optimizer(method, [x], graph.node(number), 0.1)
+        optimizer = make_optimizer(method, [x], graph.node(number), 0.1, **IN_STEP.get(method, {}))
         for _ in range(2):
             optimizer.step()
         return optimizer.traffic.bytes_sent, optimizer.traffic.bytes_received
 
-    expected = 6000 if method == "pmsgd" else 2 * 4000 * METHODS[method].num_vectors
+    expected = {"pmsgd": 6000, "swarm-sgd": 4000}.get(method, 2 * 4000 * METHODS[method].num_vectors)
     assert set(run_islands(4, node)) == {(expected, expected)}
 
 

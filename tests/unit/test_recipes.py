@@ -10,8 +10,8 @@ import pytest
 
 from hf_diloco.advice import warn_about_plan
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.lm.arguments import check_training
 from hf_diloco.lm.runfile import RunFile, load_run_file
+from hf_diloco.runs.arguments import check_training
 from tests.processes import ROOT
 
 FOLDER = ROOT / "configs" / "recipes"

@@ -11,8 +11,8 @@ import pytest
 
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.commandline import parse_command_line
 from hf_diloco.lm.runfile import RunFile, load_run_file
+from hf_diloco.runs.commandline import parse_command_line
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -83,7 +83,10 @@ class TestPrecedence:
         monkeypatch.setenv(ENV_ISLAND, "2")
         path = write(tmp_path, self.TEXT)
         run = parse_command_line(
-            [str(path), "diloco.island=1", "--island", "3", "diloco.sync_every=25", "--name", "x"]
+            RunFile,
+            "train_lm.py",
+            "",
+            [str(path), "diloco.island=1", "--island", "3", "diloco.sync_every=25", "--name", "x"],
         )
         assert (run.diloco.island, run.diloco.sync_every, run.name) == (3, 25, "x")
 

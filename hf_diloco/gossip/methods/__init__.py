@@ -10,6 +10,7 @@ from hf_diloco.gossip.methods.momentum_consensus import MomentumConsensus
 from hf_diloco.gossip.methods.pmsgd import PmSGD
 from hf_diloco.gossip.methods.qg_dmsgd import QGDmSGD
 from hf_diloco.gossip.methods.registry import METHODS, make_optimizer
+from hf_diloco.gossip.methods.swarmsgd import SwarmSGD
 
 __all__ = [
     "D2",
@@ -22,5 +23,6 @@ __all__ = [
     "MomentumConsensus",
     "PmSGD",
     "QGDmSGD",
+    "SwarmSGD",
     "make_optimizer",
 ]

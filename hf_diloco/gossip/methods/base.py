@@ -61,6 +61,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     Attributes:
         name: what the setting calls the method.
         num_vectors: vectors of d values that each neighbour is sent in a step.
+        is_in_step: nodes take their steps together, none more than a few ahead of another.
         state_names: the vectors that are kept from one step to the next, besides the parameters: d values each.
         neighbours: this node's end of the graph.
         traffic: what the last step moved.
@@ -68,6 +69,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     name: ClassVar[str]
     num_vectors: ClassVar[int] = 1
+    is_in_step: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: ParamsT, neighbours: Neighbours, lr: float, **settings: float) -> None:
@@ -144,6 +146,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         self.traffic = Traffic()
         self._adopt()
+        self.neighbours.offer(self._x, self.num_steps)
         self._read_gradients()
         self.average_gradient(self._g)
         self._decay()
@@ -151,6 +154,24 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             group["num_steps"] += 1
         return loss
+
+    @torch.no_grad()
+    def begin_at(self, enter: Callable[[torch.Tensor], int]) -> int:
+        """Begins anew in the midst of a run that went on without this node.
+
+        Args:
+            enter: overwrites the flat parameters with those to begin from, and returns the step that is next.
+
+        Returns:
+            That step. State, as momentum, is 0.
+        """
+        self._adopt()
+        step = enter(self._x)
+        for vector in self._vectors.values():
+            vector.zero_()
+        for group in self.param_groups:
+            group["num_steps"] = step
+        return step
 
     def average_gradient(self, g: torch.Tensor) -> None:
         """Averages the gradient over all nodes, in a method that does."""
@@ -191,14 +212,22 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             start = end
 
     @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """The parameters are the mean over all nodes inside, to evaluate or save. Collective over the nodes."""
+    def averaged_weights(self) -> Iterator[float]:
+        """The parameters are the mean over all nodes inside, to evaluate or save. Collective over the nodes.
+
+        Yields:
+            ‖x_i - x̄‖² / ‖x̄‖², how far this node's own are from the mean.
+
+        Raises:
+            IslandLostError: a node did not come in time. The parameters are what they were.
+        """
         self._adopt()
         own = self._x.clone()
         try:
             with torch.no_grad():
                 self.neighbours.average(self._x)
-            yield
+                distance = float((own - self._x).square().sum() / self._x.square().sum())
+            yield distance
         finally:
             self._adopt()
             self._x.copy_(own)

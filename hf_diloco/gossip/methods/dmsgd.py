@@ -49,5 +49,14 @@ class DmSGD(DSGD):
         GossipOptimizer.__init__(self, params, neighbours, lr, **settings)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        self.accumulate(g, self.nesterov)
-        self.descend(x, g)
+        if self.combine_first:
+            self.accumulate(g, self.nesterov)
+            self.descend(x, g)
+            return
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():  # as `accumulate` and `descend`, while a part is in the cache, without a copy of m
+            gradient = g[part.where]
+            m = momentum[part.where].mul_(part.momentum).add_(gradient)
+            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
+            torch.add(x[part.where], direction, alpha=-part.lr, out=gradient)
+        self.mix(g, out=x)

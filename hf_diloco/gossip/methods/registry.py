@@ -18,6 +18,7 @@ from hf_diloco.gossip.methods.dsgd import DSGD
 from hf_diloco.gossip.methods.momentum_consensus import MomentumConsensus
 from hf_diloco.gossip.methods.pmsgd import PmSGD
 from hf_diloco.gossip.methods.qg_dmsgd import QGDmSGD
+from hf_diloco.gossip.methods.swarmsgd import SwarmSGD
 from hf_diloco.gossip.neighbours import Neighbours
 
 _ALL: list[type[GossipOptimizer]] = [
@@ -29,6 +30,7 @@ _ALL: list[type[GossipOptimizer]] = [
     QGDmSGD,
     D2,
     MomentumConsensus,
+    SwarmSGD,
 ]
 
 METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}

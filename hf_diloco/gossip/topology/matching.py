@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import cached_property
 
 import numpy as np
 
@@ -44,11 +45,7 @@ class RandomMatching(Topology):
         return list(zip(order[::2], order[1::2], strict=False))  # the last of an odd number is left over
 
     def weights(self, step: int = 0) -> Weights:
-        weights = np.eye(self.num_nodes)
-        for one, other in self.pairs(step):
-            weights[one, one] = weights[other, other] = weights[one, other] = weights[other, one] = 0.5
-        weights.setflags(write=False)
-        return weights
+        return _pair_weights(self.num_nodes, self.pairs(step))
 
     @property
     def rho(self) -> float:
@@ -60,3 +57,69 @@ class RandomMatching(Topology):
     def _hash(self, step: int, node: int) -> bytes:
         # Not NumPy's generators: their permutations may change from one version to the next.
         return hashlib.blake2b(f"{self.seed} {step} {node}".encode(), digest_size=16).digest()
+
+
+class RandomEdgeMatching(Topology):
+    """As `RandomMatching`, of neighbours in a graph only: who finds no free neighbour keeps its vector.
+
+    The links of the graph are sorted by a hash of `seed`, the step and their ends, and each is taken whose ends are
+    free yet. So no two neighbours are both left over, yet more nodes may be than need be. Links count both ways, also
+    on a directed graph; where a graph changes, those of all its steps count.
+
+    `rho` is that of `RandomMatching`, with E[W] the mean over the first 1,000 steps.
+    """
+
+    period = None
+    is_symmetric = True
+
+    def __init__(self, graph: Topology, seed: int = 0) -> None:
+        """
+        Args:
+            graph: who may be a pair.
+            seed: any number; other seeds give other pairs.
+        """
+        self.name = f"random matching on {graph.name}"
+        self.num_nodes = graph.num_nodes
+        self.seed = seed
+        self._links = links(graph)
+
+    def pairs(self, step: int = 0) -> list[tuple[int, int]]:
+        """Who averages with whom at a step; the lower number first."""
+        taken: set[int] = set()
+        pairs = []
+        for one, other in sorted(self._links, key=lambda link: self._hash(step, link)):
+            if one not in taken and other not in taken:
+                taken |= {one, other}
+                pairs.append((one, other))
+        return pairs
+
+    def weights(self, step: int = 0) -> Weights:
+        return _pair_weights(self.num_nodes, self.pairs(step))
+
+    @cached_property
+    def rho(self) -> float:
+        mean = sum(self.weights(step) for step in range(_NUM_DRAWS)) / _NUM_DRAWS
+        return math.sqrt(float(np.linalg.norm(mean - 1 / self.num_nodes, 2)))
+
+    def _hash(self, step: int, link: tuple[int, int]) -> bytes:
+        return hashlib.blake2b(f"{self.seed} {step} {link[0]} {link[1]}".encode(), digest_size=16).digest()
+
+
+_NUM_DRAWS = 1000
+
+
+def links(graph: Topology) -> list[tuple[int, int]]:
+    """All pairs of nodes between which something is sent, in either direction, at any step; the lower one first."""
+    pairs = [(one, other) for one in range(graph.num_nodes) for other in range(one + 1, graph.num_nodes)]
+    if graph.period is None:
+        return pairs
+    matrices = [graph.weights(step) for step in range(graph.period)]
+    return [(i, j) for i, j in pairs if any(matrix[i, j] or matrix[j, i] for matrix in matrices)]
+
+
+def _pair_weights(num_nodes: int, pairs: list[tuple[int, int]]) -> Weights:
+    weights = np.eye(num_nodes)
+    for one, other in pairs:
+        weights[one, one] = weights[other, other] = weights[one, other] = weights[other, one] = 0.5
+    weights.setflags(write=False)
+    return weights

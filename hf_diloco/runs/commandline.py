@@ -1,41 +1,63 @@
-"""The command line of `train_lm.py`: a run file and what overrides it."""
+"""The command line of a training script: a run file and what overrides it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hf_diloco.lm.runfile import RunFile, load_run_file
+from hf_diloco.runs.base import BaseRun
+from hf_diloco.runs.load import load_run
+
+R = TypeVar("R", bound=BaseRun)
 
 _SHORTHANDS = {
-    "island": "diloco.island",
-    "num_islands": "diloco.num_islands",
-    "rendezvous": "diloco.rendezvous",
+    "island": "{meeting}.island",
+    "num_islands": "{meeting}.num_islands",
+    "rendezvous": "{meeting}.rendezvous",
     "name": "name",
     "output": "output",
     "resume": "launch.resume",
 }
 
 
-def parse_command_line(argv: Sequence[str] | None = None) -> RunFile:
+def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:
     """Reads the run file that the command line names, with its overrides.
+
+    Args:
+        kind: of run.
+        program: its name, for `--help`.
+        description: what it does.
+        argv: default: the process's.
 
     Raises:
         ConfigError: when the run file or an override is wrong.
     """
-    given = vars(_parser().parse_intermixed_args(argv))
+    given = vars(make_parser(program, description).parse_intermixed_args(argv))
+    return load_given(kind, given)
+
+
+def load_given(kind: type[R], given: Mapping[str, Any]) -> R:
+    """The run file of parsed arguments, with its overrides.
+
+    Raises:
+        ConfigError: when the run file or an override is wrong.
+    """
     shorthands = [
-        f"{key}={json.dumps(value)}" for name, key in _SHORTHANDS.items() if (value := given[name]) is not None
+        f"{key.format(meeting=kind.meeting_name)}={json.dumps(value)}"
+        for name, key in _SHORTHANDS.items()
+        if (value := given[name]) is not None
     ]
-    return load_run_file(given["run_file"], [*given["overrides"], *shorthands])
+    return load_run(kind, given["run_file"], [*given["overrides"], *shorthands])
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """What every training script understands."""
     parser = argparse.ArgumentParser(
-        prog="train_lm.py",
-        description="Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop.",
+        prog=program,
+        description=description,
         epilog="Start it with torchrun, accelerate launch or deepspeed; `hf-diloco launch` starts all islands at once."
         " Command line beats environment beats file.",
     )

@@ -5,36 +5,49 @@ from __future__ import annotations
 import glob
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.yaml_file import KeyPath, nearest_line
-
-FILES: tuple[KeyPath, ...] = (("deepspeed",), ("accelerate",), ("diloco", "key_file"))
-HUB_ID_OR_FILES: tuple[KeyPath, ...] = (("model", "path"), ("tokenizer", "path"), ("data", "path"))
-GLOBS: tuple[KeyPath, ...] = (("data", "files"), ("data", "eval_files"))
+from hf_diloco.runs.yaml_file import KeyPath, nearest_line
 
 
-def resolve_paths(values: dict[str, Any], folders: Sequence[Path], origins: Mapping[KeyPath, str]) -> None:
+class NamedFiles(NamedTuple):
+    """Settings that name files, by their place in the run file.
+
+    Attributes:
+        paths: must exist.
+        hub_ids_or_paths: a folder or file, or else an id on the hub.
+        globs: lists of patterns, each of which must match a file.
+    """
+
+    paths: tuple[KeyPath, ...] = ()
+    hub_ids_or_paths: tuple[KeyPath, ...] = ()
+    globs: tuple[KeyPath, ...] = ()
+
+
+def resolve_paths(
+    values: dict[str, Any], named: NamedFiles, folders: Sequence[Path], origins: Mapping[KeyPath, str]
+) -> None:
     """Makes the files named in a run file absolute, in place; values of a wrong type are left to the schema.
 
     Args:
         values: the run file's content.
+        named: which settings name files.
         folders: where to look, the first match wins.
         origins: the place of each setting, put before an error's text.
 
     Raises:
         ConfigError: when a file does not exist, or a glob matches none.
     """
-    for path in (*FILES, *HUB_ID_OR_FILES):
+    for path in (*named.paths, *named.hub_ids_or_paths):
         text = _get(values, path)
         if isinstance(text, str):
-            may_be_hub_id = path in HUB_ID_OR_FILES and not _looks_local(text)
+            may_be_hub_id = path in named.hub_ids_or_paths and not _looks_local(text)
             found = _find(text, folders)
             if found is None and not may_be_hub_id:
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
             _put(values, path, found or text)
-    for path in GLOBS:
+    for path in named.globs:
         patterns = _get(values, path)
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
             _put(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])

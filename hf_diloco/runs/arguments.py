@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.environment import ENV_LAUNCHED
-from hf_diloco.lm.runfile import RunFile
+from hf_diloco.runs.base import BaseRun
+from hf_diloco.runs.environment import ENV_LAUNCHED
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -67,12 +67,12 @@ def check_training(training: dict[str, Any]) -> None:
         raise ConfigError("; ".join(problems))
 
 
-def training_arguments(run: RunFile, *, streaming_position: bool = False) -> TrainingArguments:
+def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
     """TrainingArguments of one island. Starts the island's process group, where there is one.
 
     Args:
         run: the run file.
-        streaming_position: the data begins at the checkpoint's position, so that the Trainer must not skip any.
+        settings_of_task: what the task decides; they win.
 
     Raises:
         ConfigError: when transformers or DeepSpeed refuse the settings, with their reason.
@@ -85,13 +85,13 @@ def training_arguments(run: RunFile, *, streaming_position: bool = False) -> Tra
         "report_to": "none",
         "disable_tqdm": bool(os.environ.get(ENV_LAUNCHED)) or None,
         "dataloader_pin_memory": not use_cpu,
-        "run_name": f"{run.name}-island-{run.diloco.island}",
+        "run_name": f"{run.name}-island-{run.meeting.island}",
         **run.training,
         "output_dir": str(run.island_folder()),
         "seed": run.seed,
         "use_cpu": use_cpu,
         "deepspeed": deepspeed_config(run),
-        "ignore_data_skip": streaming_position,
+        **settings_of_task,
     }
     try:
         return TrainingArguments(**settings)
@@ -99,14 +99,14 @@ def training_arguments(run: RunFile, *, streaming_position: bool = False) -> Tra
         raise ConfigError(f"training: {error}") from error
 
 
-def uses_cpu(run: RunFile) -> bool:
+def uses_cpu(run: BaseRun) -> bool:
     """Whether the island trains on the CPU: as the run file says, else when there is no CUDA device."""
     import torch
 
     return not torch.cuda.is_available() if run.launch.use_cpu is None else run.launch.use_cpu
 
 
-def deepspeed_config(run: RunFile) -> dict[str, Any] | None:
+def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model needs."""
     if run.deepspeed is None:
         return None

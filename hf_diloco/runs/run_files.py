@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import hf_diloco
 from hf_diloco.files import write_json
-from hf_diloco.lm.runfile import RunFile
+from hf_diloco.runs.base import BaseRun
 
 STOP_FILE = "stop"
 PROGRESS_FILE = "progress.json"
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "to
 class Progress:
     """`progress.json` of one island, replaced whole, at most four times a second while the state stays the same."""
 
-    def __init__(self, folder: Path, max_steps: int, enabled: bool = True) -> None:
+    def __init__(self, folder: Path, max_steps: int, enabled: bool = True, unit: str = "tokens") -> None:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
         self._written = 0.0
@@ -37,6 +37,7 @@ class Progress:
             "round": 0,
             "loss": None,
             "tokens_per_second": None,
+            "unit": unit,
             "message": "",
         }
 
@@ -124,7 +125,7 @@ class RunFilesCallback(TrainerCallback):
             self._progress.update(step=state.global_step, round=self._rounds(), **values)
 
 
-def write_run_json(run: RunFile) -> None:
+def write_run_json(run: BaseRun) -> None:
     """Writes the resolved settings and the versions of everything that matters to the run folder."""
     write_json(run.folder / "run.json", {**run.model_dump(mode="json"), "versions": versions()})
 

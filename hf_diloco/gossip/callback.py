@@ -1,0 +1,466 @@
+"""The seam to the Hugging Face Trainer: meeting the other nodes, evaluating their mean, saving, stopping."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.check import check_gossip
+from hf_diloco.gossip.checkpoint import (
+    GossipIndex,
+    check_index,
+    newest_common,
+    save_index,
+    whole_checkpoints,
+)
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.mean_view import MeanView
+from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
+from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.island import IslandGroup
+from hf_diloco.meeting import Facts, compare_facts
+from hf_diloco.metrics import MetricsWriter
+from hf_diloco.stop import StopFlag
+from hf_diloco.trainer_arguments import examples_per_step, floats, folder_of
+from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
+
+logger = logging.getLogger("hf_diloco")
+
+_NOT_AVERAGED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
+class GossipCallback(TrainerCallback):
+    """Makes a Trainer one node of a graph, which averages with its neighbours after every step.
+
+        callback = GossipCallback(method="decentlam", topology="ring", num_islands=8, island=3, rendezvous=url)
+        optimizer = callback.make_optimizer(model, args)
+        trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[callback])
+
+    What the Trainer evaluates is the mean over all nodes; so is the model inside `with callback.mean_weights()`.
+    Checkpoints hold each node's own parameters and state. When this process is asked to stop (SIGTERM, SIGINT,
+    `stop`), all nodes finish the same step, write a checkpoint, and end. A lost neighbour's weight stays with the
+    node, which goes on.
+
+    Args:
+        config: the settings; or give them by name.
+        fingerprint: further facts that must be equal on all nodes.
+        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        num_eval_examples: of this node, where nodes evaluate different examples: metrics are then their weighted mean
+            over all nodes.
+        evaluates_at_end: has the Trainer evaluate after the last step, whatever `eval_strategy` is.
+        node: this node's neighbours, where they have met already.
+        **settings: `GossipConfig` fields, instead of `config`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the method does not converge on the graph.
+
+    Attributes:
+        config: the settings.
+        stopped: training ended early because it was asked to.
+    """
+
+    def __init__(
+        self,
+        config: GossipConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        stop_file: str | Path | None = None,
+        num_eval_examples: int | None = None,
+        evaluates_at_end: bool = False,
+        node: NodeNeighbours | None = None,
+        **settings: Any,
+    ) -> None:
+        if config is not None and settings:
+            raise ConfigError(f"give either a GossipConfig or settings by name, not both ({', '.join(settings)})")
+        self.config = config or GossipConfig(**settings)
+        self.topology = check_gossip(self.config)
+        self.stopped = False
+        self._facts: Facts = dict(fingerprint or {})
+        self._stop = StopFlag(Path(stop_file) if stop_file else None)
+        self._num_eval_examples = num_eval_examples
+        self._evaluates_at_end = evaluates_at_end
+        self._node = node
+        self._optimizer: GossipOptimizer | None = None
+        self._view: MeanView | None = None
+        self._shown = ExitStack()
+        self._num_evaluations = 0
+        self._combined: dict[str, float] = {}
+        self._writer: MetricsWriter | None = None
+        self._began = time.monotonic()
+        self._before = (0, 0.0, Traffic())  # steps, seconds and traffic at the last line of the log
+
+    @property
+    def node(self) -> NodeNeighbours:
+        """This node's end of the graph; the first use meets the other nodes."""
+        if self._node is None:
+            ranks = IslandGroup(timeout=self.config.longest_wait)
+            self._node = open_node(self.config, self.topology, ranks)
+        return self._node
+
+    @property
+    def optimizer(self) -> GossipOptimizer:
+        """What `make_optimizer` made."""
+        if self._optimizer is None:
+            raise UnsupportedError(
+                "the Trainer has an optimizer of its own, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+        return self._optimizer
+
+    def make_optimizer(self, model: torch.nn.Module, args: TrainingArguments) -> GossipOptimizer:
+        """The method's optimizer, with the arguments' learning rate and weight decay; moves the model to its device.
+
+        As the Trainer does, weights are decayed, but neither biases nor norms; nor are these scaled by LARS.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+            UnsupportedError: parameters of several types or devices.
+            IslandLostError: neighbours did not come in time.
+        """
+        model.to(args.device)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ConfigError("the model has no trainable parameters: freeze fewer of them")
+        weights = [parameter for parameter in trainable if parameter.ndim > 1]
+        others = [parameter for parameter in trainable if parameter.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": args.weight_decay}]
+        groups += [{"params": others, "weight_decay": 0.0, "lars": 0.0}]
+        self._optimizer = make_optimizer(
+            self.config.method,
+            [group for group in groups if group["params"]],
+            self.node,
+            args.learning_rate,
+            **self.config.method_settings,
+        )
+        return self._optimizer
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """Agrees with the other nodes on the step to resume from.
+
+        Returns:
+            This node's checkpoint of the newest step that all nodes hold; None if no node holds any. Of a method whose
+            nodes are not in step, each node's own newest.
+
+        Raises:
+            CheckpointError: the nodes hold checkpoints, but of no common step.
+        """
+        mine = whole_checkpoints(Path(output_dir))
+        if self.node.is_returning:  # the others go on meanwhile: from here come only the position in the data, and such
+            return mine[max(mine)] if mine else None
+        records = self.node.share("checkpoints", {"steps": sorted(mine)})
+        steps = [[int(step) for step in record["steps"]] for record in records]
+        if not self.optimizer.is_in_step and all(steps):
+            return mine[max(mine)]
+        step = newest_common(steps)
+        return None if step is None else mine[step]
+
+    def stop(self) -> None:
+        """Asks for a clean end: all nodes finish a step, and write a checkpoint. May be called from any thread."""
+        self._stop.request()
+
+    @contextmanager
+    def mean_weights(self) -> Iterator[None]:
+        """The model holds the mean over all nodes meanwhile. Collective over the nodes, and their ranks."""
+        assert self._view is not None, "training has not begun"
+        with self._view.shown():
+            yield
+
+    # Trainer events, in the order in which they happen
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes sure that all nodes train the same thing, from the same beginning."""
+        frame = inspect.currentframe()
+        move_before_trackers(self, frame.f_back if frame else None)
+        self._num_evaluations = count_evaluations(frame.f_back if frame else None) or 1
+        self._check_arguments(args)
+        optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
+        node = self.node
+        node.end.window = node.end.window if self._wish_takes_time else 1
+        if state.global_step:
+            check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
+        if node.is_returning:
+            self._return(model, state, kwargs["lr_scheduler"])
+        else:
+            self._compare(model, state)
+        node.current_step = state.global_step
+        self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
+        self.stopped = False
+        self._stop.install(IslandGroup(timeout=self.config.longest_wait), during=Trainer.train)
+        self._began = time.monotonic()
+        self._before = (state.global_step, node.seconds, node.total)
+        self._open_metrics(args, state, optimizer)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Reports lost neighbours, ends when all nodes do, and prepares an evaluation."""
+        node, optimizer = self.node, self.optimizer
+        node.current_step = state.global_step
+        if not optimizer.is_in_step:
+            node.total += optimizer.traffic
+            node.give_turn()
+        for news in node.take_news():
+            logger.warning("%s", news)
+            self._write("neighbour", state.global_step, news=news)
+        if self._all_end(state):
+            self.stopped = state.global_step < state.max_steps
+            control.should_save = True
+            control.should_evaluate = False
+            control.should_training_stop = True
+            return
+        if self._evaluates_at_end and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        self._show_for_evaluation(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepares an evaluation at the end of an epoch."""
+        self._show_for_evaluation(control)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""
+        logs = kwargs.get("logs")
+        if logs is None:
+            return
+        if "eval_loss" in logs:
+            self._combined = self._combine(logs)
+            added = dict(self._combined)
+            if self._view is not None and self._view.is_on and self._view.consensus_distance is not None:
+                added["gossip/consensus_distance"] = self._view.consensus_distance
+        elif "loss" in logs:
+            added = self._since_last_log(state)
+            self._write("train", state.global_step, **floats(logs))
+            self._write("mix", state.global_step, **_without_prefix(added))
+        else:
+            return
+        logs.update(added)
+        if state.log_history:
+            state.log_history[-1].update(added)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records which weights were evaluated, and has training go on from the node's own."""
+        metrics = kwargs.get("metrics") or {}
+        metrics.update({name: value for name, value in self._combined.items() if name in metrics})
+        if "eval_loss" in metrics:
+            is_mean = self._view is not None and self._view.is_on
+            distance = self._view.consensus_distance if self._view is not None and is_mean else None
+            self._write(
+                "eval",
+                state.global_step,
+                weights="outer" if is_mean else "inner",
+                consensus_distance=distance,
+                **floats(metrics),
+            )
+        self._num_shown -= 1
+        if self._num_shown <= 0:
+            self._shown.close()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Marks the checkpoint as whole."""
+        checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self.node.wait_for_ranks()
+        if state.is_world_process_zero:
+            save_index(checkpoint, self._index(state))
+            self._write("save", state.global_step, path=checkpoint.name)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the record; the nodes stay together, for an evaluation of their mean."""
+        self._stop.uninstall()
+        node = self.node
+        self._write("mix", state.global_step, **_without_prefix(self._since_last_log(state)))
+        seconds = time.monotonic() - self._began
+        self._write(
+            "end",
+            state.global_step,
+            seconds_total=seconds,
+            seconds_computing=max(0.0, seconds - node.seconds),
+            seconds_waiting=0.0,
+            seconds_exchanging=node.seconds,
+            bytes_sent=node.total.bytes_sent,
+            bytes_received=node.total.bytes_received,
+            on_boundary=True,
+            steps_since_sync=0,
+        )
+
+    # Steps of the above
+
+    _num_shown = 0
+
+    @property
+    def _wish_takes_time(self) -> bool:
+        """Whether a wish to end spreads over the graph, step by step."""
+        return self.optimizer.is_in_step and self.optimizer.num_vectors > 0
+
+    def _find_optimizer(self, given: Any) -> GossipOptimizer:
+        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
+        if inner is not self.optimizer:
+            raise UnsupportedError(
+                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+        return self.optimizer
+
+    @staticmethod
+    def _check_arguments(args: TrainingArguments) -> None:
+        if args.fp16:
+            raise ConfigError(
+                "fp16=True scales losses and skips steps where they overflow, at which neighbours would wait: use "
+                "bf16=True, or neither"
+            )
+        if args.deepspeed or getattr(args, "fsdp", None):
+            raise UnsupportedError(
+                "neighbours average whole parameter vectors, which DeepSpeed and FSDP divide: use DDP in a node"
+            )
+        if args.save_total_limit == 1:
+            raise ConfigError(
+                "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
+                "give 2 or more"
+            )
+        if args.save_only_model:
+            raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
+
+    def _index(self, state: TrainerState) -> GossipIndex:
+        config = self.config
+        return GossipIndex(
+            step=state.global_step,
+            node=config.island,
+            num_nodes=config.num_islands,
+            method=config.method,
+            facts=dict(self._facts),
+        )
+
+    def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any) -> None:
+        """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
+        mine = self._what_is_trained(model)
+        for record in self.node.recall("join"):
+            compare_facts([{name: record["facts"].get(name) for name in mine}, mine], "other node")
+        state.global_step = self.optimizer.begin_at(self.node.enter)
+        inner = getattr(scheduler, "scheduler", scheduler)  # as accelerate wraps it
+        inner.last_epoch = state.global_step - 1
+        inner.step()
+        logger.warning(
+            "node %d is back: it goes on from the mean of its neighbours, at step %d",
+            self.config.island,
+            state.global_step,
+        )
+
+    def _what_is_trained(self, model: torch.nn.Module) -> dict[str, str | int | float | bool | None]:
+        """What must be equal on all nodes at any step."""
+        sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
+        return {
+            "method": self.config.method,
+            "settings of the method": str(sorted(self.config.method_settings.items())),
+            "topology": xxhash.xxh3_64_hexdigest(self.topology.weights(0).tobytes()),
+            "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
+            **self._facts,
+        }
+
+    def _compare(self, model: torch.nn.Module, state: TrainerState) -> None:
+        """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
+        facts = self._what_is_trained(model)
+        if self.optimizer.is_in_step:
+            facts["step"] = state.global_step
+        if not state.global_step:
+            facts["initial weights (set the same seed)"] = _digest(model)
+        compare_facts([record["facts"] for record in self.node.share("join", {"facts": facts})], "node")
+
+    def _all_end(self, state: TrainerState) -> bool:
+        end = self.node.end
+        if self._stop.agreed():
+            end.wish()
+        if not self.optimizer.is_in_step:
+            end.value(0)
+        elif self.optimizer.num_vectors == 0:
+            self.node.spread_wish(torch.zeros(1))
+        return end.has_come(state.global_step)
+
+    def _show_for_evaluation(self, control: TrainerControl) -> None:
+        wanted = control.should_evaluate and self.config.eval_weights == "average"
+        if wanted and self._view is not None and not self._view.is_on:
+            self._shown.enter_context(self._view.shown())
+            self._num_shown = self._num_evaluations
+
+    def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
+        """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""
+        if self._num_eval_examples is None:
+            return {}
+        numbers = floats(logs)
+        names = sorted(name for name in numbers if name.startswith("eval_") and name not in _NOT_AVERAGED)
+        weight = float(self._num_eval_examples)
+        sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
+        self.node.average(sums)
+        means = (sums[:-1] / sums[-1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+    def _since_last_log(self, state: TrainerState) -> dict[str, float]:
+        """What a step cost since the last line of the log."""
+        node = self.node
+        (steps, seconds, traffic), now = self._before, (state.global_step, node.seconds, node.total)
+        self._before = now
+        num_steps = max(1, now[0] - steps)
+        return {
+            "gossip/num_steps": float(num_steps),
+            "gossip/seconds_exchanging": now[1] - seconds,
+            "gossip/bytes_sent": float(now[2].bytes_sent - traffic.bytes_sent),
+            "gossip/bytes_received": float(now[2].bytes_received - traffic.bytes_received),
+        }
+
+    def _open_metrics(self, args: TrainingArguments, state: TrainerState, optimizer: GossipOptimizer) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = MetricsWriter(folder_of(args) / "metrics.jsonl")
+        self._writer.write(
+            "start",
+            state.global_step,
+            island=self.config.island,
+            num_islands=self.config.num_islands,
+            num_ranks=args.world_size,
+            shards="whole parameters",
+            num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+            method=self.config.method,
+            topology=self.config.topology,
+            rho=self.topology.rho,
+            max_steps=state.max_steps,
+            examples_per_step=examples_per_step(args),
+            resumed=state.global_step > 0,
+            comes_and_goes=False,
+        )
+
+    def _write(self, event: str, step: int, **values: Any) -> None:
+        if self._writer is not None:
+            self._writer.write(event, step, **values)
+
+
+def _without_prefix(values: dict[str, float]) -> dict[str, int | float]:
+    """For the record, which counts in whole numbers what can be counted."""
+    return {name.removeprefix("gossip/"): value if "seconds" in name else int(value) for name, value in values.items()}
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Of all trainable parameters' bits."""
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

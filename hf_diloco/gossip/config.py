@@ -1,0 +1,169 @@
+"""Settings of decentralised training: the method, its graph, and where nodes meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from hf_diloco.config import (
+    ENV_ISLAND,
+    ENV_NUM_ISLANDS,
+    ENV_RENDEZVOUS,
+    Seconds,
+    StrictModel,
+    from_env,
+    split_tcp_url,
+)
+from hf_diloco.store_url import is_object_store
+
+
+class GossipConfig(StrictModel):
+    """Settings of decentralised training. A node is an island: one process, or several ranks with DDP inside.
+
+    Raises:
+        ConfigError: on an unknown key, a wrong type or a value out of range, naming each.
+    """
+
+    method: str = Field(
+        default="decentlam",
+        description="pmsgd, dsgd, dmsgd, da-dmsgd, decentlam, qg-dmsgd, d2, momentum-consensus or swarm-sgd",
+    )
+    topology: str = Field(
+        default="ring",
+        description="who averages with whom: ring, grid, star, hypercube, exponential, symmetric-exponential, "
+        "one-peer-exponential, random-matching, full, or a file of weights (see hf-diloco topology)",
+    )
+    topology_seed: int = Field(default=0, description="of random matchings")
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="β; default: the method's (0.9)")
+    nesterov: bool | None = Field(default=None, description="Nesterov form of the momentum, where the method has one")
+    lars: float = Field(
+        default=0.0, ge=0, description="layer-wise scaling for large batches (LARS's η, 0.001); 0: none"
+    )
+    options: dict[str, bool | int | float | str] = Field(
+        default={}, description="the method's own settings, as combine_first, omega, average_momentum, local_steps"
+    )
+    buffers: Literal["average", "local"] = Field(
+        default="average",
+        description="statistics of batch normalisation in the model that is evaluated and saved: the mean over the "
+        "nodes, or each node's own",
+    )
+    eval_weights: Literal["average", "local"] = Field(
+        default="average", description="which weights the Trainer evaluates: the mean over the nodes, or this node's"
+    )
+    num_islands: int = Field(
+        default_factory=from_env(ENV_NUM_ISLANDS, 1),
+        ge=1,
+        le=1024,
+        description=f"nodes of the graph [{ENV_NUM_ISLANDS}]",
+    )
+    island: int = Field(
+        default_factory=from_env(ENV_ISLAND, 0), ge=0, description=f"this node's number, from 0 [{ENV_ISLAND}]"
+    )
+    rendezvous: str | None = Field(
+        default_factory=from_env(ENV_RENDEZVOUS, None),
+        description=f"where the nodes meet: tcp://HOST:PORT, where HOST is node 0 [{ENV_RENDEZVOUS}]",
+    )
+    bind_address: str | None = Field(
+        default=None,
+        description="local address for traffic between nodes; default: the one that reaches the rendezvous",
+    )
+    rate_limit: float | None = Field(default=None, gt=0, description="Mbit/s that a node may send; null: no limit")
+    allow_public_address: bool = Field(
+        default=False, description="meet at a public address, though traffic is neither encrypted nor authenticated"
+    )
+    join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all nodes at the start")
+    exchange_timeout: Seconds = Field(
+        default=120.0, description="seconds that a step waits for a neighbour; then it goes on without"
+    )
+
+    @field_validator("momentum", "lars", "num_islands", "island", "rate_limit", "exchange_timeout", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
+            raise ValueError(f"input should be a number, got {value}")
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _check_rendezvous(cls, url: str | None) -> str | None:
+        if url is not None and is_object_store(url):
+            raise ValueError(
+                f"rendezvous {url!r}: nodes exchange after every step, for which an object store is too slow; give "
+                "tcp://HOST:PORT, where HOST is node 0's machine"
+            )
+        if url is not None:
+            split_tcp_url(url)
+        return url
+
+    @model_validator(mode="after")
+    def _check_islands(self) -> GossipConfig:
+        if self.island >= self.num_islands:
+            raise ValueError(
+                f"island={self.island}: nodes are numbered from 0 to {self.num_islands - 1} (num_islands - 1)"
+            )
+        self._check_meeting()
+        return self
+
+    def _check_meeting(self) -> None:
+        if self.num_islands > 1 and self.rendezvous is None:
+            raise ValueError(
+                f"{self.num_islands} nodes need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
+                "tcp://HOST:PORT, where HOST is node 0's machine as the others see it"
+            )
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """What the optimizer is made with, besides learning rate and weight decay: what was set."""
+        given = {"momentum": self.momentum, "nesterov": self.nesterov, "lars": self.lars or None}
+        return {**{name: value for name, value in given.items() if value is not None}, **self.options}
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a node's ranks may have to wait while their leader waits for other nodes."""
+        return self.join_timeout + 4 * self.exchange_timeout
+
+    def bytes_per_second(self) -> float | None:
+        """What a node may send."""
+        return None if self.rate_limit is None else self.rate_limit * 1e6 / 8
+
+
+class GossipBlock(GossipConfig):
+    """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
+
+    __init__ = BaseModel.__init__  # errors rise to `load_run`, which knows their lines
+
+    def _check_meeting(self) -> None:
+        pass
+
+    def resolve(self) -> GossipConfig:
+        """The complete settings of one node.
+
+        Raises:
+            ConfigError: when several nodes have no rendezvous.
+        """
+        return GossipConfig(**self.model_dump())
+
+    def check_rendezvous(self, url: str) -> None:
+        """Raises `ConfigError` if a setting does not go with this rendezvous."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether nodes exchange anything."""
+        return True
+
+    @property
+    def num_shares(self) -> int:
+        """Nodes that may ever take part."""
+        return self.num_islands
+
+    @property
+    def key_file(self) -> Path | None:
+        """Nodes do not meet in a store that needs a key."""
+        return None
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the other nodes go on when one is lost."""
+        return self.method != "pmsgd"

@@ -1,0 +1,276 @@
+"""Nodes that are processes of their own: one pair of sockets an edge of the graph, and a store for small records.
+
+A node that is lost takes nothing with it but itself: its neighbours leave it out of their sums, so that its weight
+stays with each of them, and go on. An average over all nodes is then over those that are left. Started again, it
+begins with the mean of its neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+import torch
+from torch.distributed import Store
+
+from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.mesh_average import GroupAverage, lost_key
+from hf_diloco.gossip.mesh_edges import Edge, connect_edges, edge_life, edge_peers, not_connected
+from hf_diloco.gossip.mesh_entry import Entry, await_greetings
+from hf_diloco.gossip.mesh_mixing import Mixing
+from hf_diloco.gossip.mesh_patience import Patience
+from hf_diloco.gossip.mesh_return import Reception
+from hf_diloco.gossip.mesh_store import Board
+from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.topology import Topology
+from hf_diloco.text import numbers, plural
+
+MIN_CONNECT_SECONDS = 5.0
+"""What connecting may take at least, once all are there."""
+
+
+def _starts_key(node: int) -> str:
+    return f"starts/{node}"
+
+
+class MeshNeighbours(Neighbours):
+    """One process's end of the graph.
+
+    A neighbour whose connection breaks, or that does not come within `exchange_timeout`, is lost: `mix` leaves it out
+    from then on and raises nothing, unless none is left.
+
+    Args:
+        store: where nodes find each other, kept by node 0; see `agreement.rendezvous.connect_store`.
+        topology: who averages with whom; the same on all nodes.
+        node: this node's number, from 0.
+        address: local address to listen on, as the neighbours see it.
+        connect_timeout: seconds to wait for all neighbours at the start, and for records that are shared.
+        exchange_timeout: seconds that a neighbour may be late in an exchange. One that itself waits for a node that is
+            lost is given more.
+        rate_limit: for all that this node sends. Default: none.
+        name: tells the mesh from others in the store.
+
+    Attributes:
+        lost: the nodes that this one has lost, each with the reason in words.
+        is_returning: this node was lost to its neighbours, which go on: call `enter` before the first step.
+        averaged_over: the nodes in the last `average`, in order.
+
+    Raises:
+        ConfigError: the graph has no such node.
+        IslandLostError: neighbours did not connect in time; names them.
+    """
+
+    is_on_host = True
+
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        node: int,
+        address: str,
+        *,
+        connect_timeout: float,
+        exchange_timeout: float,
+        rate_limit: RateLimit | None = None,
+        name: str = "gossip",
+    ) -> None:
+        if not 0 <= node < topology.num_nodes:
+            raise ConfigError(
+                f"node {node}: {topology.name} has nodes 0 to {topology.num_nodes - 1}; give one of them"
+            )
+        self.node = node
+        self.num_nodes = topology.num_nodes
+        self.topology = topology
+        self.lost: dict[int, str] = {}
+        self._news: list[str] = []
+        self._address = address
+        self._connect_timeout = connect_timeout
+        self._exchange_timeout = exchange_timeout
+        self._rate_limit = rate_limit or RateLimit()
+        self._store = store
+        self._board = Board(store, name)
+        self._num_shared: dict[str, int] = {}
+        self._peers = edge_peers(topology, node)
+        self._start = self._board.count(_starts_key(node), 1)
+        self.is_returning = self._start > 1
+        begun = time.monotonic()
+        starts, missing = self._meet()
+        if not missing:
+            seconds = max(MIN_CONNECT_SECONDS, connect_timeout - (time.monotonic() - begun))
+            self._edges, missing = self._connect(starts, seconds)
+        if missing:
+            raise not_connected(missing, address, connect_timeout)
+        known = {peer: starts.get(peer, 0) or self._board.count(_starts_key(peer)) for peer in self._peers}
+        self._reception = Reception(self._board, node, known, self._connect_again, exchange_timeout)
+        for peer in self._peers:
+            if peer not in self._edges:
+                self._lose(peer, "it was not there when this node returned")
+        self._mixing = Mixing(self._edges, Patience(self._board, node, self.num_nodes, exchange_timeout), self._lose)
+        self._group = GroupAverage(
+            store,
+            self._board,
+            node,
+            self.num_nodes,
+            address,
+            exchange_timeout,
+            self._rate_limit,
+            lambda: [peer for peer in self._peers if peer not in self._edges],
+            self.is_returning,
+        )
+
+    # Exchanges.
+
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
+        topology = topology or self.topology
+        weights = topology.weights(step)[self.node].tolist()
+        receivers = topology.receivers(self.node, step)
+        sources = {peer: weights[peer] for peer in topology.neighbours(self.node, step)}
+        self._check_rate(vectors, len(receivers))
+        if sources or receivers:
+            self._check_company()
+        traffic = self._mixing.run(sources, receivers, vectors, outs)
+        if sources or receivers:
+            self._check_company()
+        return traffic
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        if self.num_nodes == 1:
+            return Traffic()
+        before = self._group.members
+        traffic = self._group.average(vector)
+        if self._group.members != before:
+            self._note_members(before)
+        return traffic
+
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        return self._group.members if self.num_nodes > 1 else (self.node,)
+
+    def share(self, topic: str, record: Record) -> list[Record]:
+        number = self._num_shared[topic] = self._num_shared.get(topic, 0) + 1
+        keys = {node: f"share/{topic}/{number}/{node}" for node in range(self.num_nodes)}
+        self._board.put(keys[self.node], record)
+        missing = self._board.await_all(keys, self._connect_timeout)
+        if missing:
+            raise IslandLostError(
+                f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
+                f"{self._connect_timeout:g} s. Check that all nodes run, and start those that do not",
+                missing,
+            )
+        records = [self._board.read(key, node) for node, key in keys.items()]
+        return [record for record in records if record is not None]
+
+    def offer(self, x: torch.Tensor, step: int) -> None:
+        if not self._reception.is_anyone_back:
+            return
+        for peer, edge in self._reception.let_in(x.cpu(), step).items():
+            self._edges[peer] = edge
+            self.lost.pop(peer, None)
+            self._news.append(f"node {peer} has returned: it takes part from step {step} on")
+
+    def enter(self, x: torch.Tensor) -> int:
+        """Begins where the neighbours are, on a node that `is_returning`.
+
+        Args:
+            x: the parameters, flat, of the type that all nodes have; overwritten with the neighbours' mean.
+
+        Returns:
+            The step that this node is to take next.
+
+        Raises:
+            IslandLostError: no neighbour is there.
+        """
+        host = x.cpu()
+        step = Entry(self._board, self.node, self._start, self._edges, self._exchange_timeout, self._lose).take(host)
+        if host is not x:
+            x.copy_(host)
+        self.is_returning = False
+        return step
+
+    def take_news(self) -> list[str]:
+        """What has happened to other nodes since the last call: lines for a log, in order."""
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        for edge in self._edges.values():
+            edge.close()
+        self._edges.clear()
+        self._reception.close()
+        self._group.close()
+
+    # Nodes come and go.
+
+    def _meet(self) -> tuple[dict[int, int], Collection[int]]:
+        """How often each neighbour that is there was started, and those that are not there."""
+        if self.is_returning:
+            board, start = self._board, self._start
+            there = await_greetings(board, self.node, start, self._peers, self._connect_timeout)
+            missing: Collection[int] = () if there or not self._peers else self._peers
+        else:
+            there = self._peers
+            keys = {peer: _starts_key(peer) for peer in there}
+            missing = self._board.await_all(keys, self._connect_timeout)
+        return {peer: self._board.count(_starts_key(peer)) for peer in there if peer not in missing}, missing
+
+    def _connect(self, starts: Mapping[int, int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
+        lives = {peer: edge_life({self.node: self._start, peer: start}) for peer, start in starts.items()}
+        return connect_edges(lives, self._store, self._board.name, self.node, self._address, seconds, self._rate_limit)
+
+    def _connect_again(self, peer: int, start: int) -> Edge:
+        edges, missing = self._connect({peer: start}, max(MIN_CONNECT_SECONDS, self._exchange_timeout))
+        if missing:
+            raise not_connected(missing, self._address, self._exchange_timeout)
+        return edges[peer]
+
+    def _lose(self, node: int, reason: str) -> None:
+        """Keeps in mind that a neighbour is gone, and tells the log and all nodes."""
+        self.lost[node] = reason
+        self._news.append(f"node {node} was lost ({reason}): its weight stays with this node until it returns")
+        self._reception.look_for([node])
+        with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+            self._board.put(lost_key(node), {"by": self.node, "reason": reason})
+
+    def _note_members(self, before: Collection[int]) -> None:
+        members = self._group.members
+        absent = set(range(self.num_nodes)) - set(members)
+        for node in absent - self.lost.keys():
+            if node in self._edges:
+                self._edges.pop(node).close()
+                self._reception.look_for([node])
+            self.lost[node] = "it did not come to the average of all nodes"
+        for node in set(members) & self.lost.keys() - set(self._peers):
+            del self.lost[node]
+        if absent:
+            self._news.append(
+                f"the average of all nodes is over {plural('node', len(members))} {numbers(members)} from now on, "
+                f"without {plural('node', len(absent))} {numbers(absent)}"
+            )
+        elif before:
+            self._news.append("the average of all nodes is over all of them again")
+
+    def _check_company(self) -> None:
+        """Raises `IslandLostError` if no neighbour is left."""
+        if self._edges or not self._peers:
+            return
+        reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self._peers if peer in self.lost)
+        raise IslandLostError(
+            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). Start all nodes again from "
+            "their checkpoints",
+            self._peers,
+        )
+
+    def _check_rate(self, vectors: Vectors, num_receivers: int) -> None:
+        """Raises `ExchangeError` if the rate limit alone takes longer than an exchange may."""
+        num_bytes = num_receivers * sum(vector.numel() * vector.itemsize for vector in vectors)
+        seconds = self._rate_limit.seconds(num_bytes)
+        if seconds > self._exchange_timeout:
+            raise ExchangeError(
+                f"at rate_limit ({self._rate_limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
+                f"node sends in a step take {seconds:,.0f} s, but exchange_timeout is {self._exchange_timeout:g} s: "
+                "raise one of them, or choose a graph with fewer neighbours"
+            )

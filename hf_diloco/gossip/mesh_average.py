@@ -1,0 +1,249 @@
+"""The mean over all nodes of a mesh, or over those that are left.
+
+Nodes average in a group, a `MeshExchange`. When one of the group is lost the others form another group, of those that
+come: each shows in the store that it is there, and how far it is; the first whose patience ends with the list that it
+sees, decides it. After each average comes a vote, so that no node goes on while another has to begin again:
+
+- A node whose vote came through knows that all the others had the mean, for else they would not have voted.
+- So if anyone is without the mean, nobody has gone on: the new group averages again.
+- If all have it they keep it, and go on with the new group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+from torch.distributed import Store
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.errors import ExchangeError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.mesh_store import POLL_SECONDS, Board, SharedStore
+from hf_diloco.gossip.records import Record
+from hf_diloco.text import numbers, plural
+
+MAX_ATTEMPTS = 5
+"""Groups that a node tries to form for one average."""
+
+SUSPECT_SECONDS = 2.0
+"""How long those who meet wait for a node that somebody has lost: it may be only a link that is gone."""
+
+
+class GroupAverage:
+    """One node's part in averages over all nodes.
+
+    Args:
+        store: where the groups connect.
+        board: where nodes meet.
+        node: this node.
+        num_nodes: n.
+        address: local address to listen on.
+        timeout: seconds that an exchange may take.
+        rate_limit: for all that is sent.
+        find_lost: the neighbours that this one has lost.
+        is_new: it has come back to others that may have averaged before.
+
+    Attributes:
+        members: the nodes in the last average.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        board: Board,
+        node: int,
+        num_nodes: int,
+        address: str,
+        timeout: float,
+        rate_limit: RateLimit,
+        find_lost: Callable[[], Collection[int]],
+        is_new: bool,
+    ) -> None:
+        self.members: tuple[int, ...] = ()
+        self._store = SharedStore(store, timeout)
+        self._board = board
+        self._node = node
+        self._num_nodes = num_nodes
+        self._address = address
+        self._timeout = timeout
+        self._rate_limit = rate_limit
+        self._find_lost = find_lost
+        self._attempt = 0
+        self._num_averages = 0
+        self._num_attempts = 0  # in this average
+        self._begun = self._exchange_begun = 0.0
+        self._suspects: set[int] = set()
+        self._num_returned = 0  # when the group was formed
+        self._is_new = is_new
+        self._group: MeshExchange | None = None
+        self._group_members: tuple[int, ...] = ()
+        self._buffer = self._values = torch.empty(0)
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        """See `Neighbours.average`."""
+        if vector.dtype != torch.float32:
+            raise UnsupportedError(
+                f"nodes in several processes average float32, not {str(vector.dtype).removeprefix('torch.')}: keep "
+                "parameters in float32"
+            )
+        self._num_averages += 1
+        self._begun = time.monotonic()
+        self._num_attempts = 0
+        traffic, has_mean = Traffic(), False
+        if len(self._group_members) < self._num_nodes and self._board.count("returned") != self._num_returned:
+            self.close()  # for a group with those who are back
+        while True:
+            if self._group is None:
+                have_all = self._form_group(has_mean)
+                if has_mean and have_all:
+                    break
+                has_mean = False
+            try:
+                traffic += self._transfer(vector)
+                has_mean = True
+                self._vote()
+                break
+            except ExchangeError as error:
+                self._give_up(error)
+        vector.copy_(self._values)
+        return traffic
+
+    def close(self) -> None:
+        """Lets go of the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def _transfer(self, vector: torch.Tensor) -> Traffic:
+        assert self._group is not None
+        if self._buffer.numel() < vector.numel():
+            self._buffer = torch.empty(vector.numel())
+        self._values = self._buffer[: vector.numel()].copy_(vector)  # which must stay as it is if the exchange fails
+        self._exchange_begun = time.monotonic()
+        traffic = self._group.average(self._values, [1.0] * len(self._group_members), _FP32)
+        self.members = self._group_members
+        return traffic
+
+    def _vote(self) -> None:
+        assert self._group is not None
+        self._group.average(torch.zeros(1), [1.0] * len(self._group_members), _FP32)
+
+    def _give_up(self, error: ExchangeError) -> None:
+        """Lets go of the group; whose connection broke is not waited for any longer than a moment."""
+        is_late = time.monotonic() - self._exchange_begun >= self._timeout
+        is_back = self._board.count("returned") != self._num_returned
+        if isinstance(error, IslandLostError) and not is_late and not is_back:
+            self._suspects.update(self._group_members[place] for place in error.islands)
+        self.close()
+
+    # Groups.
+
+    def _form_group(self, has_mean: bool) -> bool:
+        """Connects those who come.
+
+        Returns:
+            Whether those at the earliest average that one of them is at have its mean.
+        """
+        if self._is_new and not self._attempt:
+            self._attempt = int((self._board.read("attempt") or {}).get("number", 0))
+        while self._num_attempts < MAX_ATTEMPTS:
+            self._num_attempts += 1
+            self._attempt += 1
+            self._num_returned = self._board.count("returned")
+            number = None if self._is_new else self._num_averages
+            members = self._meet({"average": number, "has_mean": has_mean})
+            records = [self._read_record(member) for member in members]
+            self._board.put("attempt", {"number": self._attempt})
+            try:
+                self._group = self._connect(members)
+            except ExchangeError:
+                continue
+            self._group_members = members
+            self._suspects.clear()
+            return self._compare(records)
+        raise IslandLostError(
+            f"the nodes could not form a group to average in {MAX_ATTEMPTS} attempts: check the links between their "
+            "machines, then start all nodes again from their checkpoints"
+        )
+
+    def _compare(self, records: list[Record]) -> bool:
+        known = [record for record in records if record.get("average") is not None]  # not those who are back
+        first = min((int(record["average"]) for record in known), default=self._num_averages)
+        behind = [record for record in known if int(record["average"]) == first]
+        have_all = all(record.get("has_mean") is True for record in behind)
+        if self._is_new:
+            self._num_averages, self._is_new = (first + 1 if have_all and behind else first), False
+        if not have_all and len(behind) < len(known):
+            raise ExchangeError("the nodes are not at the same average: start all nodes again from their checkpoints")
+        return have_all
+
+    def _connect(self, members: tuple[int, ...]) -> MeshExchange:
+        return MeshExchange(
+            self._store,
+            f"{self._board.name}/average{self._attempt}",
+            members.index(self._node),
+            len(members),
+            self._address,
+            self._timeout,
+            rate_limit=self._rate_limit,
+        )
+
+    def _meet(self, record: Record) -> tuple[int, ...]:
+        """Shows that this node is there; returns who is in the next group, as one of them decides."""
+        self._board.put(self._key(self._node), record)
+        begun = time.monotonic()
+        patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others
+        present = {self._node}
+        while (decided := self._board.read(self._key("group"))) is None:
+            absent = set(range(self._num_nodes)) - present
+            present.update(node for node in absent if self._board.has(self._key(node)))
+            absent -= present
+            waited = time.monotonic() - begun
+            if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
+                self._board.put_first(self._key("group"), {"nodes": sorted(present)})
+            else:
+                time.sleep(POLL_SECONDS)
+        return self._check_members(decided)
+
+    def _check_members(self, decided: Record) -> tuple[int, ...]:
+        nodes = decided.get("nodes")
+        if not isinstance(nodes, list) or not set(nodes) <= set(range(self._num_nodes)):
+            raise PayloadError(f"the list of nodes that average is none ({decided}): give the rendezvous its own port")
+        members = tuple(sorted(nodes))
+        others = set(range(self._num_nodes)) - {self._node}
+        if self._node not in members:
+            raise IslandLostError(
+                f"{plural('node', len(members))} {numbers(members)} average without this one, node {self._node}, "
+                "which came too late: raise exchange_timeout, and start all nodes again from their checkpoints",
+                members,
+            )
+        if others and members == (self._node,):
+            raise IslandLostError(
+                f"{plural('node', len(others))} {numbers(others)} did not come to the average: no other is left. "
+                "Start all nodes again from their checkpoints",
+                others,
+            )
+        return members
+
+    def _find_suspects(self, absent: Collection[int]) -> set[int]:
+        """Those of the absent whom this node, or another one, has lost."""
+        suspects = self._suspects | set(self._find_lost())
+        return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
+
+    def _read_record(self, member: int) -> Record:
+        return self._board.read(self._key(member), member) or {}
+
+    def _key(self, what: int | str) -> str:
+        return f"average{self._attempt}/{what}"
+
+
+def lost_key(node: int) -> str:
+    """Where nodes note that they have lost another one."""
+    return f"lost/{node}"
+
+
+_FP32 = CODECS["fp32"]

@@ -1,0 +1,147 @@
+"""The edges of a mesh: one pair of sockets each, so that a lost node breaks its own edges only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.distributed import Store
+
+from hf_diloco.errors import IslandLostError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.connections import Connections, Deadline, Transfers
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.mesh_store import SharedStore
+from hf_diloco.gossip.topology import Topology
+from hf_diloco.text import numbers, plural
+
+
+class Edge:
+    """One node's end of the way to a neighbour. Both ends begin their transfers in the same order.
+
+    Args:
+        store: where the ends find each other; waiting in it must not keep others from using it.
+        name: of the mesh, unique in the store.
+        node: this node.
+        peer: the neighbour.
+        life: tells this edge from earlier ones between the two; the same at both ends.
+        address: local address to listen on.
+        timeout: seconds that connecting may take.
+        rate_limit: for all that is sent.
+
+    Raises:
+        IslandLostError: the neighbour did not connect in time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        node: int,
+        peer: int,
+        life: str,
+        address: str,
+        timeout: float,
+        rate_limit: RateLimit,
+    ) -> None:
+        self.peer = peer
+        low, high = sorted((node, peer))
+        end = int(node == high)
+        self._other_end = 1 - end
+        self._tag = 0
+        self._links = Connections(
+            store, f"{name}/{low}-{high}/{life}", end, 2, address, timeout, rate_limit=rate_limit
+        )
+
+    def begin(self) -> Transfers:
+        """The next transfers on this edge, which both ends begin: to be filled by `receive` and `send`."""
+        self._tag += 1
+        return Transfers()
+
+    def receive(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+        """Starts receiving; `tensor` is whole once the transfers have been waited for.
+
+        Raises:
+            IslandLostError: the connection has broken.
+        """
+        self._links.receive(tensor, self._other_end, self._tag, transfers)
+
+    def send(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+        """Starts sending; `tensor` stays as it is until the transfers have been waited for.
+
+        Raises:
+            IslandLostError: the connection has broken.
+        """
+        self._links.send(tensor, self._other_end, self._tag, transfers)
+
+    def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
+        """See `Connections.wait`."""
+        return self._links.wait(transfers, deadline, meanwhile)
+
+    def check(self) -> None:
+        """Raises `IslandLostError` if the connection has broken, while nothing is transferred."""
+        if self._links.find_broken():
+            raise IslandLostError(f"node {self.peer} went away", [self.peer])
+
+    def close(self) -> None:
+        """Closes the sockets at once, which wakes the neighbour; may be called more than once."""
+        self._links.close()
+
+
+def edge_peers(topology: Topology, node: int) -> list[int]:
+    """All with whom a node ever exchanges, in order: on a graph that is drawn at each step, everybody."""
+    if topology.period is None:
+        return [peer for peer in range(topology.num_nodes) if peer != node]
+    peers: set[int] = set()
+    for step in range(topology.period):
+        peers.update(topology.neighbours(node, step), topology.receivers(node, step))
+    return sorted(peers)
+
+
+def edge_life(starts: Mapping[int, int]) -> str:
+    """What tells an edge from earlier ones: how often each of its two nodes was started."""
+    return ".".join(str(starts[node]) for node in sorted(starts))
+
+
+def connect_edges(
+    lives: Mapping[int, str],
+    store: Store,
+    name: str,
+    node: int,
+    address: str,
+    timeout: float,
+    rate_limit: RateLimit,
+) -> tuple[dict[int, Edge], list[int]]:
+    """Connects to several neighbours at the same time, as each takes many round trips.
+
+    Args:
+        lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
+
+    Returns:
+        The edges, by neighbour, and the neighbours that did not connect.
+    """
+
+    def connect(peer: int) -> Edge | None:
+        try:
+            return Edge(shared, name, node, peer, lives[peer], address, timeout, rate_limit)
+        except (IslandLostError, RuntimeError):
+            return None
+
+    if not lives:
+        return {}, []
+    shared = SharedStore(store, timeout)
+    with ThreadPoolExecutor(len(lives), thread_name_prefix="hf-diloco-edges") as threads:
+        made = dict(zip(lives, threads.map(connect, lives), strict=True))
+    edges = {peer: edge for peer, edge in made.items() if edge is not None}
+    return edges, [peer for peer in lives if peer not in edges]
+
+
+def not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
+    """The error for neighbours that did not come."""
+    names = f"{plural('node', len(missing))} {numbers(missing)}"
+    return IslandLostError(
+        f"{names} did not connect to this node within {timeout:g} s (this one listens on {address}). Check that all "
+        "nodes were started, that firewalls let their machines reach each other on all ports, and bind_address",
+        missing,
+    )

@@ -1,0 +1,92 @@
+"""How long a node waits for a neighbour that does not come, when that may be waiting for yet another one.
+
+When a node stops, its neighbours wait for it until their time is over; but their own neighbours have been waiting for
+them as long, and would give them up at the same moment. So whoever waits says so in the store every half second, and
+is given as much time again by those who wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_diloco.errors import DiLoCoError, IslandLostError
+from hf_diloco.exchange.connections import Deadline
+from hf_diloco.gossip.mesh_store import KEEPER, Board
+from hf_diloco.gossip.records import Record
+
+
+class Patience:
+    """One node's, for one exchange at a time.
+
+    Args:
+        board: where nodes say that they wait.
+        node: this node.
+        num_nodes: n.
+        seconds: that an exchange may take.
+    """
+
+    def __init__(self, board: Board, node: int, num_nodes: int, seconds: float) -> None:
+        self.seconds = seconds
+        self._board = board
+        self._node = node
+        self._num_nodes = num_nodes
+        self._tick = 0
+        self._is_silent = False
+        self.begin()
+
+    def begin(self) -> None:
+        """An exchange begins."""
+        self._num_excuses = 0
+        self._seen: dict[int, Record | None] = {}
+        self.limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
+        self._deadline = Deadline(self.seconds)
+
+    def renew(self) -> None:
+        """After a neighbour was given up: those who waited for it too are late for that reason."""
+        self._deadline = Deadline(self.seconds)
+
+    @property
+    def is_over(self) -> bool:
+        return self._deadline.is_over
+
+    def watch(self, peer: int) -> Callable[[], None]:
+        """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
+
+        def look() -> None:
+            self._say(peer)
+            if peer not in self._seen:
+                self._seen[peer] = self._read(peer)
+            elif self._deadline.is_over and not self._is_excused(peer):
+                raise IslandLostError(f"node {peer} did not come within {self.seconds:g} s", [peer])
+
+        return look
+
+    def _is_excused(self, peer: int) -> bool:
+        """Whether `peer` said meanwhile that it waits for another one; then it is given as much time again."""
+        before, self._seen[peer] = self._seen[peer], self._read(peer)
+        now = self._seen[peer]
+        if self._is_silent:  # node 0 is the one that is late, and with it the store
+            is_excused = peer != KEEPER and not self._num_excuses
+        else:
+            is_excused = now is not None and now != before and now.get("for") != self._node
+        if is_excused and self._num_excuses < self._num_nodes:
+            self._num_excuses += 1
+            self._deadline = Deadline(self.seconds)
+            return True
+        return False
+
+    def _say(self, peer: int) -> None:
+        self._tick += 1
+        if not self._is_silent:
+            self._try(lambda: self._board.put(f"waits/{self._node}", {"for": peer, "tick": self._tick}))
+
+    def _read(self, peer: int) -> Record | None:
+        return None if self._is_silent else self._try(lambda: self._board.read(f"waits/{peer}", peer))
+
+    def _try(self, call: Callable[[], Record | None]) -> Record | None:
+        """A store that is gone, with node 0, ends nothing here; it is asked no more."""
+        try:
+            return call()
+        except DiLoCoError:
+            self._is_silent = True
+            return None

@@ -1,0 +1,232 @@
+"""A node of the graph as its ranks see it: the leader talks to the neighbours, and all get what it got."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_diloco.agreement.rendezvous import connect_store
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.common_end import CommonEnd
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, Vectors
+from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.topology import Topology
+from hf_diloco.gossip.turns import NoTurns, Turns
+from hf_diloco.island import IslandGroup
+from hf_diloco.workspace import Workspace
+
+
+class NodeNeighbours(Neighbours):
+    """The neighbours of a node that may have several ranks, with equal parameters, on any device.
+
+    Counts what was exchanged and how long it took, and carries the wish to end (see `CommonEnd`) with every exchange.
+
+    Args:
+        inner: the leader's neighbours; None on the other ranks.
+        topology: the graph.
+        node: this node's number.
+        island: the ranks of this node.
+        turns: whether nodes are threads of one process, one of which computes at a time.
+
+    Attributes:
+        end: when this node ends, if it was asked to.
+        current_step: optimizer steps taken; set by who counts them.
+        seconds: spent in exchanges so far.
+        total: what they moved so far, on this rank.
+        is_returning: the others go on without this node, which has been there before: see `enter`.
+    """
+
+    def __init__(
+        self, inner: Neighbours | None, topology: Topology, node: int, island: IslandGroup, turns: Turns | None = None
+    ) -> None:
+        self._inner = inner
+        self._island = island
+        self._turns = turns or NoTurns()
+        self._buffers = Workspace()
+        self.topology = topology
+        self.node = node
+        self.num_nodes = topology.num_nodes
+        self.end = CommonEnd(topology)
+        self.current_step = 0
+        self.seconds = 0.0
+        self.total = Traffic()
+        self.is_returning: bool = island.on_leader(lambda: isinstance(inner, MeshNeighbours) and inner.is_returning)
+
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
+        wish, mixed = self._wish(vectors[0], step)
+
+        def exchange(inner: Neighbours) -> Traffic:
+            given, taken = [*vectors, wish], [*outs, mixed]
+            if inner.is_on_host:
+                given, taken = self._on_host("given", given), self._on_host("taken", taken)
+            traffic = inner.mix(given, taken, step, topology=topology)
+            for host, out in zip(taken, [*outs, mixed], strict=True):
+                if host is not out:
+                    out.copy_(host)
+            return traffic
+
+        traffic = self._exchange(exchange, [*outs, mixed])
+        self.end.note(mixed)
+        return traffic
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        def exchange(inner: Neighbours) -> Traffic:
+            if not inner.is_on_host or vector.device.type == "cpu":
+                return inner.average(vector)
+            (host,) = self._on_host("given", [vector])
+            traffic = inner.average(host)
+            vector.copy_(host)
+            return traffic
+
+        return self._exchange(exchange, [vector])
+
+    def spread_wish(self, like: torch.Tensor) -> None:
+        """Carries the wish to end where a method averages over all nodes, and not with its neighbours."""
+        wish, _ = self._wish(like, self.current_step)
+        self.average(wish)
+        self.end.note(wish)
+
+    def published(self) -> Published:
+        inner = self._inner
+        if inner is None or self._island.size > 1:
+            return super().published()
+        with self._turns.others():
+            return inner.published()
+
+    def share(self, topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+        def ask() -> list[dict[str, Any]]:
+            assert self._inner is not None
+            with self._turns.others():
+                return self._inner.share(topic, record)
+
+        return self._island.on_leader(ask)
+
+    def wait_for_ranks(self) -> None:
+        """Returns once every rank of the node is here."""
+        self._island.barrier()
+
+    def give_turn(self) -> None:
+        """Lets other nodes of this process compute."""
+        with self._turns.others():
+            pass
+
+    def recall(self, topic: str) -> list[dict[str, Any]]:
+        """What other nodes showed first under a topic, to a node that was not there."""
+
+        def ask() -> list[dict[str, Any]]:
+            return self._inner.recall(topic) if isinstance(self._inner, MeshNeighbours) else []
+
+        return self._island.on_leader(ask)
+
+    def offer(self, x: torch.Tensor, step: int) -> None:
+        if self._inner is not None:
+            self._inner.offer(x, step)
+
+    def enter(self, x: torch.Tensor) -> int:
+        """Begins where the neighbours are, on a node that `is_returning`. Collective over the ranks of the node.
+
+        Args:
+            x: the parameters, flat; overwritten with the neighbours' mean.
+
+        Returns:
+            The step that this node is to take next.
+
+        Raises:
+            IslandLostError: no neighbour is there.
+        """
+
+        def ask() -> int:
+            assert isinstance(self._inner, MeshNeighbours)
+            return self._inner.enter(x)
+
+        step = self._island.on_leader(ask)
+        if self._island.size > 1:
+            dist.broadcast(x, 0)
+        self.is_returning = False
+        return step
+
+    def take_news(self) -> list[str]:
+        """What happened to neighbours since the last call, a line each; on the leader."""
+        return self._inner.take_news() if self._inner is not None else []
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _exchange(self, exchange: Callable[[Neighbours], Traffic], outs: Vectors) -> Traffic:
+        begin = time.monotonic()
+
+        def run() -> list[int]:
+            assert self._inner is not None
+            with self._turns.others():
+                traffic = exchange(self._inner)
+            return [traffic.bytes_sent, traffic.bytes_received]
+
+        moved = self._island.on_leader(run)
+        if self._island.size > 1:
+            for out in outs:
+                dist.broadcast(out, 0)
+        traffic = Traffic(*moved) if self._island.is_leader else Traffic()
+        self.seconds += time.monotonic() - begin
+        self.total += traffic
+        return traffic
+
+    def _wish(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One value to give, and room for what comes of it."""
+        wish, mixed = (self._buffers.take(name, 1, like.dtype, like.device) for name in ("wish", "mixed"))
+        return wish.fill_(self.end.value(step)), mixed
+
+    def _on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
+        """The vectors, or copies in host memory."""
+        copies = []
+        for number, vector in enumerate(vectors):
+            if vector.device.type == "cpu":
+                copies.append(vector)
+                continue
+            host = self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, torch.device("cpu"))
+            copies.append(host.copy_(vector))
+        return copies
+
+
+def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:
+    """Meets the other nodes. Collective over the ranks of the node.
+
+    Args:
+        config: the settings.
+        topology: the graph that they name.
+        island: the ranks of this node.
+
+    Raises:
+        RendezvousError: the rendezvous cannot be opened or reached.
+        IslandLostError: neighbours did not come in time.
+    """
+    inner: Neighbours | None = None
+
+    def connect() -> None:
+        nonlocal inner
+        inner = _connect(config, topology)
+
+    island.on_leader(connect)
+    return NodeNeighbours(inner, topology, config.island, island)
+
+
+def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
+    if config.num_islands == 1:
+        return MemoryGraph(topology).node(0)
+    store, address = connect_store(config, is_host=config.island == 0)
+    return MeshNeighbours(
+        store,
+        topology,
+        config.island,
+        address,
+        connect_timeout=config.join_timeout,
+        exchange_timeout=config.exchange_timeout,
+        rate_limit=RateLimit(config.bytes_per_second()),
+    )

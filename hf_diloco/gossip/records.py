@@ -1,0 +1,58 @@
+"""Small records that nodes show each other: JSON objects of limited size, which are checked before they are used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hf_diloco.errors import PayloadError
+
+Record = dict[str, Any]
+"""Anything that JSON holds, by names."""
+
+MAX_RECORD_BYTES = 64 << 10
+
+
+def pack_record(topic: str, record: Record) -> bytes:
+    """The record as JSON.
+
+    Args:
+        topic: what it is about, for messages.
+        record: see `Record`.
+
+    Raises:
+        PayloadError: it is no JSON, or too long.
+    """
+    try:
+        packed = json.dumps(record).encode()
+    except (TypeError, ValueError) as error:
+        raise PayloadError(
+            f"the record {topic!r} cannot be shown to other nodes: {error}; give what JSON holds"
+        ) from None
+    if len(packed) > MAX_RECORD_BYTES:
+        raise PayloadError(
+            f"the record {topic!r} has {len(packed):,} bytes, but nodes show each other {MAX_RECORD_BYTES:,} at most: "
+            "put less into it"
+        )
+    return packed
+
+
+def unpack_record(topic: str, node: int, packed: bytes) -> Record:
+    """The record that a node shows.
+
+    Raises:
+        PayloadError: it is not what `pack_record` makes.
+    """
+    problem = f"it has {len(packed):,} bytes, more than {MAX_RECORD_BYTES:,}"
+    if len(packed) <= MAX_RECORD_BYTES:
+        try:
+            record = json.loads(packed)
+            if isinstance(record, dict):
+                return record
+            problem = f"it is a {type(record).__name__}"
+        except (ValueError, RecursionError) as error:  # ValueError: no UTF-8 either
+            problem = f"it is no JSON: {error}"
+    raise PayloadError(
+        f"what node {node} shows as {topic!r} is no record ({problem}): it runs another version, or something else "
+        "writes to the rendezvous. Give all nodes the same version, and the rendezvous a port of its own"
+    )

@@ -1,0 +1,85 @@
+"""The rows of a run whose nodes average with their neighbours in every step, in words."""
+
+from __future__ import annotations
+
+from hf_diloco import text
+from hf_diloco.report.island import IslandReport, TimeSplit
+from hf_diloco.report.summary import Report
+
+COLUMNS = ("node", "step", "train loss", "eval loss", "images/s", "sent", "compute", "exchange")
+
+
+def title(report: Report) -> str:
+    """One line that says what the report is of, and what it covers."""
+    num = report.num_islands or len(report.covers)
+    covers = f" (record of {text.plural('node', len(report.covers))} {text.numbers(report.covers)})"
+    steps = f"{text.count(report.steps)} steps"
+    return f"{report.name}: {num} {text.plural('node', num)}, {steps}" + (covers if report.missing_islands else "")
+
+
+def overview(report: Report) -> list[tuple[str, str]]:
+    """The run's figures, one a row."""
+    rows = [
+        ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {text.count(report.eval_step)})"),
+        ("evaluation loss", text.loss(report.eval_loss)),
+        ("images/s", text.count(report.images_per_second)),
+        ("bytes exchanged", _traffic(report)),
+        ("data parallel", _data_parallel(report)),
+        ("time", _time(report.shares)),
+        ("method", f"{report.method} on {report.topology}"),
+        ("consensus", _consensus(report)),
+    ]
+    return [*rows, ("model", report.model)] if report.model else rows
+
+
+def row(island: IslandReport) -> tuple[str, ...]:
+    """One node's figures, in the order of `COLUMNS`."""
+    shares = island.shares or TimeSplit()
+    return (
+        str(island.island),
+        text.count(island.steps),
+        text.loss(island.train_loss),
+        text.loss(island.eval_loss),
+        text.count(island.images_per_second),
+        text.size(island.bytes_sent),
+        text.share(shares.computing),
+        text.share(shares.exchanging),
+    )
+
+
+def tiles(report: Report) -> list[tuple[str, str, str]]:
+    """The figures that a reader looks for first: name, value, note."""
+    shares = report.shares or TimeSplit()
+    return [
+        ("Accuracy", text.share(report.eval_accuracy), f"mean of all nodes, step {text.count(report.eval_step)}"),
+        ("Evaluation loss", text.loss(report.eval_loss), "of the mean of all nodes"),
+        ("Sent", text.size(report.bytes_sent), f"data parallel: {text.size(report.bytes_per_step_sync)}"),
+        ("Images/s", text.count(report.images_per_second), "all nodes"),
+        ("Exchanging", text.share(shares.exchanging), "of the time"),
+        ("Consensus", text.number(report.consensus_distance), "nodes' distance from their mean"),
+    ]
+
+
+def _traffic(report: Report) -> str:
+    if report.bytes_sent is None:
+        return text.MISSING
+    repeated = f" (and {text.size(report.bytes_repeated)} in steps done again)" if report.bytes_repeated else ""
+    return f"{text.size(report.bytes_sent)} sent, {text.size(report.bytes_received)} received{repeated}"
+
+
+def _data_parallel(report: Report) -> str:
+    if report.bytes_per_step_sync is None:
+        return text.MISSING
+    return f"would have sent {text.size(report.bytes_per_step_sync)}  (fp32 gradients, ring all-reduce)"
+
+
+def _time(shares: TimeSplit | None) -> str:
+    if shares is None:
+        return text.MISSING
+    return f"computing {text.share(shares.computing)}, exchanging {text.share(shares.exchanging)}"
+
+
+def _consensus(report: Report) -> str:
+    if report.consensus_distance is None:
+        return text.MISSING
+    return f"nodes are {text.number(report.consensus_distance)} of its length from their mean"

@@ -1,0 +1,1 @@
+"""What every kind of run has: its file, its folder, its process environment, its Trainer's arguments."""

@@ -1,0 +1,201 @@
+"""Decentralised training by processes: what threads compute, and what is left when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.gossip.methods import METHODS
+from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.topology import make_topology
+from tests.islands import run_islands
+from tests.processes import Process, Processes
+from tests.programs.gossip_node import train
+
+pytestmark = pytest.mark.distributed
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "gossip_node.py"
+ONE_SIDED = {"swarm-sgd"}  # takes what neighbours have published: which steps it sees is not the same twice
+SETTINGS: dict[str, dict[str, Any]] = {"decentlam": {"momentum": 0.5}}
+FIXED_ONLY = {"d2"}
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def spawn(processes: Processes, **settings: Any) -> Process:
+    return processes.spawn([sys.executable, PROGRAM, json.dumps(settings)], env={"PYTHONPATH": "."})
+
+
+def start(
+    processes: Processes, store: TCPStore, folder: Path, graph: str, num_nodes: int, **settings: Any
+) -> list[Process]:
+    return [
+        spawn(
+            processes,
+            store=store.port,
+            node=node,
+            num_nodes=num_nodes,
+            graph=graph,
+            result=str(folder / f"{node}.pt"),
+            **settings,
+        )
+        for node in range(num_nodes)
+    ]
+
+
+# What comes out
+
+
+@pytest.mark.parametrize(("graph", "num_nodes"), [("ring", 4), ("one-peer-exponential", 4), ("full", 5)])
+def test_processes_compute_what_threads_compute(graph: str, num_nodes: int, store: TCPStore, tmp_path: Path) -> None:
+    """Every method, one after the other, bit for bit."""
+    topology = make_topology(graph, num_nodes)
+    names = METHODS.keys() - ONE_SIDED - (set() if topology.is_static else FIXED_ONLY)
+    methods = [(name, SETTINGS.get(name, {}) if topology.is_symmetric else {}) for name in sorted(names)]
+    methods = [(name, more) for name, more in methods if topology.is_symmetric or name != "decentlam"]
+    steps, size = 20, 10_001
+
+    def simulate(node: int) -> list[Any]:
+        return [train(graph_in_memory.node(node), name, more, steps, size) for name, more in methods]
+
+    graph_in_memory = MemoryGraph(topology)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    expected = run_islands(num_nodes, simulate)
+    torch.set_num_threads(threads_before)
+    with Processes() as processes:
+        for process in start(processes, store, tmp_path, graph, num_nodes, methods=methods, steps=steps, size=size):
+            process.wait()
+    for node in range(num_nodes):
+        for (name, _), ours, theirs in zip(methods, torch.load(tmp_path / f"{node}.pt"), expected[node], strict=True):
+            assert torch.equal(ours[0], theirs[0]), (name, node)
+            assert torch.equal(ours[1], theirs[1]), (name, node, "mean")
+            if name != "pmsgd":  # whose all-reduce comes in pieces of whole blocks
+                assert ours[2] == theirs[2], (name, node, "bytes")
+
+
+# Who is lost
+
+
+def check_survivors(nodes: list[Process], victim: int, folder: Path, reason: str) -> None:
+    survivors = [node for node in range(len(nodes)) if node != victim]
+    means = []
+    for node in survivors:
+        output = nodes[node].wait(60).output
+        assert f"averaged over {survivors}" in output, output
+        assert f"lost [{victim}]" in output, output
+        if abs(node - victim) in (1, len(nodes) - 1):  # next to it on the ring
+            assert f"news: node {victim} was lost ({reason})" in output, output
+        assert re.search(rf"news: the average of all nodes is over .* without node {victim}", output), output
+        means.append(torch.load(folder / f"{node}.pt")[0][1])
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+@pytest.mark.parametrize(("graph", "num_nodes", "method"), [("ring", 5, "decentlam"), ("ring", 4, "pmsgd")])
+def test_survivors_of_a_killed_node_finish(
+    graph: str, num_nodes: int, method: str, store: TCPStore, tmp_path: Path
+) -> None:
+    victim = 2
+    with Processes() as processes:
+        nodes = start(
+            processes, store, tmp_path, graph, num_nodes, methods=[(method, {})], steps=60, size=1000, pause=0.05
+        )
+        nodes[victim].wait_for("step 20$")
+        nodes[victim].kill()
+        if method == "pmsgd":  # uses no edges
+            for node, process in enumerate(nodes):
+                if node != victim:
+                    assert "averaged over [0, 1, 3]" in process.wait(60).output
+        else:
+            check_survivors(nodes, victim, tmp_path, "its connection broke")
+        nodes[victim].wait(expect=-signal.SIGKILL)
+        assert not processes.alive()
+
+
+def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: TCPStore, tmp_path: Path) -> None:
+    """Gloo does not wake a transfer that is half through when its connection breaks."""
+    victim = 1
+    with Processes() as processes:
+        settings = {"methods": [("dsgd", {})], "steps": 10, "size": 16 << 20}
+        nodes = start(processes, store, tmp_path, "ring", 4, **settings)
+        nodes[victim].wait_for("step 2$", 120)
+        os.kill(nodes[victim].pid, signal.SIGSTOP)
+        time.sleep(1)  # its neighbours fill the buffers between them, and go no further
+        nodes[victim].kill()
+        begun = time.monotonic()
+        for node in (0, 2):
+            nodes[node].wait_for(rf"news: node {victim} was lost \(its connection broke\)")
+        assert time.monotonic() - begun < 20
+        check_survivors(nodes, victim, tmp_path, "its connection broke")
+
+
+def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: Path) -> None:
+    """Those who wait for it keep others waiting, who must not take that for a loss."""
+    victim = 2
+    with Processes() as processes:
+        settings = {"methods": [("dsgd", {})], "steps": 40, "size": 1000, "pause": 0.05, "exchange_timeout": 4}
+        nodes = start(processes, store, tmp_path, "ring", 6, **settings)
+        nodes[victim].wait_for("step 10$")
+        os.kill(nodes[victim].pid, signal.SIGSTOP)
+        check_survivors(nodes, victim, tmp_path, "it did not come within 4 s")
+        os.kill(nodes[victim].pid, signal.SIGCONT)
+        output = nodes[victim].wait(60, expect=1).output
+        assert "IslandLostError: all neighbours of node 2 are lost" in output
+
+
+# Who returns
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_nodes", "victim", "method"),
+    [("ring", 4, 2, "dmsgd"), ("ring", 5, 1, "pmsgd"), ("full", 4, 3, "dsgd")],
+)
+def test_a_node_that_is_started_again_takes_part_again(
+    graph: str, num_nodes: int, victim: int, method: str, store: TCPStore, tmp_path: Path
+) -> None:
+    with Processes() as processes:
+        settings = {"methods": [(method, {})], "steps": 400, "size": 1000, "pause": 0.05}
+        nodes = start(processes, store, tmp_path, graph, num_nodes, **settings)
+        nodes[victim].wait_for("step 20$")
+        nodes[victim].kill()
+        others = [process for node, process in enumerate(nodes) if node != victim]
+        near = make_topology(graph, num_nodes).neighbours(victim)
+        for node in near:
+            nodes[node].wait_for(f"news: .*node {victim}")
+        again = spawn(
+            processes,
+            store=store.port,
+            node=victim,
+            num_nodes=num_nodes,
+            graph=graph,
+            result=str(tmp_path / f"{victim}.pt"),
+            **settings,
+        )
+        entered = int(again.wait_for(r"entered at (\d+)").group(1))
+        assert 20 < entered < 400
+        for process in [*others, again]:
+            output = process.wait(120).output
+            assert f"averaged over {list(range(num_nodes))}" in output, output
+            assert "lost []" in output, output
+        for node in near:
+            assert f"news: node {victim} has returned: it takes part from step {entered} on" in nodes[node].output
+        results = [torch.load(tmp_path / f"{node}.pt")[0] for node in range(num_nodes)]
+        assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+        distances = [float((x - mean).norm() / mean.norm()) for x, mean, _ in results]
+        others_distance = max(distances[:victim] + distances[victim + 1 :])
+        # Where nothing but gradients is averaged, what it lacked at first, its momentum, keeps it apart for good.
+        assert distances[victim] <= (0.1 if method == "pmsgd" else 1.2 * others_distance + 1e-3), distances
+        assert not processes.alive()

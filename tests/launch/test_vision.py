@@ -1,0 +1,165 @@
+"""Image classifiers through the command line: nodes as processes, asked to stop, killed; as threads of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.processes import ROOT, Process, Processes, run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+PATIENCE = 400  # seconds for one launch
+LAUNCH = (sys.executable, "-m", "hf_diloco.cli", "launch")
+SCRIPT = (sys.executable, ROOT / "scripts" / "finetune_vision.py")
+RUN: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
+    "data": {"shares": "dirichlet", "image_size": 8, "augment": {"random_crop": 1}},
+    "training": {
+        "max_steps": 12,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.05,
+        "logging_steps": 4,
+        "save_steps": 1000,
+    },
+    "gossip": {"topology": "ring", "num_islands": 3, "join_timeout": 120, "exchange_timeout": 30},
+    "launch": {"use_cpu": True, "threads": 1},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "runs")}))
+    return path
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Two runs have made the same model, bit for bit."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def events(folder: Path, node: int, event: str) -> list[dict[str, Any]]:
+    path = folder / f"island-{node}" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def wait_for_step(launched: Process, folder: Path, step: int, num_nodes: int = 3) -> None:
+    deadline = time.monotonic() + PATIENCE
+    for node in range(num_nodes):
+        while not any(event["step"] >= step for event in events(folder, node, "train")):
+            assert launched.popen.poll() is None, launched.output
+            assert time.monotonic() < deadline, launched.output
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["decentlam", "pmsgd"])
+def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> None:
+    run([*LAUNCH, file, f"gossip.method={method}", "--name", "processes"], timeout=PATIENCE)
+    simulated = [*SCRIPT, file, f"gossip.method={method}", "--num-nodes", "3", "--name", "threads"]
+    completed = run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
+    assert "the mean of 3 nodes: accuracy" in completed.output
+    runs = file.parent / "runs"
+    assert_equal(runs / "processes", runs / "threads")
+    for node in range(3):
+        losses = [[event["loss"] for event in events(runs / name, node, "train")] for name in ("processes", "threads")]
+        assert losses[0] == losses[1]
+        sent = [sum(event["bytes_sent"] for event in events(runs / n, node, "mix")) for n in ("processes", "threads")]
+        assert sent[0] == pytest.approx(sent[1], rel=0.02)
+    report = run([sys.executable, "-m", "hf_diloco.cli", "report", runs / "processes"])
+    assert f"{method} on ring" in report.output
+    assert "warning" not in report.output
+
+
+def test_non_blocking_swarm(file: Path) -> None:
+    run([*LAUNCH, file, "gossip.method=swarm-sgd", "gossip.options={local_steps: 2}"], timeout=PATIENCE)
+    folder = file.parent / "runs" / "tiny"
+    for node in range(3):
+        assert events(folder, node, "end")[0]["bytes_sent"] > 0
+        assert 0 < events(folder, node, "eval")[0]["consensus_distance"] < 1
+
+
+def test_a_node_of_two_ranks(file: Path) -> None:
+    """Two nodes of two ranks take the same steps as two of one rank that see both ranks' examples."""
+    settings = ["gossip.num_islands=2", "data.augment.random_crop=0", "training.max_grad_norm=0"]
+    run([*LAUNCH, file, *settings, "launch.num_processes=2", "--name", "ranks"], timeout=PATIENCE)
+    folder = file.parent / "runs" / "ranks"
+    starts = [events(folder, node, "start")[0] for node in range(2)]
+    assert [start["num_ranks"] for start in starts] == [2, 2]
+    assert [start["examples_per_step"] for start in starts] == [16, 16]
+    assert all(len(events(folder, node, "eval")) == 1 for node in range(2))
+    assert events(folder, 0, "eval")[0]["eval_accuracy"] == events(folder, 1, "eval")[0]["eval_accuracy"]
+
+
+def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
+    settings = ["training.max_steps=400", "training.logging_steps=10"]
+    runs = file.parent / "runs"
+    run([*LAUNCH, file, *settings, "--name", "whole"], timeout=PATIENCE)
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings, "--name", "part"])
+        wait_for_step(launched, runs / "part", 20)
+        launched.popen.send_signal(signal.SIGTERM)
+        launched.wait(PATIENCE, expect=3)
+        assert not processes.alive()
+    saved = [sorted(path.name for path in (runs / "part" / f"island-{n}").glob("checkpoint-*")) for n in range(3)]
+    assert saved[0] == saved[1] == saved[2]
+    assert len(saved[0]) == 1
+    run([*LAUNCH, file, *settings, "--name", "part"], timeout=PATIENCE)
+    assert events(runs / "part", 0, "start")[-1]["resumed"]
+    assert_equal(runs / "whole", runs / "part")
+
+
+def test_the_others_go_on_without_a_killed_node(file: Path) -> None:
+    settings = ["training.max_steps=300", "training.logging_steps=10", "gossip.num_islands=4"]
+    folder = file.parent / "runs" / "tiny"
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings])
+        wait_for_step(launched, folder, 20, 4)
+        kill_node(processes, 2)
+        launched.wait(PATIENCE, expect=1)
+        output = launched.output
+        assert not processes.alive()
+    assert "the other islands go on" in output
+    for node in (0, 1, 3):
+        assert events(folder, node, "end")[0]["step"] == 300
+    news = [event["news"] for node in (1, 3) for event in events(folder, node, "neighbour")]
+    assert any("node 2 was lost" in text for text in news)
+    last = events(folder, 0, "eval")[-1]
+    assert last["weights"] == "outer"
+    assert last["eval_accuracy"] > 0.2
+
+
+def kill_node(processes: Processes, number: int) -> None:
+    """Ends all of a node's processes at once, as if its machine had lost power."""
+    found = []
+    for process in processes.alive():
+        try:
+            if process.environ().get("HF_DILOCO_ISLAND") == str(number) and process.environ().get("RANK", "0") == "0":
+                found.append(process)
+        except psutil.Error:
+            continue
+    assert found
+    for process in found:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,100 @@
+"""One node of a decentralised least-squares run, as a process of its own.
+
+Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
+result (file); if need be: exchange_timeout (seconds), pause (seconds a step). Each method begins anew. After the last
+step the mean over all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.methods import make_optimizer
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.topology import make_topology
+
+LR = 0.05
+
+
+class Problem:
+    """f_i(x) = ½ Σ_k h_k (x_k - s_k)², one a node, each with its own h between 0.5 and 1.5 and its own solution s."""
+
+    def __init__(self, node: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(node)
+        self._h = 0.5 + torch.rand(size, generator=generator)
+        self._s = torch.randn(size, generator=generator)
+
+    def gradient(self, x: torch.Tensor) -> torch.Tensor:
+        return self._h * (x - self._s)
+
+
+def train(
+    neighbours: Neighbours,
+    method: str,
+    settings: dict[str, Any],
+    steps: int,
+    size: int,
+    after: Callable[[int], None] = lambda step: None,
+) -> list[Any]:
+    """The parameters at the end, their mean over all nodes, and the bytes that were sent; calls `after` each step."""
+    problem = Problem(neighbours.node, size)
+    x = torch.nn.Parameter(torch.ones(size))
+    optimizer = make_optimizer(method, [x], neighbours, LR, **settings)
+    num_bytes = begin = 0
+    if isinstance(neighbours, MeshNeighbours) and neighbours.is_returning:
+        begin = neighbours.enter(x.data)
+        optimizer.param_groups[0]["num_steps"] = begin
+        print(f"entered at {begin}", flush=True)
+    for step in range(begin, steps):
+        x.grad = problem.gradient(x.detach())
+        optimizer.step()
+        num_bytes += optimizer.traffic.bytes_sent
+        after(step)
+    with optimizer.averaged_weights():
+        mean = x.detach().clone()
+    return [x.detach().clone(), mean, num_bytes]
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
+    topology = make_topology(settings["graph"], settings["num_nodes"])
+    neighbours = MeshNeighbours(
+        store,
+        topology,
+        settings["node"],
+        "127.0.0.1",
+        connect_timeout=60,
+        exchange_timeout=settings.get("exchange_timeout", 60),
+    )
+
+    def after(step: int) -> None:
+        print(f"step {step}", flush=True)
+        for line in neighbours.take_news():
+            print(f"news: {line}", flush=True)
+        time.sleep(settings.get("pause", 0))
+
+    results = [
+        train(neighbours, method, more, settings["steps"], settings["size"], after)
+        for method, more in settings["methods"]
+    ]
+    torch.save(results, settings["result"])
+    for line in neighbours.take_news():
+        print(f"news: {line}", flush=True)
+    print(f"averaged over {list(neighbours.averaged_over)}", flush=True)
+    print(f"lost {sorted(neighbours.lost)}", flush=True)
+    neighbours.share("end", {}) if not neighbours.lost else None
+    neighbours.close()
+
+
+if __name__ == "__main__":
+    main()

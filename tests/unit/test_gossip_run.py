@@ -1,0 +1,424 @@
+"""Nodes of a graph through the Trainer: agreement on the end, evaluation of the mean, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
+from hf_diloco.gossip.callback import GossipCallback
+from hf_diloco.gossip.checkpoint import newest_common, whole_checkpoints
+from hf_diloco.gossip.common_end import CommonEnd
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.methods import METHODS
+from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.topology import make_topology
+from hf_diloco.gossip.turns import Turns
+from hf_diloco.island import IslandGroup
+from hf_diloco.report import load_run, summarise
+from hf_diloco.runs.kinds import kind_of
+from hf_diloco.vision.runfile import VisionRun, load_vision_run
+from hf_diloco.vision.simulate import Simulation
+from tests.processes import ROOT
+
+TINY = {
+    "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
+    "data": {"max_train_examples": 240, "max_eval_examples": 50, "shares": "dirichlet", "image_size": 8},
+    "training": {
+        "max_steps": 8,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.05,
+        "weight_decay": 1e-4,
+        "logging_steps": 3,
+        "save_steps": 4,
+    },
+    "gossip": {"method": "decentlam", "topology": "ring", "num_islands": 3},
+    "launch": {"use_cpu": True},
+}
+
+
+def run_of(folder: Path, *overrides: str) -> VisionRun:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "output": str(folder / "runs")}))
+    return load_vision_run(path, overrides)
+
+
+def simulate(run: VisionRun) -> int:
+    return Simulation(run, run.gossip.num_islands).run()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def events(run: VisionRun, node: int, event: str) -> list[dict[str, Any]]:
+    lines = (run.folder / f"island-{node}" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> VisionRun:
+    """A whole run of three nodes."""
+    run = run_of(tmp_path_factory.mktemp("whole"))
+    assert simulate(run) == 0
+    return run
+
+
+# The common end
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["ring", "grid", "star", "exponential", "one-peer-exponential", "full"]),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 11)), min_size=1, max_size=3),
+)
+def test_all_nodes_end_after_the_same_step(name: str, num_nodes: int, wishes: list[tuple[int, int]]) -> None:
+    topology = make_topology(name, num_nodes)
+    ends = [CommonEnd(topology) for _ in range(num_nodes)]
+    for step in range(200):
+        for when, who in wishes:
+            if when == step:
+                ends[who % num_nodes].wish()
+        values = torch.tensor([end.value(step) for end in ends], dtype=torch.float64)
+        mixed = torch.from_numpy(topology.weights(step).copy()) @ values
+        for end, value in zip(ends, mixed, strict=True):
+            end.note(value)
+        have_come = [end.has_come(step + 1) for end in ends]
+        assert len(set(have_come)) == 1
+        if have_come[0]:
+            first = min(when for when, _ in wishes)
+            assert first <= step <= first + 2 * num_nodes
+            return
+    pytest.fail("nobody has ended")
+
+
+def test_nobody_ends_unasked() -> None:
+    end = CommonEnd(make_topology("ring", 4))
+    for step in range(50):
+        assert end.value(step) == 0
+        end.note(torch.zeros(()))
+        assert not end.has_come(step + 1)
+
+
+# A whole run
+
+
+def test_the_model_is_the_mean_of_the_nodes(finished: VisionRun) -> None:
+    saved = weights(finished.folder / "model")
+    nodes = [weights(finished.folder / f"island-{node}" / "checkpoint-8") for node in range(3)]
+    assert any(not torch.equal(nodes[0][name], nodes[1][name]) for name in saved)
+    for name, value in saved.items():
+        if value.is_floating_point():
+            mean = torch.stack([node[name].double() for node in nodes]).mean(0)
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_evaluated_is_the_saved_model(finished: VisionRun) -> None:
+    from hf_diloco.vision.build import build_images
+
+    model = AutoModelForImageClassification.from_pretrained(finished.folder / "model").eval()
+    AutoImageProcessor.from_pretrained(finished.folder / "model")
+    data = build_images(finished.data, finished.model, 0, 3, finished.seed)
+    batch = data.evaluation.batch(torch.arange(50).numpy())
+    with torch.no_grad():
+        output = model(**batch)
+    accuracy = float((output.logits.argmax(-1) == batch["labels"]).float().mean())
+    for node in range(3):
+        (last,) = events(finished, node, "eval")
+        assert last["weights"] == "outer"
+        assert last["eval_accuracy"] == pytest.approx(accuracy, abs=1e-6)
+        assert last["eval_loss"] == pytest.approx(float(output.loss), rel=1e-5)
+        assert 0 < last["consensus_distance"] < 1
+
+
+def test_bytes_are_those_of_the_method(finished: VisionRun) -> None:
+    num_parameters = events(finished, 0, "start")[0]["num_parameters"]
+    buffers = sum(
+        value.numel()
+        for name, value in weights(finished.folder / "model").items()
+        if name.endswith(("running_mean", "running_var"))
+    )
+    steps = 8 * 2 * 4 * (num_parameters + 1)  # two neighbours, fp32, and the value that goes with each exchange
+    # The mean: parameters, statistics, their distance, four metrics and their weight, twice where the model is saved.
+    averaged = sum(2 * 2 * 4 * size // 3 for size in (num_parameters, buffers, 1)) * 2
+    for node in range(3):
+        sent = sum(mix["bytes_sent"] for mix in events(finished, node, "mix"))
+        assert 0 <= sent - steps - averaged // 2 <= 100
+        assert events(finished, node, "end")[0]["bytes_sent"] == sent
+
+
+def test_the_report_is_of_nodes(finished: VisionRun) -> None:
+    report = summarise(load_run(finished.folder))
+    assert (report.method, report.topology, report.num_islands, report.steps) == ("decentlam", "ring", 3, 8)
+    assert report.eval_accuracy is not None
+    assert report.bytes_sent == sum(mix["bytes_sent"] for n in range(3) for mix in events(finished, n, "mix"))
+    assert not report.warnings
+
+
+@pytest.mark.parametrize("method", ["decentlam", "pmsgd", "d2", "swarm-sgd"])
+def test_a_resumed_run_is_one_that_never_stopped(method: str, tmp_path: Path) -> None:
+    settings = {"swarm-sgd": ["gossip.options={local_steps: 2, blocking: true}"]}.get(method, [])
+    settings = [f"gossip.method={method}", *settings, "data.augment.random_crop=1"]
+    whole = run_of(tmp_path, "name=whole", *settings)
+    assert simulate(whole) == 0
+    part = run_of(tmp_path, "name=part", *settings)
+    assert simulate(part) == 0
+    for node in range(3):  # as if all had been killed between two checkpoints
+        index = part.folder / f"island-{node}" / "checkpoint-8" / "gossip.json"
+        index.unlink()
+    assert set(whole_checkpoints(part.folder / "island-0")) == {4}
+    assert simulate(part) == 0
+    assert events(part, 0, "start")[-1]["step"] == 4
+    expected, found = weights(whole.folder / "model"), weights(part.folder / "model")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_wish_to_end_is_followed_by_all_and_gone_on_from(tmp_path: Path) -> None:
+    whole = run_of(tmp_path, "name=whole", "training.max_steps=30", "training.save_steps=100")
+    assert simulate(whole) == 0
+    part = run_of(tmp_path, "name=part", "training.max_steps=30", "training.save_steps=100")
+    watcher = threading.Thread(target=_stop_when, args=(part, 3))
+    watcher.start()
+    assert simulate(part) == 3
+    watcher.join()
+    steps = [set(whole_checkpoints(part.folder / f"island-{node}")) for node in range(3)]
+    assert steps[0] == steps[1] == steps[2]
+    (step,) = steps[0]
+    assert step % 3 == 0
+    assert step < 30
+    assert simulate(part) == 0
+    expected, found = weights(whole.folder / "model"), weights(part.folder / "model")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def _stop_when(run: VisionRun, step: int) -> None:
+    """Asks node 1 alone to stop, at a step."""
+    folder = run.folder / "island-1"
+    for _ in range(3000):
+        with_progress = folder / "metrics.jsonl"
+        if with_progress.exists() and any(event["step"] >= step for event in events(run, 1, "train")):
+            break
+        threading.Event().wait(0.01)
+    (folder / "stop").touch()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_goes_through_the_trainer(name: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, f"gossip.method={name}", "training.max_steps=4", "training.max_grad_norm=1")
+    assert simulate(run) == 0
+    accuracies = {events(run, node, "eval")[0]["eval_accuracy"] for node in range(3)}
+    assert len(accuracies) == 1
+
+
+# Run files
+
+CONFIGS = sorted((ROOT / "configs" / "vision").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_run_files(path: Path) -> None:
+    from hf_diloco.runs.arguments import check_training
+
+    run = load_vision_run(path)
+    run.check()
+    check_training(run.training)
+    assert run.gossip.num_islands > 1
+    assert kind_of(path) is VisionRun
+
+
+def test_there_are_configs() -> None:
+    assert {path.stem for path in CONFIGS} >= {"quickstart", "fashion_mnist_ring8", "imagenet_resnet50"}
+
+
+def test_the_learning_rate_grows_with_the_batch(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "schedule.lr_for_batch=96", "training.max_steps=2", "training.lr_scheduler_type=constant")
+    assert simulate(run) == 0
+    state = json.loads((run.folder / "island-0" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["max_steps"] == 2
+    optimizer = torch.load(run.folder / "island-0" / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.05 * 8 * 3 / 96)
+
+
+def test_the_learning_rate_drops_at_steps(tmp_path: Path) -> None:
+    settings = ["schedule.drop_at=[4, 6]", "schedule.drop_by=0.5", "training.warmup_steps=2"]
+    run = run_of(tmp_path, *settings, "training.logging_steps=1")
+    assert simulate(run) == 0
+    rates = [event["learning_rate"] for event in events(run, 0, "train")]
+    assert rates == pytest.approx([0.0, 0.025, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125])
+    with pytest.raises(ConfigError, match="leave one out"):
+        run_of(tmp_path, "schedule.drop_at=[4]", "training.lr_scheduler_type=cosine")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("deepspeed={zero_optimization: {stage: 2}}", "set deepspeed to null"),
+        ("training.fp16=true", "bf16"),
+        ("gossip.rendezvous=s3://bucket/run", "too slow"),
+        ("gossip.island=7", "numbered from 0 to 2"),
+        ("gossip.momentum=1", "less than 1"),
+        ("gossip.methods=dsgd", "did you mean method"),
+        ("data.source=idx", "path is missing"),
+    ],
+)
+def test_wrong_settings_are_refused_when_read(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of(tmp_path, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["gossip.method=decentlamb"], "did you mean decentlam"),
+        (["gossip.topology=rings"], "did you mean ring"),
+        (["gossip.method=dsgd", "gossip.momentum=0.9"], "no such setting"),
+        (["gossip.options={omega: 1}"], "no such setting"),
+        (["gossip.topology=exponential", "gossip.num_islands=8"], "qg-dmsgd|QG-DmSGD"),
+        (["gossip.topology=hypercube"], "3"),
+    ],
+)
+def test_wrong_methods_are_refused_before_anything_starts(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of(tmp_path, *overrides).check()
+
+
+def test_too_few_examples_for_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="smallest share has 80 examples, fewer than the 100"):
+        simulate(run_of(tmp_path, "training.per_device_train_batch_size=100"))
+
+
+def test_several_nodes_need_a_place() -> None:
+    with pytest.raises(ConfigError, match="3 nodes need a place to meet"):
+        GossipConfig(num_islands=3)
+
+
+def test_other_weights_at_the_beginning_are_refused(tmp_path: Path) -> None:
+    def change(node: int, callback: GossipCallback, model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            next(model.parameters()).add_(float(node))
+
+    with pytest.raises(FingerprintError, match="initial weights"):
+        train_two(tmp_path, change)
+
+
+def test_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="make_optimizer"):
+        train_two(tmp_path, lambda *_: None, gives_optimizer=False)
+
+
+def test_the_last_checkpoint_must_not_go_early(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_total_limit=1"):
+        train_two(tmp_path, lambda *_: None, save_total_limit=1)
+
+
+def train_two(
+    folder: Path,
+    change: Callable[..., None],
+    gives_optimizer: bool = True,
+    method: str = "decentlam",
+    **arguments: Any,
+) -> list[torch.nn.Module]:
+    """Two nodes as a user's own script would have them; returns their models, raises what a node met first."""
+    from transformers import Trainer, TrainingArguments
+
+    topology = make_topology("ring", 2)
+    graph, turns = MemoryGraph(topology), Turns()
+    errors: list[BaseException] = []
+    models: dict[int, torch.nn.Module] = {}
+
+    def train(number: int) -> None:
+        node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
+        try:
+            with turns.mine():
+                torch.manual_seed(0)
+                model = models[number] = Linear()
+                args = TrainingArguments(
+                    str(folder / str(number)),
+                    max_steps=3,
+                    max_grad_norm=0,
+                    use_cpu=True,
+                    report_to="none",
+                    **arguments,
+                )
+                config = GossipConfig(method=method, num_islands=2, island=number, rendezvous="tcp://127.0.0.1:1")
+                callback = GossipCallback(config, node=node)
+                change(number, callback, model)
+                optimizer = callback.make_optimizer(model, args) if gives_optimizer else None
+                data = [{"x": torch.full((4,), float(i + number)), "y": torch.ones(1)} for i in range(8)]
+                Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[callback]).train()
+        except BaseException as error:
+            errors.append(error)
+            node.close()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [models[0], models[1]]
+
+
+class Linear(torch.nn.Module):
+    """The least that a Trainer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The squared error."""
+        return {"loss": (self.layer(x) - y).square().mean()}
+
+
+def test_a_users_own_trainer(tmp_path: Path) -> None:
+    """Two nodes of DSGD that average equally are one that takes the mean gradient."""
+    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    first, second = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)
+    torch.manual_seed(0)
+    expected = Linear()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
+    inputs = [torch.stack([torch.full((4,), float(i + node)) for i in range(8)]) for node in (0, 1)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(expected(x, torch.ones(8, 1))["loss"] / 2 for x in inputs).backward()
+        optimizer.step()
+    for model in (first, second):
+        torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+# Checkpoints
+
+
+def test_the_newest_common_step() -> None:
+    assert newest_common([[4, 8], [4], [4, 8, 12]]) == 4
+    assert newest_common([[], []]) is None
+    with pytest.raises(CheckpointError, match=r"node 0: \[4\], node 1: none"):
+        newest_common([[4], []])
+
+
+def test_another_nodes_checkpoint_is_refused(finished: VisionRun, tmp_path: Path) -> None:
+    import shutil
+
+    run = run_of(tmp_path, "gossip.method=dmsgd")
+    shutil.copytree(finished.folder, run.folder)
+    for node in range(3):
+        shutil.rmtree(run.folder / f"island-{node}" / "checkpoint-8")
+    with pytest.raises(CheckpointError, match="method decentlam, but it is dmsgd now"):
+        simulate(run)

@@ -1,0 +1,296 @@
+"""What nodes take from each other without waiting: from memory, and over real connections on this machine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.published import MeshPublished, Published
+from hf_diloco.gossip.shelf import Shelf
+from hf_diloco.gossip.topology import make_topology
+from tests.islands import run_islands, try_islands
+
+LOCALHOST = "127.0.0.1"
+LONG = 30.0  # where success is expected: the machine may be busy
+AT_ONCE = 10.0  # seconds; far below LONG
+
+
+def payload(fill: int, size: int = 1000) -> torch.Tensor:
+    return torch.full((size,), fill, dtype=torch.uint8)
+
+
+def memory(num_nodes: int) -> list[Published]:
+    graph = MemoryGraph(make_topology("full", num_nodes))
+    return [graph.node(number).published() for number in range(num_nodes)]
+
+
+def mesh(num_nodes: int, exchange_timeout: float = LONG) -> list[MeshPublished]:
+    store = HashStore()
+
+    def join(node: int) -> MeshPublished:
+        others = [other for other in range(num_nodes) if other != node]
+        return MeshPublished(store, node, others, LOCALHOST, LONG, exchange_timeout)
+
+    return run_islands(num_nodes, join)
+
+
+@pytest.fixture(params=[memory, mesh])
+def ends(request: pytest.FixtureRequest) -> Iterator[list[Published]]:
+    nodes = request.param(3)
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+# What every transport does
+
+
+def test_the_last_one_is_taken_again_and_again(ends: list[Published]) -> None:
+    for number, end in enumerate(ends):
+        end.publish(payload(number))
+    for _ in range(3):
+        received, traffic = ends[0].pull(2)
+        assert received is not None
+        assert torch.equal(received, payload(2))
+        assert traffic.bytes_received == 1000
+    ends[2].publish(payload(9))
+    received, _ = ends[0].pull(2)
+    assert received is not None
+    assert torch.equal(received, payload(9))
+
+
+def test_nothing_was_published_yet(ends: list[Published]) -> None:
+    ends[0].publish(payload(1))
+    assert ends[0].pull(1) == (None, Traffic())
+    ends[1].publish(payload(2))
+    assert ends[0].pull(1)[0] is not None
+
+
+def test_a_payload_is_copied(ends: list[Published]) -> None:
+    mine = payload(1)
+    ends[0].publish(mine)
+    ends[1].publish(payload(2))
+    mine.zero_()
+    received, _ = ends[1].pull(0)
+    assert received is not None
+    assert torch.equal(received, payload(1))
+    own = ends[0].own()
+    assert own is not None
+    assert torch.equal(own, payload(1))
+    assert ends[2].own() is None
+
+
+def test_what_was_taken_stays_while_the_other_goes_on(ends: list[Published]) -> None:
+    ends[0].publish(payload(0))
+    ends[1].publish(payload(1))
+    received, _ = ends[0].pull(1)
+    for fill in range(2, 6):
+        ends[1].publish(payload(fill))
+    assert received is not None
+    assert torch.equal(received, payload(1))
+
+
+def test_bytes_that_others_take_count_as_sent(ends: list[Published]) -> None:
+    for end in ends:
+        end.publish(payload(1))
+    ends[1].pull(0)
+    ends[2].pull(0)
+    deadline, sent = time.monotonic() + AT_ONCE, 0
+    while sent < 2000 and time.monotonic() < deadline:  # a mesh counts when the last byte has gone
+        sent += ends[0].pull(1)[1].bytes_sent
+    assert sent == 2000
+    assert ends[0].pull(1)[1] == Traffic(0, 1000)
+
+
+def test_another_length_is_refused(ends: list[Published]) -> None:
+    ends[0].publish(payload(1, size=999))
+    ends[1].publish(payload(1))
+    with pytest.raises(PayloadError, match=r"node 1 published 1,000 bytes, this node \(0\) 999"):
+        ends[0].pull(1)
+
+
+def test_who_takes_has_published_and_names_another_node(ends: list[Published]) -> None:
+    with pytest.raises(ConfigError, match="publish first"):
+        ends[0].pull(1)
+    ends[0].publish(payload(1))
+    for node in (0, 3, -1):
+        with pytest.raises(ConfigError, match=f"node {node}"):
+            ends[0].pull(node)
+
+
+def test_what_is_taken_is_never_torn(ends: list[Published]) -> None:
+    """While all publish and take as fast as they can, each payload is one that was published."""
+    size, num_rounds = 300_000, 60
+
+    def run(node: int) -> int:
+        seen = set()
+        for number in range(num_rounds):
+            ends[node].publish(payload(number, size))
+            received, _ = ends[node].pull((node + 1) % 3)
+            if received is not None:
+                assert (received == received[0]).all()
+                seen.add(int(received[0]))
+        return len(seen)
+
+    assert all(num_seen > 1 for num_seen in run_islands(3, run))
+
+
+def test_memory_is_used_again() -> None:
+    shelf = Shelf()
+    places = set()
+    for fill in range(10):
+        shelf.put(payload(fill))
+        with shelf.newest() as newest:
+            assert newest is not None
+            places.add(newest.data_ptr())
+    assert len(places) == 2
+
+
+# Between processes
+
+
+def test_large_payloads_and_many_neighbours() -> None:
+    size, num_nodes = 9_000_001, 4
+    nodes = mesh(num_nodes)
+    contents = [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        for number in range(num_nodes)
+    ]
+
+    def run(node: int) -> None:
+        nodes[node].publish(contents[node])
+        while (received := nodes[node].pull((node + 1) % num_nodes)[0]) is None:
+            time.sleep(0.01)
+        assert torch.equal(received, contents[(node + 1) % num_nodes])
+
+    run_islands(num_nodes, run)
+    for end in nodes:
+        end.close()
+
+
+def test_a_node_that_computes_is_not_waited_for() -> None:
+    """Node 1 does nothing at all while node 0 takes from it."""
+    nodes = mesh(2)
+    for end in nodes:
+        end.publish(payload(3))
+    begin = time.monotonic()
+    for _ in range(20):
+        assert nodes[0].pull(1)[0] is not None
+    assert time.monotonic() - begin < AT_ONCE
+    for end in nodes:
+        end.close()
+
+
+def test_a_node_that_is_gone_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = mesh(3)
+    for end in nodes:
+        end.publish(payload(3))
+    assert nodes[0].pull(1)[0] is not None
+    nodes[1].close()
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING, "hf_diloco"):
+        for _ in range(3):
+            assert nodes[0].pull(1)[0] is None
+    assert time.monotonic() - begin < AT_ONCE
+    assert [record.getMessage().split(" is lost")[0] for record in caplog.records] == ["node 1"]
+    assert nodes[0].lost == {1}
+    assert nodes[0].pull(2)[0] is not None, "the others are still there"
+    assert nodes[1].pull(0)[0] is None, "who has left gets nothing"
+    for end in nodes:
+        end.close()
+
+
+def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = mesh(2, exchange_timeout=0.5)
+    for end in nodes:
+        end.publish(payload(3))
+    held = threading.Lock()
+    held.acquire()
+    monkeypatch.setattr(nodes[1]._shelf, "_lock", held)  # its machine hangs
+    begin = time.monotonic()
+    assert nodes[0].pull(1)[0] is None
+    assert 0.4 < time.monotonic() - begin < AT_ONCE
+    assert nodes[0].lost == {1}
+    held.release()
+    for end in nodes:
+        end.close()
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = HashStore()
+
+    def join(node: int) -> None:
+        if node != 2:
+            MeshPublished(store, node, [other for other in range(3) if other != node], LOCALHOST, 1.0, LONG).close()
+
+    outcomes = try_islands(3, join)
+    assert all(isinstance(outcomes[node], IslandLostError) for node in (0, 1))
+    assert any(isinstance(error, IslandLostError) and error.islands == (2,) for error in outcomes)
+
+
+def test_only_neighbours_are_connected() -> None:
+    store, neighbours = HashStore(), [[1], [0, 2], [1]]
+    nodes = run_islands(3, lambda node: MeshPublished(store, node, neighbours[node], LOCALHOST, LONG, LONG))
+    for end in nodes:
+        end.publish(payload(end.node))
+    with pytest.raises(ConfigError, match=r"node 2.*\[1\]"):
+        nodes[0].pull(2)
+    assert nodes[1].pull(2)[0] is not None
+    for end in nodes:
+        end.close()
+
+
+def test_who_leaves_first_waits_for_nobody() -> None:
+    """Its threads end although the others ask nothing, and stay."""
+
+    def served() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf-diloco-published")]
+
+    before = len(served())
+    nodes = mesh(3)
+    assert len(served()) == before + 6
+    nodes[0].close()
+    assert len([name for name in served() if name.endswith("-0")]) <= 2
+    assert len(served()) <= before + 4
+    for end in nodes:
+        end.close()
+    assert len(served()) == before
+
+
+def test_threads_and_sockets_are_closed() -> None:
+    def settle(count: Callable[[], int], limit: int) -> int:
+        deadline = time.monotonic() + AT_ONCE
+        while count() > limit and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return count()
+
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def use() -> None:
+        nodes = mesh(3)
+        for end in nodes:
+            end.publish(payload(1))
+        nodes[0].pull(1)
+        for end in nodes:
+            end.close()
+            end.close()
+
+    use()
+    threads, opened = threading.active_count(), files()
+    for _ in range(3):
+        use()
+    assert settle(threading.active_count, threads) <= threads
+    assert settle(files, opened) <= opened

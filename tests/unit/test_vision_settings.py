@@ -1,0 +1,75 @@
+"""Settings of image classification: mistakes show at once, without importing torch or transformers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hf_diloco.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
+from tests.processes import run
+
+
+def test_import_is_cheap() -> None:
+    output = run([sys.executable, "-X", "importtime", "-c", "import hf_diloco.vision.settings"]).output
+    imported = {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", output, re.MULTILINE)}
+    assert "hf_diloco" in imported
+    assert not imported & {"torch", "transformers", "datasets", "numpy", "sklearn", "PIL"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"source": "idx"}, "path is missing: source idx needs a folder"),
+        ({"source": "hub"}, "path is missing: source hub needs the id of a dataset"),
+        ({"path": "x"}, "path belongs to source idx or folder or hub, but source is digits"),
+        ({"source": "folder", "path": "x", "eval_split": "test"}, "eval_split belongs to source hub"),
+        ({"source": "hub", "path": "x", "label_names": ["a", "b"]}, "label_names belongs to source idx"),
+        ({"source": "idx", "path": "x", "label_names": ["a", "a"]}, "every class needs a name of its own"),
+        ({"dirichlet_alpha": 0.1}, "dirichlet_alpha belongs to shares dirichlet, but shares is iid"),
+        ({"shares": "dirichlet", "dirichlet_alpha": 0}, "greater than 0"),
+        ({"held_out": 1.0}, "less than 1"),
+        ({"image_size": 0}, "greater than or equal to 1"),
+        ({"augment": {"random_crop": -1}}, "greater than or equal to 0"),
+        ({"augment": {"random_resized_crop": {"scale": [0.5, 0.1]}}}, "the smallest must come first"),
+        ({"augment": {"random_resized_crop": {"scale": [0.5, 1.5]}}}, "a crop is at most the whole image"),
+        ({"normalize": {"mean": [0.5], "std": [0.5, 0.5]}}, "mean has 1 channels, but std has 2"),
+        ({"normalize": {"mean": [0.5], "std": [0.0]}}, "greater than 0"),
+        ({"colour": True}, "Extra inputs are not permitted"),
+    ],
+)
+def test_wrong_data(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ImageDataBlock(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "exactly one of preset, path and config makes the model; got none"),
+        ({"preset": "resnet-18", "path": "x"}, "got preset and path"),
+        ({"config": {"depths": [1]}}, "config needs a model_type"),
+        ({"preset": "resnet-19"}, "Input should be"),
+        ({"preset": "resnet-18", "frozen": ["("]}, r"'\(' is no regular expression"),
+    ],
+)
+def test_wrong_model(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ImageModelBlock(**values)
+
+
+def test_settings_survive_a_round_trip() -> None:
+    block = ImageDataBlock(
+        source="idx",
+        path="x",
+        augment=AugmentBlock(random_crop=2),
+        normalize=NormalizeBlock(mean=[0.5], std=[0.25]),
+        shares="dirichlet",
+        dirichlet_alpha=0.3,
+    )
+    assert ImageDataBlock(**block.model_dump()) == block
+    assert not AugmentBlock().is_active
+    assert block.augment.is_active
