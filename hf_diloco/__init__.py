@@ -21,7 +21,7 @@ _HOME = {
     "ExchangeError": "hf_diloco.errors",
     "FingerprintError": "hf_diloco.errors",
     "ForgedError": "hf_diloco.errors",
-    "GossipCallback": "hf_diloco.gossip.callback",
+    "GossipCallback": "hf_diloco.gossip_callback",
     "GossipConfig": "hf_diloco.gossip.config",
     "IslandLostError": "hf_diloco.errors",
     "MissedRoundError": "hf_diloco.errors",
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedError,
     )
-    from hf_diloco.gossip.callback import GossipCallback
     from hf_diloco.gossip.config import GossipConfig
+    from hf_diloco.gossip_callback import GossipCallback
     from hf_diloco.loop import OuterLoop
 
 __all__ = [

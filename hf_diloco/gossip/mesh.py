@@ -164,6 +164,12 @@ class MeshNeighbours(Neighbours):
         records = [self._board.read(key, node) for node, key in keys.items()]
         return [record for record in records if record is not None]
 
+    def recall(self, topic: str) -> list[Record]:
+        """What other nodes showed in their first `share` of a topic, in their order, without waiting for any."""
+        others = [node for node in range(self.num_nodes) if node != self.node]
+        records = [self._board.read(f"share/{topic}/1/{node}", node) for node in others]
+        return [record for record in records if record is not None]
+
     def offer(self, x: torch.Tensor, step: int) -> None:
         if not self._reception.is_anyone_back:
             return

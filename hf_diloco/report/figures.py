@@ -42,7 +42,7 @@ class Plot:
 
 
 def plots(run: Run, report: Report) -> list[Plot]:
-    """All figures, in the page's order."""
+    """All figures, in the page's order, of a run that has rounds."""
     return [loss_plot(run, report), traffic_plot(report), time_plot(report), agreement_plot(report)]
 
 
@@ -60,14 +60,14 @@ def loss_plot(run: Run, report: Report) -> Plot:
             for entry in report.rounds:
                 axes.axvline(entry.step, color=MUTED, linewidth=0.5, alpha=0.35)
         for number, points in train.items():
-            axes.plot(*_columns(_thinned(points, MAX_POINTS)), color=colour(number), linewidth=1.1, alpha=0.85)
+            axes.plot(*columns(thinned(points, MAX_POINTS)), color=colour(number), linewidth=1.1, alpha=0.85)
         if inner:
-            axes.plot(*_columns(inner), "o", color=INK, markersize=3.5, markerfacecolor="none")
+            axes.plot(*columns(inner), "o", color=INK, markersize=3.5, markerfacecolor="none")
         if outer:
-            axes.plot(*_columns(outer), "-o", color=INK, markersize=3.5, linewidth=1.6)
+            axes.plot(*columns(outer), "-o", color=INK, markersize=3.5, linewidth=1.6)
         axes.grid(visible=False, axis="x")
         axes.locator_params(axis="x", integer=True)
-        axes.set(xlabel="inner step", ylabel="loss (nats per token)")
+        axes.set(xlabel="inner step", ylabel="loss (nats)" if report.method else "loss (nats per token)")
 
     legend = _island_legend(list(train), "training, ")
     legend += [LegendEntry("evaluation, outer weights", css_colour(INK), "dot")] if outer else []
@@ -82,7 +82,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
 def traffic_plot(report: Report) -> Plot:
     """Bytes sent so far, beside what synchronising every step would have sent."""
     title = "Traffic between islands"
-    sent = _cumulative((entry.step, entry.bytes_sent) for entry in report.rounds)
+    sent = cumulative((entry.step, entry.bytes_sent) for entry in report.rounds)
     per_step, steps = report.bytes_per_step_sync, report.steps
     if report.num_islands == 1:
         return Plot(title, "A single island has nothing to exchange.", None)
@@ -92,10 +92,10 @@ def traffic_plot(report: Report) -> Plot:
     def paint(axes: Axes) -> None:
         if per_step and steps:
             line = [(step, per_step * step / steps) for step in _spread(1, steps, 200)]
-            axes.plot(*_columns(line), color=colour(1), linestyle="--")
-        axes.step(*_columns(_thinned(sent, MAX_POINTS)), where="post", color=colour(0), linewidth=1.8)
+            axes.plot(*columns(line), color=colour(1), linestyle="--")
+        axes.step(*columns(thinned(sent, MAX_POINTS)), where="post", color=colour(0), linewidth=1.8)
         if len(sent) <= MAX_ROUND_LINES:
-            axes.plot(*_columns(sent), "o", color=colour(0), markersize=3)
+            axes.plot(*columns(sent), "o", color=colour(0), markersize=3)
         few_decades = max(per_step or 0, sent[-1][1]) < 100 * max(sent[0][1], 1)
         axes.set_yscale("log", subs=(2, 5) if few_decades else ())
         axes.yaxis.set_major_formatter(lambda value, _: text.size(value))
@@ -126,7 +126,7 @@ def time_plot(report: Report) -> Plot:
     def paint(axes: Axes) -> None:
         bottom: list[float] = []
         for name, points in known.items():
-            rounds, heights = _columns(_thinned(points, MAX_BARS))
+            rounds, heights = columns(thinned(points, MAX_BARS))
             bottom = bottom or [0.0] * len(rounds)
             width = 0.8 * (rounds[1] - rounds[0] if len(rounds) > 1 else 1)
             axes.bar(rounds, heights, width, bottom, color=colour(names.index(name)), linewidth=0)
@@ -155,7 +155,7 @@ def agreement_plot(report: Report) -> Plot:
         axes.grid(visible=False, axis="x")
         for index, (points, number, label) in enumerate(series):
             side = axes.twinx() if index else axes
-            side.plot(*_columns(_thinned(points, MAX_POINTS)), "-o", color=colour(number), markersize=2.5)
+            side.plot(*columns(thinned(points, MAX_POINTS)), "-o", color=colour(number), markersize=2.5)
             side.set_ylabel(label, color=colour(number))
             side.spines["right"].set_visible(bool(index))
             side.set_ylim(*((0, None) if points is norm else (min(0, *(y for _, y in points)), 1.03)))
@@ -189,7 +189,7 @@ def _evaluations(run: Run, weights: str) -> list[tuple[float, float]]:
     return [(float(step), sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
 
 
-def _cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:
+def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:
     """Running sums; nothing at all when an increment is unknown, for the sum would be wrong from there on."""
     points, reached = [], 0
     for step, value in increments:
@@ -200,7 +200,7 @@ def _cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[floa
     return points
 
 
-def _thinned(points: Points, limit: int) -> Points:
+def thinned(points: Points, limit: int) -> Points:
     """At most `limit` points: each the mean of its neighbours."""
     if len(points) <= limit:
         return points
@@ -213,7 +213,8 @@ def _spread(first: int, last: int, num: int) -> list[float]:
     return [first + (last - first) * i / (num - 1) for i in range(num)]
 
 
-def _columns(points: Points) -> tuple[list[float], list[float]]:
+def columns(points: Points) -> tuple[list[float], list[float]]:
+    """All x, and all y."""
     return [x for x, _ in points], [y for _, y in points]
 
 

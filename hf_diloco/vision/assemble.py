@@ -11,9 +11,9 @@ from torch.utils.data import Subset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.callback import GossipCallback
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip_callback import GossipCallback
 from hf_diloco.island import IslandGroup
 from hf_diloco.runs.arguments import training_arguments
 from hf_diloco.runs.resume import check_world, find_checkpoint, leader_first, one_step, step_of

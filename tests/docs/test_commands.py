@@ -60,9 +60,9 @@ class Project:
         }
         if "diloco" in settings:
             settings["diloco"]["sync_every"] = 2
-        settings["data"] |= {"sequence_length": 32, "num_eval_sequences": 8}
-        settings["tokenizer"] = {"train": {"vocab_size": 400, "max_megabytes": 0.2}}
-        settings["sample"]["num_tokens"] = 8
+            settings["data"] |= {"sequence_length": 32, "num_eval_sequences": 8}
+            settings["tokenizer"] = {"train": {"vocab_size": 400, "max_megabytes": 0.2}}
+            settings["sample"]["num_tokens"] = 8
         path.write_text(yaml.safe_dump(settings))
 
     def shell(self, text: str) -> Completed:

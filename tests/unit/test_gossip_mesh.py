@@ -384,6 +384,16 @@ def test_all_see_all_records_in_order(store: TCPStore) -> None:
     assert ours[0][0] == [{"node": 0, "text": ""}, {"node": 1, "text": "β"}, {"node": 2, "text": "ββ"}]
 
 
+def test_what_was_shown_first_can_be_read_again(store: TCPStore) -> None:
+    def talk(node: int, neighbours: MeshNeighbours) -> list[object]:
+        for number in range(2):
+            neighbours.share("model", {"node": node, "number": number})
+        return [neighbours.recall("model"), neighbours.recall("other")]
+
+    first = in_mesh(store, make_topology("ring", 3), talk)[1]
+    assert first == [[{"node": 0, "number": 0}, {"node": 2, "number": 0}], []]
+
+
 @pytest.mark.parametrize("where", ["mesh", "memory"])
 def test_records_that_cannot_be_shown(where: str, store: TCPStore) -> None:
     def talk(node: int, neighbours: Neighbours) -> None:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
-from hf_diloco.gossip.callback import GossipCallback
 from hf_diloco.gossip.checkpoint import newest_common, whole_checkpoints
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
@@ -25,8 +24,9 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.topology import make_topology
 from hf_diloco.gossip.turns import Turns
+from hf_diloco.gossip_callback import GossipCallback
 from hf_diloco.island import IslandGroup
-from hf_diloco.report import load_run, summarise
+from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.vision.runfile import VisionRun, load_vision_run
 from hf_diloco.vision.simulate import Simulation
@@ -165,6 +165,16 @@ def test_the_report_is_of_nodes(finished: VisionRun) -> None:
     assert report.eval_accuracy is not None
     assert report.bytes_sent == sum(mix["bytes_sent"] for n in range(3) for mix in events(finished, n, "mix"))
     assert not report.warnings
+
+
+def test_the_page_is_of_nodes(finished: VisionRun, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_html(load_run(finished.folder), page)
+    text = page.read_text()
+    for title in ("Accuracy", "Consensus", "Traffic between nodes", "decentlam on ring"):
+        assert title in text
+    assert text.count("<svg") >= 4
+    assert "Perplexity" not in text
 
 
 @pytest.mark.parametrize("method", ["decentlam", "pmsgd", "d2", "swarm-sgd"])
@@ -350,10 +360,9 @@ def train_two(
                 args = TrainingArguments(
                     str(folder / str(number)),
                     max_steps=3,
-                    max_grad_norm=0,
                     use_cpu=True,
                     report_to="none",
-                    **arguments,
+                    **{"max_grad_norm": 0, **arguments},
                 )
                 config = GossipConfig(method=method, num_islands=2, island=number, rendezvous="tcp://127.0.0.1:1")
                 callback = GossipCallback(config, node=node)
@@ -401,6 +410,27 @@ def test_a_users_own_trainer(tmp_path: Path) -> None:
         optimizer.step()
     for model in (first, second):
         torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> None:
+    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant"}
+    at_once = train_two(tmp_path, lambda *_: None, per_device_train_batch_size=8, **settings)
+    in_parts = train_two(
+        tmp_path, lambda *_: None, per_device_train_batch_size=4, gradient_accumulation_steps=2, **settings
+    )
+    for one, other in zip(at_once, in_parts, strict=True):
+        torch.testing.assert_close(one.layer.weight, other.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_clipped(tmp_path: Path) -> None:
+    """With a norm that all gradients exceed, only their direction counts: DSGD's step is then at most the rate."""
+    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    torch.manual_seed(0)
+    initial = Linear().layer.weight.detach()
+    free = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)[0].layer.weight
+    clipped = train_two(tmp_path, lambda *_: None, method="dsgd", max_grad_norm=0.1, **settings)[0].layer.weight
+    assert float((clipped - initial).norm()) <= 3 * 0.01 * 0.1 + 1e-6
+    assert float((free - initial).norm()) > 10 * float((clipped - initial).norm())
 
 
 # Checkpoints

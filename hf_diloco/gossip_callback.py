@@ -157,7 +157,9 @@ class GossipCallback(TrainerCallback):
             CheckpointError: the nodes hold checkpoints, but of no common step.
         """
         mine = whole_checkpoints(Path(output_dir))
-        if self.node.is_returning:  # the others go on meanwhile: from here come only the position in the data, and such
+        if (
+            self.node.is_returning
+        ):  # the others go on meanwhile: from here come only the position in the data, and such
             return mine[max(mine)] if mine else None
         records = self.node.share("checkpoints", {"steps": sorted(mine)})
         steps = [[int(step) for step in record["steps"]] for record in records]
