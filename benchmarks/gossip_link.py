@@ -277,7 +277,7 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
     for column in ("Mbit/s, ms", "nodes", "d", "", "best", "median", "of all_reduce", "MB sent", "vectors"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     table.add_column("of the limit", justify="right")
-    baseline = {(row.rate, row.values): row.median for row in measurements if row.name == BASELINE}
+    baseline = {(row.rate, row.rtt, row.values): row.median for row in measurements if row.name == BASELINE}
     for row in measurements:
         table.add_row(
             f"{row.rate:g}, {row.rtt:g}" if row.rate else "none",
@@ -286,7 +286,7 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
             row.name,
             f"{min(row.seconds):.3f}",
             f"{row.median:.3f}",
-            f"{row.median / baseline[row.rate, row.values]:.2f}",
+            f"{row.median / baseline[row.rate, row.rtt, row.values]:.2f}",
             f"{statistics.median(row.bytes_sent) / 1e6:.2f}",
             f"{row.vectors:g}",
             f"{row.share:.0%}" if row.rate else "",

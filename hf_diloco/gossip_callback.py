@@ -352,6 +352,8 @@ class GossipCallback(TrainerCallback):
 
     def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any) -> None:
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
+        if self.optimizer.num_vectors == 0:
+            self.optimizer.begin_state(torch.empty(0))  # which refuses
         mine = self._what_is_trained(model)
         for record in self.node.recall("join"):
             compare_facts([{name: record["facts"].get(name) for name in mine}, mine], "other node")

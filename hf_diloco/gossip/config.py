@@ -122,7 +122,7 @@ class GossipConfig(StrictModel):
     @property
     def longest_wait(self) -> float:
         """Seconds that a node's ranks may have to wait while their leader waits for other nodes."""
-        return self.join_timeout + 4 * self.exchange_timeout
+        return self.join_timeout + (self.num_islands + 4) * self.exchange_timeout  # see `MeshNeighbours`
 
     def bytes_per_second(self) -> float | None:
         """What a node may send."""

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.processes import ROOT, Process, Processes, run
+from tests.processes import ROOT, Command, Process, Processes, find_free_port, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -75,7 +75,7 @@ def wait_for_step(launched: Process, folder: Path, step: int, num_nodes: int = 3
 @pytest.mark.parametrize("method", ["decentlam", "pmsgd"])
 def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> None:
     run([*LAUNCH, file, f"gossip.method={method}", "--name", "processes"], timeout=PATIENCE)
-    simulated = [*SCRIPT, file, f"gossip.method={method}", "--num-nodes", "3", "--name", "threads"]
+    simulated: Command = [*SCRIPT, file, f"gossip.method={method}", "--num-nodes", "3", "--name", "threads"]
     completed = run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
     assert "the mean of 3 nodes: accuracy" in completed.output
     runs = file.parent / "runs"
@@ -128,24 +128,48 @@ def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
     assert_equal(runs / "whole", runs / "part")
 
 
-def test_the_others_go_on_without_a_killed_node(file: Path) -> None:
-    settings = ["training.max_steps=300", "training.logging_steps=10", "gossip.num_islands=4"]
+def test_a_killed_node_is_done_without_and_returns(file: Path) -> None:
+    settings = ["training.max_steps=1500", "training.logging_steps=10", "gossip.num_islands=4"]
+    settings += ["--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]
+    folder = file.parent / "runs" / "tiny"
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings])
+        wait_for_step(launched, folder, 20, 4)
+        kill_node(processes, 2)
+        launched.wait_for("island 2 failed", PATIENCE)
+        back = processes.spawn([*LAUNCH, file, *settings, "--island", "2"])
+        back.wait(PATIENCE)
+        launched.wait(PATIENCE, expect=1)  # an island of it has failed
+        assert "the other islands go on" in launched.output
+        assert not processes.alive()
+    news = [event["news"] for node in (1, 3) for event in events(folder, node, "neighbour")]
+    assert any("node 2 was lost" in text for text in news)
+    assert any("node 2 has returned" in text for text in news)
+    first, second = events(folder, 2, "start")
+    assert first["step"] == 0
+    assert 20 < second["step"] < 1500
+    last = [events(folder, node, "eval")[-1] for node in range(4)]
+    assert {event["step"] for event in last} == {1500}
+    assert len({event["eval_accuracy"] for event in last}) == 1, "the mean is over all four"
+    assert last[0]["eval_accuracy"] > 0.5
+
+
+def test_a_node_that_does_not_return_is_done_without(file: Path) -> None:
+    settings = ["training.max_steps=150", "training.logging_steps=10", "gossip.num_islands=4"]
     folder = file.parent / "runs" / "tiny"
     with Processes() as processes:
         launched = processes.spawn([*LAUNCH, file, *settings])
         wait_for_step(launched, folder, 20, 4)
         kill_node(processes, 2)
         launched.wait(PATIENCE, expect=1)
-        output = launched.output
         assert not processes.alive()
-    assert "the other islands go on" in output
     for node in (0, 1, 3):
-        assert events(folder, node, "end")[0]["step"] == 300
-    news = [event["news"] for node in (1, 3) for event in events(folder, node, "neighbour")]
-    assert any("node 2 was lost" in text for text in news)
-    last = events(folder, 0, "eval")[-1]
-    assert last["weights"] == "outer"
-    assert last["eval_accuracy"] > 0.2
+        assert events(folder, node, "end")[0]["step"] == 150
+    last = [events(folder, node, "eval")[-1] for node in (0, 1, 3)]
+    assert {event["weights"] for event in last} == {"outer"}
+    assert len({event["eval_accuracy"] for event in last}) == 1
+    report = run([sys.executable, "-m", "hf_diloco.cli", "report", folder])
+    assert "node 2 was lost" in " ".join(report.output.split())
 
 
 def kill_node(processes: Processes, number: int) -> None:

@@ -14,8 +14,7 @@ from torch.distributed import TCPStore
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip import mesh_mixing
-from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh import MeshNeighbours, mixing
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, mix_
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.gossip.topology import Topology, make_topology
@@ -106,7 +105,7 @@ def test_a_mesh_mixes_what_memory_mixes(
 ) -> None:
     """Vectors of nothing, of a part of a chunk, of more chunks than are in flight; one, and two together."""
     chunk = 96  # as whole blocks are, a multiple of what a processor adds at once
-    monkeypatch.setattr(mesh_mixing, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(mixing, "CHUNK_VALUES", chunk)
     topology = make_topology(graph, num_nodes)
     sizes = [(0,), (1,), (chunk,), (7, 3 * chunk + 5), (20 * chunk + 1,), (0, 4)]
 
@@ -129,7 +128,7 @@ def test_whole_chunks_as_they_are(store: TCPStore) -> None:
     topology = make_topology("ring", 3)
 
     def talk(node: int, neighbours: Neighbours) -> torch.Tensor:
-        vector = values(node, 0, 2 * mesh_mixing.CHUNK_VALUES + 12_345)
+        vector = values(node, 0, 2 * mixing.CHUNK_VALUES + 12_345)
         neighbours.mix([vector], [out := torch.empty_like(vector)], 0)
         return out
 

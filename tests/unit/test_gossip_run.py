@@ -342,14 +342,14 @@ def train_two(
     gives_optimizer: bool = True,
     method: str = "decentlam",
     **arguments: Any,
-) -> list[torch.nn.Module]:
+) -> list[Linear]:
     """Two nodes as a user's own script would have them; returns their models, raises what a node met first."""
     from transformers import Trainer, TrainingArguments
 
     topology = make_topology("ring", 2)
     graph, turns = MemoryGraph(topology), Turns()
     errors: list[BaseException] = []
-    models: dict[int, torch.nn.Module] = {}
+    models: dict[int, Linear] = {}
 
     def train(number: int) -> None:
         node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
@@ -398,7 +398,11 @@ class Linear(torch.nn.Module):
 
 def test_a_users_own_trainer(tmp_path: Path) -> None:
     """Two nodes of DSGD that average equally are one that takes the mean gradient."""
-    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 8,
+    }
     first, second = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)
     torch.manual_seed(0)
     expected = Linear()
@@ -413,7 +417,7 @@ def test_a_users_own_trainer(tmp_path: Path) -> None:
 
 
 def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> None:
-    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant"}
+    settings: dict[str, Any] = {"learning_rate": 0.01, "lr_scheduler_type": "constant"}
     at_once = train_two(tmp_path, lambda *_: None, per_device_train_batch_size=8, **settings)
     in_parts = train_two(
         tmp_path, lambda *_: None, per_device_train_batch_size=4, gradient_accumulation_steps=2, **settings
@@ -424,7 +428,11 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(tmp_path: Path) -> No
 
 def test_gradients_are_clipped(tmp_path: Path) -> None:
     """With a norm that all gradients exceed, only their direction counts: DSGD's step is then at most the rate."""
-    settings = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 8,
+    }
     torch.manual_seed(0)
     initial = Linear().layer.weight.detach()
     free = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)[0].layer.weight

@@ -163,15 +163,22 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             enter: overwrites the flat parameters with those to begin from, and returns the step that is next.
 
         Returns:
-            That step. State, as momentum, is 0.
+            That step. The method's state is as at its first step.
+
+        Raises:
+            UnsupportedError: the method's state cannot begin anew on one node.
         """
         self._adopt()
         step = enter(self._x)
-        for vector in self._vectors.values():
-            vector.zero_()
+        self.begin_state(self._x)
         for group in self.param_groups:
             group["num_steps"] = step
         return step
+
+    def begin_state(self, x: torch.Tensor) -> None:
+        """Makes the state that of a first step from `x`, flat: momentum is 0."""
+        for vector in self._vectors.values():
+            vector.zero_()
 
     def average_gradient(self, g: torch.Tensor) -> None:
         """Averages the gradient over all nodes, in a method that does."""

@@ -51,10 +51,14 @@ class D2(GossipOptimizer):
                 "hypercube or symmetric-exponential; or DecentLaM or QG-DmSGD"
             )
 
+    def begin_state(self, x: torch.Tensor) -> None:
+        """As at a first step. A node that does so alone takes its part of the correction away: some bias stays."""
+        self.vector("previous_descent").copy_(x)
+
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         previous = self.vector("previous_descent")
         if not self.num_steps:
-            previous.copy_(x)
+            self.begin_state(x)
         for part in self.parts():
             mine, descent, before = x[part.where], g[part.where], previous[part.where]
             torch.add(mine, descent, alpha=-part.lr, out=descent)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hf_diloco.errors import UnsupportedError
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours
 
@@ -44,6 +45,13 @@ class PmSGD(GossipOptimizer):
         """
         self.nesterov = nesterov
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    def begin_state(self, x: torch.Tensor) -> None:
+        """Refused: all nodes hold the same momentum, and one that lacks it would stay apart for good."""
+        raise UnsupportedError(
+            f"{self.name}: a node cannot return, as it lacks the momentum of the others; start all nodes again from "
+            "their checkpoints, or choose a method whose nodes average with neighbours"
+        )
 
     def average_gradient(self, g: torch.Tensor) -> None:
         self.traffic += self.neighbours.average(g)

@@ -22,7 +22,7 @@ from hf_diloco.errors import ExchangeError, IslandLostError, PayloadError, Unsup
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.mesh import MeshExchange
 from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.mesh_store import POLL_SECONDS, Board, SharedStore
+from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record
 from hf_diloco.text import numbers, plural
 

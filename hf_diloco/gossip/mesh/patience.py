@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hf_diloco.errors import DiLoCoError, IslandLostError
 from hf_diloco.exchange.connections import Deadline
-from hf_diloco.gossip.mesh_store import KEEPER, Board
+from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record
 
 

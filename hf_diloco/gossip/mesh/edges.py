@@ -12,7 +12,7 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.connections import Connections, Deadline, Transfers
 from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.mesh_store import SharedStore
+from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.text import numbers, plural
 

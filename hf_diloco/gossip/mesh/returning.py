@@ -24,8 +24,8 @@ import torch
 
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.exchange.connections import Deadline
-from hf_diloco.gossip.mesh_edges import Edge
-from hf_diloco.gossip.mesh_store import Board
+from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.store import Board
 
 LOOK_SECONDS = 0.5
 """How often neighbours look for those that were lost."""

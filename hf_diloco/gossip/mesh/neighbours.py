@@ -14,17 +14,18 @@ from contextlib import suppress
 import torch
 from torch.distributed import Store
 
-from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.mesh_average import GroupAverage, lost_key
-from hf_diloco.gossip.mesh_edges import Edge, connect_edges, edge_life, edge_peers, not_connected
-from hf_diloco.gossip.mesh_entry import Entry, await_greetings
-from hf_diloco.gossip.mesh_mixing import Mixing
-from hf_diloco.gossip.mesh_patience import Patience
-from hf_diloco.gossip.mesh_return import Reception
-from hf_diloco.gossip.mesh_store import Board
+from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
+from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, edge_peers, not_connected
+from hf_diloco.gossip.mesh.entry import Entry, await_greetings
+from hf_diloco.gossip.mesh.mixing import Mixing
+from hf_diloco.gossip.mesh.patience import Patience
+from hf_diloco.gossip.mesh.returning import Reception
+from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.published import MeshPublished, Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.text import numbers, plural
@@ -94,6 +95,7 @@ class MeshNeighbours(Neighbours):
         self._store = store
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
+        self._published: MeshPublished | None = None
         self._peers = edge_peers(topology, node)
         self._start = self._board.count(_starts_key(node), 1)
         self.is_returning = self._start > 1
@@ -164,6 +166,23 @@ class MeshNeighbours(Neighbours):
         records = [self._board.read(key, node) for node, key in keys.items()]
         return [record for record in records if record is not None]
 
+    def published(self) -> Published:
+        if self.is_returning:
+            raise UnsupportedError(
+                f"node {self.node} cannot return to a run in which nodes take what others published (swarm-sgd "
+                "without blocking): start all nodes again from their checkpoints"
+            )
+        self._published = MeshPublished(
+            self._store,
+            self.node,
+            self._peers,
+            self._address,
+            self._connect_timeout,
+            self._exchange_timeout,
+            self._rate_limit,
+        )
+        return self._published
+
     def recall(self, topic: str) -> list[Record]:
         """What other nodes showed in their first `share` of a topic, in their order, without waiting for any."""
         others = [node for node in range(self.num_nodes) if node != self.node]
@@ -208,6 +227,8 @@ class MeshNeighbours(Neighbours):
         self._edges.clear()
         self._reception.close()
         self._group.close()
+        if self._published is not None:
+            self._published.close()
 
     # Nodes come and go.
 

@@ -13,8 +13,8 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.connections import Transfers
 from hf_diloco.exchange.mesh import CHUNK_VALUES
-from hf_diloco.gossip.mesh_edges import Edge
-from hf_diloco.gossip.mesh_patience import Patience
+from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.neighbours import Vectors, mix_
 
 BYTES_IN_FLIGHT = 64 << 20

@@ -1,4 +1,4 @@
-"""How a node comes back while the others go on: its own side. `mesh_return` has its neighbours', and what is said."""
+"""How a node comes back while the others go on: its own side. `returning` has its neighbours', and what is said."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.exchange.connections import Deadline
-from hf_diloco.gossip.mesh_average import lost_key
-from hf_diloco.gossip.mesh_edges import Edge
-from hf_diloco.gossip.mesh_return import LOOK_SECONDS, decide, entry_key, greeting_key
-from hf_diloco.gossip.mesh_store import POLL_SECONDS, Board
+from hf_diloco.gossip.mesh.average import lost_key
+from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, decide, entry_key, greeting_key
+from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
 
 MAX_ROUNDS = 12
 """The margin doubles with each: where steps take no longer than asking, many are passed until all have answered."""
