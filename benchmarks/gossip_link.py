@@ -184,8 +184,7 @@ def run_node(number: int, num_nodes: int, port: int) -> None:
             time.sleep(0.1)
     timeout = timedelta(seconds=TIMEOUT)
     orders = TCPStore(Links.host, port, wait_for_workers=False, timeout=timeout)
-    if number:
-        orders.get("open")  # node 0 keeps the store where nodes meet
+    orders.get("open" if number else "joined")  # node 0 keeps the store where nodes meet, and opens it
     meeting = TCPStore(Links.address(0), PORT, is_master=not number, wait_for_workers=False, timeout=timeout)
     orders.set("open", "")
     node = Node(number, num_nodes, meeting)
@@ -223,6 +222,7 @@ class Nodes:
             links.join(number, process.pid)
             if link:
                 links.shape(number, *link)
+        store.set("joined", "")  # not before: a node reaches others a moment before it reaches itself
         self._gather("ready")
 
     def step(self, name: str, values: int, step: int) -> tuple[float, int]:
