@@ -15,8 +15,9 @@ from hf_diloco.gossip.records import Record, pack_record, unpack_record
 
 T = TypeVar("T")
 
-STORE_SECONDS = 5.0
-"""What the store may take to answer before it counts as gone; it does within a round trip."""
+STORE_SECONDS = 30.0
+"""What the store may take to answer before it counts as gone. It does within a round trip, but a process may stand
+still for seconds, as while it asks a slow name service; one that ended is noticed at once."""
 
 POLL_SECONDS = 0.02
 
