@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
+from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.checkpoint import (
     GossipIndex,
@@ -26,12 +23,13 @@ from hf_diloco.gossip.checkpoint import (
     whole_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.fingerprint import Fact, digest_of, make_fingerprint
 from hf_diloco.gossip.mean_view import MeanView
 from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import Facts, compare_facts
-from hf_diloco.metrics import MetricsWriter
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import examples_per_step, floats, folder_of
 from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
@@ -97,9 +95,8 @@ class GossipCallback(TrainerCallback):
         self._shown = ExitStack()
         self._num_evaluations = 0
         self._combined: dict[str, float] = {}
-        self._writer: MetricsWriter | None = None
-        self._began = time.monotonic()
-        self._before = (0, 0.0, Traffic())  # steps, seconds and traffic at the last line of the log
+        self._record: NodeRecord | None = None
+        self._num_shown = 0  # evaluations until the model holds the node's own parameters again
 
     @property
     def node(self) -> NodeNeighbours:
@@ -202,9 +199,7 @@ class GossipCallback(TrainerCallback):
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
         self.stopped = False
         self._stop.install(IslandGroup(timeout=self.config.longest_wait), during=Trainer.train)
-        self._began = time.monotonic()
-        self._before = (state.global_step, node.seconds, node.total)
-        self._open_metrics(args, state, optimizer)
+        self._open_record(args, state, optimizer)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -217,7 +212,7 @@ class GossipCallback(TrainerCallback):
             node.give_turn()
         for news in node.take_news():
             logger.warning("%s", news)
-            self._write("neighbour", state.global_step, news=news)
+            self._need_record().write("neighbour", state.global_step, news=news)
         if self._all_end(state):
             self.stopped = state.global_step < state.max_steps
             control.should_save = True
@@ -245,9 +240,8 @@ class GossipCallback(TrainerCallback):
             if self._view is not None and self._view.is_on and self._view.consensus_distance is not None:
                 added["gossip/consensus_distance"] = self._view.consensus_distance
         elif "loss" in logs:
-            added = self._since_last_log(state)
-            self._write("train", state.global_step, **floats(logs))
-            self._write("mix", state.global_step, **_without_prefix(added))
+            self._need_record().write("train", state.global_step, **floats(logs))
+            added = self._need_record().mix(state.global_step)
         else:
             return
         logs.update(added)
@@ -263,7 +257,7 @@ class GossipCallback(TrainerCallback):
         if "eval_loss" in metrics:
             is_mean = self._view is not None and self._view.is_on
             distance = self._view.consensus_distance if self._view is not None and is_mean else None
-            self._write(
+            self._need_record().write(
                 "eval",
                 state.global_step,
                 weights="outer" if is_mean else "inner",
@@ -280,37 +274,25 @@ class GossipCallback(TrainerCallback):
         self.node.wait_for_ranks()
         if state.is_world_process_zero:
             save_index(checkpoint, self._index(state))
-            self._write("save", state.global_step, path=checkpoint.name)
+            self._need_record().write("save", state.global_step, path=checkpoint.name)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._stop.uninstall()
-        node = self.node
-        self._write("mix", state.global_step, **_without_prefix(self._since_last_log(state)))
-        seconds = time.monotonic() - self._began
-        self._write(
-            "end",
-            state.global_step,
-            seconds_total=seconds,
-            seconds_computing=max(0.0, seconds - node.seconds),
-            seconds_waiting=0.0,
-            seconds_exchanging=node.seconds,
-            bytes_sent=node.total.bytes_sent,
-            bytes_received=node.total.bytes_received,
-            on_boundary=True,
-            steps_since_sync=0,
-        )
+        self._need_record().end(state.global_step)
 
     # Steps of the above
-
-    _num_shown = 0
 
     @property
     def _wish_takes_time(self) -> bool:
         """Whether a wish to end spreads over the graph, step by step."""
         return self.optimizer.is_in_step and self.optimizer.num_vectors > 0
+
+    def _need_record(self) -> NodeRecord:
+        assert self._record is not None, "on_train_begin has not run"
+        return self._record
 
     def _find_optimizer(self, given: Any) -> GossipOptimizer:
         inner = getattr(given, "optimizer", given)  # as accelerate wraps it
@@ -354,9 +336,13 @@ class GossipCallback(TrainerCallback):
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
         if self.optimizer.num_vectors == 0:
             self.optimizer.begin_state(torch.empty(0))  # which refuses
-        mine = self._what_is_trained(model)
         for record in self.node.recall("join"):
-            compare_facts([{name: record["facts"].get(name) for name in mine}, mine], "other node")
+            for name, value in self._fingerprint(model).items():
+                if record["facts"].get(name) != value:
+                    raise FingerprintError(
+                        f"the run that this node returns to trains something else: {name} is "
+                        f"{record['facts'].get(name)} there, and {value} here; make it equal"
+                    )
         state.global_step = self.optimizer.begin_at(self.node.enter)
         inner = getattr(scheduler, "scheduler", scheduler)  # as accelerate wraps it
         inner.last_epoch = state.global_step - 1
@@ -367,24 +353,16 @@ class GossipCallback(TrainerCallback):
             state.global_step,
         )
 
-    def _what_is_trained(self, model: torch.nn.Module) -> dict[str, str | int | float | bool | None]:
-        """What must be equal on all nodes at any step."""
-        sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
-        return {
-            "method": self.config.method,
-            "settings of the method": str(sorted(self.config.method_settings.items())),
-            "topology": xxhash.xxh3_64_hexdigest(self.topology.weights(0).tobytes()),
-            "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
-            **self._facts,
-        }
+    def _fingerprint(self, model: torch.nn.Module) -> dict[str, Fact]:
+        return {**make_fingerprint(self.config, self.topology, model), **self._facts}
 
     def _compare(self, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
-        facts = self._what_is_trained(model)
+        facts = self._fingerprint(model)
         if self.optimizer.is_in_step:
             facts["step"] = state.global_step
         if not state.global_step:
-            facts["initial weights (set the same seed)"] = _digest(model)
+            facts["initial weights (set the same seed)"] = digest_of(model)
         compare_facts([record["facts"] for record in self.node.share("join", {"facts": facts})], "node")
 
     def _all_end(self, state: TrainerState) -> bool:
@@ -415,26 +393,12 @@ class GossipCallback(TrainerCallback):
         means = (sums[:-1] / sums[-1]).tolist()
         return dict(zip(names, means, strict=True))
 
-    def _since_last_log(self, state: TrainerState) -> dict[str, float]:
-        """What a step cost since the last line of the log."""
-        node = self.node
-        (steps, seconds, traffic), now = self._before, (state.global_step, node.seconds, node.total)
-        self._before = now
-        num_steps = max(1, now[0] - steps)
-        return {
-            "gossip/num_steps": float(num_steps),
-            "gossip/seconds_exchanging": now[1] - seconds,
-            "gossip/bytes_sent": float(now[2].bytes_sent - traffic.bytes_sent),
-            "gossip/bytes_received": float(now[2].bytes_received - traffic.bytes_received),
-        }
-
-    def _open_metrics(self, args: TrainingArguments, state: TrainerState, optimizer: GossipOptimizer) -> None:
-        if not state.is_world_process_zero:
-            return
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = MetricsWriter(folder_of(args) / "metrics.jsonl")
-        self._writer.write(
+    def _open_record(self, args: TrainingArguments, state: TrainerState, optimizer: GossipOptimizer) -> None:
+        if self._record is not None:
+            self._record.close()
+        folder = folder_of(args) if state.is_world_process_zero else None
+        self._record = NodeRecord(folder, self.node, state.global_step)
+        self._record.write(
             "start",
             state.global_step,
             island=self.config.island,
@@ -450,21 +414,3 @@ class GossipCallback(TrainerCallback):
             resumed=state.global_step > 0,
             comes_and_goes=False,
         )
-
-    def _write(self, event: str, step: int, **values: Any) -> None:
-        if self._writer is not None:
-            self._writer.write(event, step, **values)
-
-
-def _without_prefix(values: dict[str, float]) -> dict[str, int | float]:
-    """For the record, which counts in whole numbers what can be counted."""
-    return {name.removeprefix("gossip/"): value if "seconds" in name else int(value) for name, value in values.items()}
-
-
-def _digest(model: torch.nn.Module) -> str:
-    """Of all trainable parameters' bits."""
-    digest = xxhash.xxh3_64()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

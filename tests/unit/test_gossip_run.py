@@ -435,8 +435,10 @@ def test_gradients_are_clipped(tmp_path: Path) -> None:
     }
     torch.manual_seed(0)
     initial = Linear().layer.weight.detach()
-    free = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)[0].layer.weight
-    clipped = train_two(tmp_path, lambda *_: None, method="dsgd", max_grad_norm=0.1, **settings)[0].layer.weight
+    free = train_two(tmp_path, lambda *_: None, method="dsgd", **settings)[0].layer.weight.detach()
+    clipped = train_two(tmp_path, lambda *_: None, method="dsgd", max_grad_norm=0.1, **settings)[
+        0
+    ].layer.weight.detach()
     assert float((clipped - initial).norm()) <= 3 * 0.01 * 0.1 + 1e-6
     assert float((free - initial).norm()) > 10 * float((clipped - initial).norm())
 
