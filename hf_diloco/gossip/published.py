@@ -205,7 +205,7 @@ class MeshPublished(Published):
             payload, traffic = self._ask(node)
         except IslandLostError as error:
             self._lose(node)
-            logger.warning("node %d is lost, and left out from now on: %s", node, error)
+            logger.warning("node %d is lost, and left out from now on: %s", node, str(error))
             payload, traffic = None, Traffic()
         except PayloadError:
             self._lose(node)  # what it sends is not read: nothing more can come over this connection
@@ -281,7 +281,7 @@ def _serve(link: Connections, asker: int, shelf: Shelf, timeout: float, what: st
             transfers.drop()
             _answer(link, asker, shelf, timeout)
     except (RuntimeError, ExchangeError) as error:
-        logger.info("%s no more: %s", what, error)
+        logger.info("%s no more: %s", what, str(error))  # a record that held the error would hold the sockets
 
 
 def _answer(link: Connections, asker: int, shelf: Shelf, timeout: float) -> None:
