@@ -276,6 +276,7 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
         hidden = 0.0
         for number, ended in enumerate(steps, start=1):
             if number == 6 and island == 0:
+                time.sleep(0.2)  # until the round's thread has had its turn, on a busy machine too
                 has_trained.set()
             if number == 3 and island == 1:
                 assert has_trained.wait(timeout=20)
