@@ -31,7 +31,7 @@ from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import Facts, compare_facts
 from hf_diloco.stop import StopFlag
-from hf_diloco.trainer_arguments import examples_per_step, floats, folder_of
+from hf_diloco.trainer_arguments import check_gossip_arguments, examples_per_step, floats, folder_of
 from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
@@ -185,7 +185,7 @@ class GossipCallback(TrainerCallback):
         frame = inspect.currentframe()
         move_before_trackers(self, frame.f_back if frame else None)
         self._num_evaluations = count_evaluations(frame.f_back if frame else None) or 1
-        self._check_arguments(args)
+        check_gossip_arguments(args)
         optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
         node = self.node
         node.end.window = node.end.window if self._wish_takes_time else 1
@@ -302,25 +302,6 @@ class GossipCallback(TrainerCallback):
                 "optimizers=(callback.make_optimizer(model, args), None)"
             )
         return self.optimizer
-
-    @staticmethod
-    def _check_arguments(args: TrainingArguments) -> None:
-        if args.fp16:
-            raise ConfigError(
-                "fp16=True scales losses and skips steps where they overflow, at which neighbours would wait: use "
-                "bf16=True, or neither"
-            )
-        if args.deepspeed or getattr(args, "fsdp", None):
-            raise UnsupportedError(
-                "neighbours average whole parameter vectors, which DeepSpeed and FSDP divide: use DDP in a node"
-            )
-        if args.save_total_limit == 1:
-            raise ConfigError(
-                "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
-                "give 2 or more"
-            )
-        if args.save_only_model:
-            raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
 
     def _index(self, state: TrainerState) -> GossipIndex:
         config = self.config

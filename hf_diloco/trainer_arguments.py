@@ -24,10 +24,38 @@ def check_arguments(config: DiLoCoConfig, args: TrainingArguments) -> None:
             "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
             "TrainingArguments, or use weight_by='examples'"
         )
-    if args.save_only_model:
-        raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
+    _check_checkpoints(args)
     if getattr(args, "fsdp", None):
         raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
+
+
+def check_gossip_arguments(args: TrainingArguments) -> None:
+    """Refuses what does not go with averaging between neighbours.
+
+    Raises:
+        ConfigError: fp16, or checkpoints that would leave out what resuming needs, or go too early.
+        UnsupportedError: DeepSpeed or FSDP.
+    """
+    if args.fp16:
+        raise ConfigError(
+            "fp16=True scales losses and skips steps where they overflow, at which neighbours would wait: use "
+            "bf16=True, or neither"
+        )
+    if args.deepspeed or getattr(args, "fsdp", None):
+        raise UnsupportedError(
+            "neighbours average whole parameter vectors, which DeepSpeed and FSDP divide: use DDP in a node"
+        )
+    if args.save_total_limit == 1:
+        raise ConfigError(
+            "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
+            "give 2 or more"
+        )
+    _check_checkpoints(args)
+
+
+def _check_checkpoints(args: TrainingArguments) -> None:
+    if args.save_only_model:
+        raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
 
 
 def folder_of(args: TrainingArguments) -> Path:

@@ -23,7 +23,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
         ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {text.count(report.eval_step)})"),
         ("evaluation loss", text.loss(report.eval_loss)),
         ("images/s", text.count(report.images_per_second)),
-        ("bytes exchanged", _traffic(report)),
+        ("bytes exchanged", traffic(report, "steps")),
         ("data parallel", _data_parallel(report)),
         ("time", _time(report.shares)),
         ("method", f"{report.method} on {report.topology}"),
@@ -60,11 +60,12 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
     ]
 
 
-def _traffic(report: Report) -> str:
+def traffic(report: Report, repeated_in: str) -> str:
+    """What was sent and received, and what a resume threw away."""
     if report.bytes_sent is None:
         return text.MISSING
-    repeated = f" (and {text.size(report.bytes_repeated)} in steps done again)" if report.bytes_repeated else ""
-    return f"{text.size(report.bytes_sent)} sent, {text.size(report.bytes_received)} received{repeated}"
+    again = f" (and {text.size(report.bytes_repeated)} in {repeated_in} done again)" if report.bytes_repeated else ""
+    return f"{text.size(report.bytes_sent)} sent, {text.size(report.bytes_received)} received{again}"
 
 
 def _data_parallel(report: Report) -> str:

@@ -59,7 +59,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
         ("evaluation loss", _evaluation(report)),
         ("perplexity", text.perplexity(report.perplexity)),
         ("tokens/s", _throughput(report)),
-        ("bytes exchanged", _traffic(report)),
+        ("bytes exchanged", nodes.traffic(report, "rounds")),
         ("per-step sync", _per_step(report)),
         ("time", _time(report.shares)),
         ("rounds", _rounds(report)),
@@ -102,13 +102,6 @@ def _throughput(report: Report) -> str:
     num = len(report.covers)
     tokens = f", {text.short_count(report.num_tokens)} tokens" if report.num_tokens is not None else ""
     return f"{text.count(report.tokens_per_second)}  ({num} {text.plural('island', num)}{tokens})"
-
-
-def _traffic(report: Report) -> str:
-    if report.bytes_sent is None:
-        return text.MISSING
-    repeated = f" (and {text.size(report.bytes_repeated)} in rounds done again)" if report.bytes_repeated else ""
-    return f"{text.size(report.bytes_sent)} sent, {text.size(report.bytes_received)} received{repeated}"
 
 
 def _per_step(report: Report) -> str:
