@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.records import AnyRecord, Record, Start, parse_line
+from hf_diloco.report.records import AnyRecord, Mix, Record, Start, parse_line
 
 METRICS = "metrics.jsonl"
 _ISLAND_FOLDER = re.compile(r"island-(\d{1,9})")
@@ -214,4 +214,6 @@ def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
 
 
 def _complete(earlier: AnyRecord, later: AnyRecord) -> AnyRecord:
+    if isinstance(earlier, Mix) and isinstance(later, Mix):
+        return earlier.plus(later)
     return earlier.model_copy(update=later.model_dump(exclude_none=True, exclude_unset=True))

@@ -111,6 +111,13 @@ class Mix(Record):
     bytes_sent: Count | None = None
     bytes_received: Count | None = None
 
+    def plus(self, later: Mix) -> Mix:
+        """Both in one: the last step's line, and the one at the end of training, are of one step."""
+        names = ("seconds_exchanging", "bytes_sent", "bytes_received")
+        pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}
+        sums = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
+        return later.model_copy(update=sums)
+
 
 class Neighbour(Record):
     """A neighbour was lost, or came back."""

@@ -40,7 +40,7 @@ TINY = {
         "per_device_train_batch_size": 8,
         "learning_rate": 0.05,
         "weight_decay": 1e-4,
-        "logging_steps": 3,
+        "logging_steps": 4,
         "save_steps": 4,
     },
     "gossip": {"method": "decentlam", "topology": "ring", "num_islands": 3},
