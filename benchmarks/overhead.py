@@ -6,7 +6,9 @@
 training   tokens/s of a Trainer with the callback, no synchronisation in reach, over the same Trainer without it; the
            two take turns in one process.
 sync       seconds of a synchronisation of `--values` fp32 parameters between processes on loopback, over one bare
-           chunked Gloo all-reduce of as many values by the same processes, taking turns.
+           chunked Gloo all-reduce of as many values by the same processes, taking turns. Also the least that it could
+           take where the all-reduce leaves no core idle: the all-reduce, and moving through memory what the outer step
+           must read and write (masters, outer parameters and momentum, each once), as fast as a copy does.
 memory     host memory that the outer loop adds, in bytes a parameter: at rest and at its peak in a synchronisation.
 """
 
@@ -163,28 +165,41 @@ def island(settings: dict[str, Any], number: int) -> None:
     rest = process.memory_info().rss
     buffer = torch.ones(values)
 
-    def bare() -> float:
+    def bare() -> tuple[float, float]:
+        """Seconds of an all-reduce, and the seconds of processor time that it took here."""
+        buffer.fill_(1.0)
         bare_group.barrier().wait()
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         works = [bare_group.allreduce([chunk]) for chunk in buffer.split(CHUNK_VALUES)]
         for work in works:
             work.wait()
-        seconds = time.perf_counter() - begin
-        buffer.fill_(1.0)
-        return seconds
+        return time.perf_counter() - begin, time.process_time() - cpu_begin
 
-    bare()
-    turns = [(bare(), *change_and_sync()) for _ in range(settings["repeats"])]
+    other = torch.empty_like(buffer)
+
+    def move() -> float:
+        """Three vectors read and three written, all processes at once."""
+        bare_group.barrier().wait()
+        begin = time.perf_counter()
+        for _ in range(3):
+            other.copy_(buffer)
+        return time.perf_counter() - begin
+
+    bare(), move()
+    turns = [(*bare(), *change_and_sync(), move()) for _ in range(settings["repeats"])]
     session.leave(finished=True)
     if number == 0:
-        bare_seconds, whole, exchange = (min(column) for column in zip(*turns, strict=True))
+        bare_seconds, bare_cpu, whole, exchange, moving = (min(column) for column in zip(*turns, strict=True))
         result = {
             "bare all-reduce s": bare_seconds,
+            "cores busy in it, a process": bare_cpu / bare_seconds,
             "whole sync s": whole,
             "exchange s": exchange,
             "first sync s": first[0],
             "whole sync / bare": whole / bare_seconds,
             "exchange / bare": exchange / bare_seconds,
+            "memory traffic of the outer step s": moving,
+            "least (all-reduce + memory) / bare": (bare_seconds + moving) / bare_seconds,
             "outer state, bytes a parameter": 4
             * sum(t.numel() for t in session.outer.strategy.state_dict().values())
             / values,

@@ -26,13 +26,14 @@ from hf_diloco.errors import (
     StopRequested,
 )
 from hf_diloco.island import IslandGroup
+from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
 from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
 from hf_diloco.outer_view import OuterView
 from hf_diloco.retention import Retention
-from hf_diloco.schedule import count_rounds
+from hf_diloco.schedule import count_rounds, step_of
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
@@ -174,6 +175,7 @@ class DiLoCoCallback(TrainerCallback):
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
         session.join(shards, folder_of(args), self._facts, checkpoint)
+        self._follow_schedule(state, kwargs.get("lr_scheduler"))
         self._view = OuterView(session.outer)
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
@@ -279,6 +281,21 @@ class DiLoCoCallback(TrainerCallback):
             island = IslandGroup(timeout=self.config.longest_wait)
             self._session = open_session(self.config, island, self._stop.is_requested)
         return self._session
+
+    def _follow_schedule(self, state: TrainerState, scheduler: Any) -> None:
+        """An island that joins, or comes back, has the learning rate of the run, not of its own first steps."""
+        step = min(step_of(self.config, self._outer.round), state.max_steps)
+        if not self._need_session().has_common_end or step - state.global_step < self.config.sync_every:
+            return
+        if move_schedule(scheduler, step):
+            logger.info("the run is %d rounds old: its learning rate of step %d is taken", self._outer.round, step)
+        else:
+            logger.warning(
+                "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
+                self._outer.round,
+                type(getattr(scheduler, "scheduler", scheduler)).__name__,
+                state.global_step,
+            )
 
     def _need_session(self) -> BaseSession:
         assert self._session is not None, "on_train_begin has not run"

@@ -29,6 +29,7 @@ from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
+from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.meeting import Facts, compare_facts
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_gossip_arguments, examples_per_step, floats, folder_of
@@ -325,9 +326,8 @@ class GossipCallback(TrainerCallback):
                         f"{record['facts'].get(name)} there, and {value} here; make it equal"
                     )
         state.global_step = self.optimizer.begin_at(self.node.enter)
-        inner = getattr(scheduler, "scheduler", scheduler)  # as accelerate wraps it
-        inner.last_epoch = state.global_step - 1
-        inner.step()
+        if not move_schedule(scheduler, state.global_step):
+            logger.warning("%s cannot be moved on: the learning rate begins anew", type(scheduler).__name__)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
             self.config.island,

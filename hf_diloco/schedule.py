@@ -17,6 +17,19 @@ def steps_before(config: DiLoCoConfig, round_number: int) -> int:
     return config.sync_every
 
 
+def step_of(config: DiLoCoConfig, round_number: int) -> int:
+    """Inner steps of the run before a round, if none is missed; 0 before the first.
+
+    Args:
+        config: the outer loop's settings.
+        round_number: from 1; or 0, before the first.
+    """
+    if not round_number:
+        return 0
+    turn, fragment = divmod(round_number - 1, config.num_fragments)
+    return steps_before(config, fragment + 1) + turn * config.sync_every
+
+
 def count_rounds(config: DiLoCoConfig, num_steps: int) -> int:
     """Rounds of a run of so many inner steps, if none is missed.
 

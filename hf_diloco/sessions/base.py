@@ -56,6 +56,11 @@ class BaseSession(ABC):
         """Whether the other islands have ended the run: there will be no further round."""
         return False
 
+    @property
+    def has_common_end(self) -> bool:
+        """Whether the run ends for all islands with a round that is known, whatever steps they have taken then."""
+        return False
+
     @abstractmethod
     def common_checkpoint(self, output_dir: Path) -> Path | None:
         """The checkpoint in `output_dir` that this island is to resume from; None to start afresh.

@@ -98,6 +98,10 @@ class ElasticSession(BaseSession):
         return self._is_training and self._has_last_round
 
     @property
+    def has_common_end(self) -> bool:
+        return self._run.num_rounds is not None
+
+    @property
     def _has_last_round(self) -> bool:
         return self._run.num_rounds is not None and self.outer.round >= self._run.num_rounds
 

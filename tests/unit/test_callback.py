@@ -400,6 +400,25 @@ def test_two_islands_meet_and_report_each_other(free_port: int, tmp_path: Path) 
     assert all(entry["diloco/bytes_sent"] for entry in trainer.state.log_history if "diloco/round" in entry)
 
 
+def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -> None:
+    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
+    first = ElasticSession(DiLoCoConfig(island=0, **common), IslandGroup())
+    first.num_rounds = 4
+    first.join(open_shards(make_model(lora=False, tied=True, seed=1), None), tmp_path / "first")
+    for _ in range(2):
+        first.outer.steps = 2
+        first.sync()
+    first.leave(finished=False)
+    newcomer = make_trainer(tmp_path / "second", DiLoCoCallback(DiLoCoConfig(island=1, **common)))
+    newcomer.train()
+    rates = [entry["learning_rate"] for entry in newcomer.state.log_history if "learning_rate" in entry]
+    plain = make_trainer(tmp_path / "plain")
+    plain.train()
+    expected = [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
+    assert rates == expected[4:]
+    assert newcomer.state.global_step == 4  # the run's rounds are complete then
+
+
 def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     with second_island(free_port, tmp_path, 1, sync_every=3) as config:

@@ -1,0 +1,29 @@
+"""The learning rate of who takes part in a run that has gone on without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def move_schedule(scheduler: Any, step: int) -> bool:
+    """Gives the optimizer the learning rate of `step`, from which the schedule then goes on.
+
+    Args:
+        scheduler: what the Trainer steps: a scheduler of torch, or what accelerate makes of it.
+        step: optimizer steps taken so far, counted as the schedule does.
+
+    Returns:
+        Whether it could: only of a `LambdaLR`, as nearly all of the Trainer's are, is the rate at a step known without
+        the steps before.
+    """
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(inner, LambdaLR):
+        return False
+    inner.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(inner.base_lrs, inner.lr_lambdas, strict=True)]
+    for group, rate in zip(inner.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    inner._last_lr = rates  # what the Trainer logs
+    return True
