@@ -11,6 +11,12 @@ about `--seconds`. Island 0 trains, on one thread. The other one has
 between, under way   median seconds of a step of island 0 without and with a round under way all the time
 ratio                of the two
 
+Cores share caches and memory, and virtual ones even a core. So first comes what any process on the other core costs
+the same steps: one that
+
+    computes   small matrix products, in its own cache
+    copies     100 MB of memory, as fast as it can
+
 Needs what `benchmarks/links.py` needs.
 """
 
@@ -19,11 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -52,6 +60,63 @@ def make_model() -> Any:
     return model
 
 
+def make_step(model: Any, batch: int) -> Callable[[], None]:
+    """One inner step, on one thread."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = torch.randn(batch, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        values = data
+        for layer in model.layers:
+            values = layer(values)
+        (values - data).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def disturb(how: str) -> None:
+    """Keeps a core busy until it is killed."""
+    import torch
+
+    torch.set_num_threads(1)
+    size = (256, 256) if how == "computes" else (12_500_000,)
+    source, target = torch.ones(size), torch.empty(size)
+    print("up", flush=True)
+    while True:
+        if how == "computes":
+            torch.mm(source, source, out=target)
+        else:
+            target.copy_(source)
+
+
+def measure_control(how: str, batch: int, num_turns: int, processes: Processes) -> tuple[list[float], list[float]]:
+    """Seconds of steps alone, and beside a process that has nothing to do with them; in turns."""
+    import torch
+
+    torch.set_num_threads(1)
+    step = make_step(make_model(), batch)
+    for _ in range(WARM_STEPS):
+        step()
+    command = [sys.executable, "-m", "benchmarks.background", "--disturb", how]
+    other = processes.spawn(command, env={"OMP_NUM_THREADS": "1"})
+    other.wait_for("up")
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(num_turns):
+        for times, order in ((alone, signal.SIGSTOP), (beside, signal.SIGCONT)):
+            os.kill(other.pid, order)
+            for _ in range(10):
+                begin = time.monotonic()
+                step()
+                times.append(time.monotonic() - begin)
+    os.kill(other.pid, signal.SIGKILL)
+    return alone, beside
+
+
 def run_island(order: dict[str, Any]) -> None:
     """Trains, and prints what the steps took."""
     import torch
@@ -64,21 +129,15 @@ def run_island(order: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     wait_for_link()
     model, number = make_model(), order["config"]["island"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = make_step(model, order["batch"])
     session = open_session(DiLoCoConfig(**order["config"]), IslandGroup())
-    session.join(open_shards(model, optimizer, 1), Path(order["folder"]) / str(number))
-    data = torch.randn(order["batch"], WIDTH)
+    session.join(open_shards(model, None, 1), Path(order["folder"]) / str(number))
     ends: list[float] = [time.monotonic()]
     starts: list[float] = []
     flights: list[tuple[float, float]] = []
     for _ in range(order["num_steps"]):
         if number == 0 or order["peer"] == "busy":
-            optimizer.zero_grad()
-            values = data
-            for layer in model.layers:
-                values = layer(values)
-            (values - data).square().mean().backward()
-            optimizer.step()
+            step()
         session.outer.count_step()
         ends.append(time.monotonic())
         if session.is_due():
@@ -159,23 +218,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--island", help=argparse.SUPPRESS)
+    parser.add_argument("--disturb", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.island:
         run_island(json.loads(args.island))
         return
+    if args.disturb:
+        disturb(args.disturb)
+        return
     enter_network("benchmarks.background", sys.argv[1:])
     table = Table(title=f"a step of {NUM_FRAGMENTS * WIDTH * (WIDTH + 1) / 1e6:.1f}M parameters")
-    for column in ("other island", "payload", "between, s", "under way, s", "ratio", "steps"):
-        table.add_column(column, justify="left" if column in ("other island", "payload") else "right")
+    for column in ("on the other core", "payload", "between, s", "under way, s", "ratio", "steps"):
+        table.add_column(column, justify="left" if column in ("on the other core", "payload") else "right")
     with Processes() as processes:
+        for how in ("computes", "copies"):
+            add_row(table, f"a process that {how}", "", *measure_control(how, args.batch, args.rounds, processes))
         links = Links(processes)
         for peer, payload in product(args.peer, args.payload):
             with tempfile.TemporaryDirectory() as folder:
-                between, under_way = measure(payload, peer, args, Path(folder), links, processes)
-            alone, beside = statistics.median(between), statistics.median(under_way)
-            counts = f"{len(between)} / {len(under_way)}"
-            table.add_row(peer, payload, f"{alone:.3f}", f"{beside:.3f}", f"{beside / alone:.3f}", counts)
-            Console(width=110).print(table)
+                times = measure(payload, peer, args, Path(folder), links, processes)
+            add_row(table, f"island, {peer}", payload, *times)
+
+
+def add_row(table: Table, other: str, payload: str, alone: list[float], beside: list[float]) -> None:
+    """Shows the table with one more row."""
+    before, after = statistics.median(alone), statistics.median(beside)
+    counts = f"{len(alone)} / {len(beside)}"
+    table.add_row(other, payload, f"{before:.3f}", f"{after:.3f}", f"{after / before:.3f}", counts)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
