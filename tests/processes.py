@@ -78,7 +78,7 @@ class Process:
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
 
-    def wait(self, timeout: float = 120, expect: int | None = 0) -> Completed:
+    def wait(self, timeout: float = 180, expect: int | None = 0) -> Completed:
         """Waits for the end.
 
         Args:
@@ -96,7 +96,7 @@ class Process:
             raise AssertionError(self._failure(f"exit code {returncode} instead of {expect}"))
         return Completed(self.command, returncode, self.output, time.monotonic() - self._start)
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout: float = 180) -> re.Match[str]:
         """Waits until the output holds the regular expression `pattern`.
 
         Raises:

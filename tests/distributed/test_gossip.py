@@ -94,7 +94,7 @@ def check_survivors(nodes: list[Process], victim: int, folder: Path, reason: str
     survivors = [node for node in range(len(nodes)) if node != victim]
     means = []
     for node in survivors:
-        output = nodes[node].wait(60).output
+        output = nodes[node].wait().output
         assert f"averaged over {survivors}" in output, output
         assert f"lost [{victim}]" in output, output
         if abs(node - victim) in (1, len(nodes) - 1):  # next to it on the ring
@@ -118,7 +118,7 @@ def test_survivors_of_a_killed_node_finish(
         if method == "pmsgd":  # uses no edges
             for node, process in enumerate(nodes):
                 if node != victim:
-                    assert "averaged over [0, 1, 3]" in process.wait(60).output
+                    assert "averaged over [0, 1, 3]" in process.wait().output
         else:
             check_survivors(nodes, victim, tmp_path, "its connection broke")
         nodes[victim].wait(expect=-signal.SIGKILL)
@@ -129,16 +129,16 @@ def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: TCP
     """Gloo does not wake a transfer that is half through when its connection breaks."""
     victim = 1
     with Processes() as processes:
-        settings = {"methods": [("dsgd", {})], "steps": 10, "size": 16 << 20}
+        settings = {"methods": [("dsgd", {})], "steps": 10, "size": 16 << 20, "exchange_timeout": 300}
         nodes = start(processes, store, tmp_path, "ring", 4, **settings)
-        nodes[victim].wait_for("step 2$", 120)
+        nodes[victim].wait_for("step 2$")
         os.kill(nodes[victim].pid, signal.SIGSTOP)
         time.sleep(1)  # its neighbours fill the buffers between them, and go no further
         nodes[victim].kill()
         begun = time.monotonic()
         for node in (0, 2):
             nodes[node].wait_for(rf"news: node {victim} was lost \(its connection broke\)")
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 60
         check_survivors(nodes, victim, tmp_path, "its connection broke")
 
 
@@ -152,7 +152,7 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
         os.kill(nodes[victim].pid, signal.SIGSTOP)
         check_survivors(nodes, victim, tmp_path, "it did not come within 4 s")
         os.kill(nodes[victim].pid, signal.SIGCONT)
-        output = nodes[victim].wait(60, expect=1).output
+        output = nodes[victim].wait(expect=1).output
         assert "IslandLostError: all neighbours of node 2 are lost" in output
 
 
@@ -187,7 +187,7 @@ def test_a_node_that_is_started_again_takes_part_again(
         entered = int(again.wait_for(r"entered at (\d+)").group(1))
         assert 20 < entered < 400
         for process in [*others, again]:
-            output = process.wait(120).output
+            output = process.wait().output
             assert f"averaged over {list(range(num_nodes))}" in output, output
             assert "lost []" in output, output
         for node in near:

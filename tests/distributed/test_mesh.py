@@ -42,6 +42,7 @@ def spawn(processes: Processes, program: str, **settings: Any) -> Process:
 # What comes out
 
 SMALL_CHUNK = 100
+SECONDS = 60.0  # in which a busy machine notices what it would else wait for until a timeout of 300 s and more
 
 
 Case = tuple[str, int, list[float], int]  # payload, size, weights and values a chunk
@@ -173,7 +174,7 @@ def start_loop(
 
 
 def read_loss(process: Process) -> dict[str, Any]:
-    line = process.wait(30).output.splitlines()[-1]
+    line = process.wait().output.splitlines()[-1]
     loss: dict[str, Any] = json.loads(line)
     return loss
 
@@ -183,7 +184,7 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(
     num_islands: int, victim: int, num_connections: int, store: TCPStore
 ) -> None:
     with Processes() as processes:
-        islands = start_loop(processes, store, num_islands, 60, num_connections)
+        islands = start_loop(processes, store, num_islands, 300, num_connections)
         islands[victim].kill()
         killed = time.monotonic()
         for island, process in enumerate(islands):
@@ -192,7 +193,7 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(
                 assert loss["lost"] == [victim], loss
                 assert f"island {victim} was lost" in loss["text"]
                 assert "start all islands again" in loss["text"]
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < SECONDS
 
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 0, 1), (3, 1, 1), (3, 1, 4)])
@@ -201,7 +202,7 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
 ) -> None:
     """Gloo does not wake a transfer that is half through when its connection breaks."""
     with Processes() as processes:
-        islands = start_loop(processes, store, num_islands, 60, num_connections)
+        islands = start_loop(processes, store, num_islands, 300, num_connections)
         os.kill(islands[victim].pid, signal.SIGSTOP)
         time.sleep(1)  # the others fill the buffers between them and go no further
         islands[victim].kill()
@@ -210,7 +211,7 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
             if island != victim:
                 loss = read_loss(process)
                 assert loss["lost"] == [victim], loss
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < SECONDS
 
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 1, 1), (3, 0, 1), (2, 0, 4)])
@@ -238,7 +239,7 @@ def session_settings(port: int, tmp_path: Path, num_islands: int, island: int, *
         "island": island,
         "rendezvous": f"tcp://127.0.0.1:{port}",
         "sync_every": 2,
-        "join_timeout": 30,
+        "join_timeout": 120,
         "sync_timeout": 10,
         "exchange_timeout": 10,
         **config,
@@ -253,12 +254,12 @@ def test_a_second_process_with_the_number_of_an_island_is_refused(free_port: int
             spawn(processes, "mesh_session", **session_settings(free_port, tmp_path / str(copy), 2, 1))
             for copy in range(2)
         ]
-        ended = [process.wait(60, expect=None) for process in others]
+        ended = [process.wait(expect=None) for process in others]
         refused, joined = sorted(ended, key=lambda completed: completed.returncode, reverse=True)
         assert (refused.returncode, joined.returncode) == (1, 0)
         assert "DuplicateIslandError: another process has already joined this run as island 1" in refused.output
         assert "give every island its own number" in refused.output
-        first.wait(30)
+        first.wait()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -272,11 +273,11 @@ def test_a_run_that_loses_an_island_ends_with_its_name(victim: int, free_port: i
         killed = time.monotonic()
         for island, process in enumerate(islands):
             if island != victim:
-                output = process.wait(30, expect=1).output
+                output = process.wait(expect=1).output
                 assert re.search(r"^IslandLostError: ", output, re.MULTILINE)
                 assert re.search(rf"island {victim} ", output.splitlines()[-1]), output
                 assert "start all islands again" in output.lower()
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < SECONDS
 
 
 @pytest.mark.parametrize("moment", ["steps", "vote"])
@@ -287,13 +288,13 @@ def test_a_dead_island_is_noticed_by_those_who_wait(moment: str, free_port: int,
         settings = [session_settings(free_port, tmp_path, 3, island, **timeouts) for island in range(3)]
         settings[1]["die_in"] = moment
         islands = [spawn(processes, "mesh_session", **one) for one in settings]
-        islands[1].wait(60, expect=9)
+        islands[1].wait(expect=9)
         died = time.monotonic()
         for island in (0, 2):
-            last = islands[island].wait(30, expect=1).output.splitlines()[-1]
+            last = islands[island].wait(expect=1).output.splitlines()[-1]
             assert last.startswith("IslandLostError: ")
             assert re.search(r"islands? \[?1\b", last), last
-        assert time.monotonic() - died < 10
+        assert time.monotonic() - died < SECONDS
 
 
 def test_a_rendezvous_that_hangs_is_given_up(free_port: int, tmp_path: Path) -> None:
@@ -305,6 +306,6 @@ def test_a_rendezvous_that_hangs_is_given_up(free_port: int, tmp_path: Path) -> 
         for process in islands:
             process.wait_for("round 2 ")
         os.kill(islands[0].pid, signal.SIGSTOP)
-        output = islands[1].wait(30, expect=1).output
+        output = islands[1].wait(expect=1).output
     assert "IslandLostError: " in output
     assert "island 0" in output.splitlines()[-1]

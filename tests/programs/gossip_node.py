@@ -73,7 +73,7 @@ def main() -> None:
         topology,
         settings["node"],
         "127.0.0.1",
-        connect_timeout=60,
+        connect_timeout=180,
         exchange_timeout=settings.get("exchange_timeout", 60),
     )
 
