@@ -122,30 +122,29 @@ class Neighbours(ABC):
 def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, torch.Tensor]]) -> None:
     """Writes own + Σ_j w_j (other_j - own) to `out`, which is Σ_j w_ij vector_j where the weights sum to 1.
 
-    In this form a row of weights sums to 1 exactly. Weights as ⅓ are not exact in fp32, and errors of a plain weighted
-    sum add up over steps: on a ring D² in fp32 ended tens to thousands of times farther from the solution. Here nodes
-    that agree stay where they are to the last bit. A neighbour that is left out leaves its weight to the node itself.
+    One after the other, the neighbours' vectors are averaged with what came out so far: each has its share of the
+    weight up to there. In this form a row of weights sums to 1 exactly. Weights as ⅓ are not exact in fp32, and errors
+    of a plain weighted sum add up over steps: on a ring D² in fp32 ended tens to thousands of times farther from the
+    solution. Here nodes that agree stay where they are to the last bit. A neighbour that is left out leaves its weight
+    to the node itself.
 
     Args:
         out: 1-D, contiguous; overlaps no other argument.
         own: this node's vector.
         others: weight and vector of each neighbour, in the order of their numbers.
     """
+    shares, total = [], 1.0 - sum(weight for weight, _ in others)
+    for weight, _ in others:
+        total += weight
+        shares.append(weight / total)
     for where in _blocks(out):
-        mixed, mine = out[where], own[where]
+        mixed, so_far = out[where], own[where]
         if not others:
-            mixed.copy_(mine)
-            continue
-        (weight, other), *rest = others
-        # One pass instead of three. `lerp` too is exact where the two agree, and rounds a value the same wherever it
-        # lies in a vector: so nothing depends on how vectors are cut.
-        torch.lerp(mine, other[where], weight, out=mixed)
-        if not rest:
-            continue
-        difference = _workspace.take("difference", mixed.numel(), mixed.dtype, mixed.device)
-        for weight, other in rest:
-            torch.sub(other[where], mine, out=difference)
-            mixed.add_(difference, alpha=weight)
+            mixed.copy_(so_far)
+        # One pass a neighbour. `lerp` is exact where the two agree, and rounds a value the same wherever it lies in a
+        # vector: so nothing depends on how vectors are cut.
+        for share, (_, other) in zip(shares, others, strict=True):
+            so_far = torch.lerp(so_far, other[where], share, out=mixed)
 
 
 def mean_(out: torch.Tensor, vectors: Vectors) -> None:

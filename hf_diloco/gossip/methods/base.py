@@ -22,9 +22,11 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.topology import Topology
 
-_CHUNK_VALUES = 1 << 17
-"""Values that an update handles at a time on a processor: its four vectors then stay in the cache."""
+_CHUNK_VALUES = 1 << 18
+"""Values that an update handles at a time on a processor: its four vectors then stay in the cache, and calls cost
+little beside the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,15 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def average_gradient(self, g: torch.Tensor) -> None:
         """Averages the gradient over all nodes, in a method that does."""
 
-    def mix(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Σ_j w_ij vector_j with this step's weights, in `out`, which must not overlap `vector`."""
-        self.traffic += self.neighbours.mix((vector,), (out,), self.num_steps)
+    def mix(self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None) -> torch.Tensor:
+        """Σ_j w_ij vector_j with this step's weights, in `out`, which must not overlap `vector`.
+
+        Args:
+            vector: what this node gives.
+            out: of its size.
+            topology: whose weights; see `Neighbours.mix`.
+        """
+        self.traffic += self.neighbours.mix((vector,), (out,), self.num_steps, topology=topology)
         return out
 
     def mix_together(self, vectors: Vectors, outs: Vectors) -> None:

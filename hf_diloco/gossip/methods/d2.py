@@ -12,12 +12,19 @@ symmetric graph with all eigenvalues above -1/3; those of W̄ are from 0 on. It 
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.topology import PeriodicTopology, Topology
+from hf_diloco.workspace import Workspace
+
+_workspace = Workspace()
 
 
 class D2(GossipOptimizer):
@@ -51,6 +58,12 @@ class D2(GossipOptimizer):
                 "hypercube or symmetric-exponential; or DecentLaM or QG-DmSGD"
             )
 
+    @cached_property
+    def _half(self) -> Topology:
+        """The graph with the weights W̄."""
+        graph = self.neighbours.topology
+        return PeriodicTopology(graph.name, (np.eye(graph.num_nodes) + graph.weights()) / 2)
+
     def begin_state(self, x: torch.Tensor) -> None:
         """As at a first step. A node that does so alone takes its part of the correction away: some bias stays."""
         self.vector("previous_descent").copy_(x)
@@ -60,10 +73,8 @@ class D2(GossipOptimizer):
         if not self.num_steps:
             self.begin_state(x)
         for part in self.parts():
-            mine, descent, before = x[part.where], g[part.where], previous[part.where]
-            torch.add(mine, descent, alpha=-part.lr, out=descent)
-            mine.sub_(before).add_(descent)  # φ
-            before.copy_(descent)
-        mixed = self.mix(x, out=self.received)
-        for part in self.parts():
-            x[part.where].add_(mixed[part.where]).mul_(0.5)
+            mine, gradient, psi = x[part.where], g[part.where], previous[part.where]
+            correction = torch.sub(mine, psi, out=_workspace.take("correction", mine.numel(), x.dtype, x.device))
+            torch.add(mine, gradient, alpha=-part.lr, out=psi)
+            torch.add(psi, correction, out=gradient)  # φ
+        self.mix(g, out=x, topology=self._half)

@@ -63,8 +63,8 @@ class MomentumConsensus(GossipOptimizer):
         self.mix_together((x, momentum), (mixed_x, mixed_momentum))
         for part in self.parts():
             where, beta = part.where, part.momentum
-            mine, v, new = x[where], momentum[where], mixed_x[where]
-            new.add_(g[where], alpha=-part.lr)
-            new.add_(v, alpha=beta * (1 - self.omega)).add_(mixed_momentum[where], alpha=beta * self.omega)
+            mine, v, new = x[where], momentum[where], mixed_momentum[where]
+            torch.lerp(v, new, self.omega, out=new)  # (1 - ω) v_i + ω Σ_j w_ij v_j
+            torch.add(mixed_x[where], new, alpha=beta, out=new).add_(g[where], alpha=-part.lr)
             torch.sub(new, mine, out=v)
             mine.copy_(new)
