@@ -173,8 +173,8 @@ class Node:
         return float(weights @ everybody.to(weights.dtype))
 
 
-def run_node(number: int, num_nodes: int, port: int) -> None:
-    """Answers until the program that asks kills this process."""
+def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, Store], Any] = Node) -> None:
+    """Answers what `make`'s node does until the program that asks kills this process."""
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
     while True:
         try:
@@ -187,7 +187,7 @@ def run_node(number: int, num_nodes: int, port: int) -> None:
     orders.get("open" if number else "joined")  # node 0 keeps the store where nodes meet, and opens it
     meeting = TCPStore(Links.address(0), PORT, is_master=not number, wait_for_workers=False, timeout=timeout)
     orders.set("open", "")
-    node = Node(number, num_nodes, meeting)
+    node = make(number, num_nodes, meeting)
     orders.set(f"ready/{number}", "")
     for count in itertools.count():
         order = json.loads(orders.get(f"order/{count}"))
@@ -205,13 +205,21 @@ class Nodes:
         num_nodes: how many.
         links: to join them to.
         processes: where they are started.
+        module: the program that `run_node` is called in.
     """
 
-    def __init__(self, link: Link | None, num_nodes: int, links: Links, processes: Processes) -> None:
+    def __init__(
+        self,
+        link: Link | None,
+        num_nodes: int,
+        links: Links,
+        processes: Processes,
+        module: str = "benchmarks.gossip_link",
+    ) -> None:
         self._links = links
         self._num_orders = 0
         self._orders = store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
-        command = ["unshare", "--net", sys.executable, "-m", "benchmarks.gossip_link"]
+        command = ["unshare", "--net", sys.executable, "-m", module]
         command += [f"--nodes={num_nodes}", f"--port={store.port}"]
         self._nodes: list[Process] = [
             processes.spawn([*command, f"--node={number}"], env={"OMP_NUM_THREADS": "1"})
@@ -225,9 +233,9 @@ class Nodes:
         store.set("joined", "")  # not before: a node reaches others a moment before it reaches itself
         self._gather("ready")
 
-    def step(self, name: str, values: int, step: int) -> tuple[float, int]:
+    def step(self, name: str, values: int, step: int, **more: float) -> tuple[float, int]:
         """Seconds of one step, and the bytes of the node that sent most."""
-        order = {"name": name, "values": values, "step": step, "start": time.monotonic() + 0.5}
+        order = {"name": name, "values": values, "step": step, "start": time.monotonic() + 0.5, **more}
         self._orders.set(f"order/{self._num_orders}", json.dumps(order))
         answers = [json.loads(answer) for answer in self._gather(f"answer/{self._num_orders}")]
         self._num_orders += 1

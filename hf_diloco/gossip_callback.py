@@ -202,6 +202,12 @@ class GossipCallback(TrainerCallback):
         self._stop.install(IslandGroup(timeout=self.config.longest_wait), during=Trainer.train)
         self._open_record(args, state, optimizer)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
+        self.optimizer.begin_exchange()
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -62,6 +62,19 @@ class Neighbours(ABC):
             IslandLostError: a node did not come in time.
         """
 
+    def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:  # noqa: B027 - most exchange in `mix` alone
+        """Says that `mix` comes next, with these arguments, so that the exchange may go on behind what is between.
+
+        Until then `vectors` stay as they are, and `outs` may be written to at any moment. What goes wrong is raised by
+        `mix`. Not collective: nodes that begin and nodes that do not go together.
+        """
+
+    def settle(self) -> None:  # noqa: B027 - as `begin`
+        """Returns when nothing is under way that `begin` has started; `vectors` may change from then on.
+
+        What came of it is kept for `mix`.
+        """
+
     @abstractmethod
     def average(self, vector: torch.Tensor) -> Traffic:
         """Replaces `vector` by the mean over all nodes, which has the same bits on each.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from hf_diloco.agreement.rendezvous import connect_store
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.ahead import Ahead
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -23,10 +26,44 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.workspace import Workspace
 
 
+@dataclass(frozen=True)
+class _Mix:
+    """One `mix`, with the wish to end.
+
+    Attributes:
+        vectors: as its caller gave them.
+        step: likewise.
+        outs: likewise, and what comes of the wish.
+        given: vectors and wish where the leader's neighbours read them: copies in host memory, if need be.
+        taken: where they write: `outs`, or likewise.
+    """
+
+    vectors: Vectors
+    step: int
+    outs: list[torch.Tensor]
+    given: list[torch.Tensor]
+    taken: list[torch.Tensor]
+
+    def is_of(self, vectors: Vectors, outs: Vectors, step: int) -> bool:
+        """Whether it has these arguments."""
+        pairs = [*zip(self.vectors, vectors, strict=True), *zip(self.outs, outs, strict=False)]
+        return self.step == step and all(mine is theirs for mine, theirs in pairs)
+
+    def put_out(self) -> None:
+        """Brings what was taken to where it belongs."""
+        for host, out in zip(self.taken, self.outs, strict=True):
+            if host is not out:
+                out.copy_(host)
+
+
 class NodeNeighbours(Neighbours):
     """The neighbours of a node that may have several ranks, with equal parameters, on any device.
 
     Counts what was exchanged and how long it took, and carries the wish to end (see `CommonEnd`) with every exchange.
+
+    What `begin` starts goes on in a thread while the node computes: vectors of a device are copied to the host before.
+    All other calls wait until nothing is under way, but `close`, which ends it. Where nodes are threads of one process
+    nothing begins before `mix`, nor does it on a node that is alone.
 
     Args:
         inner: the leader's neighbours; None on the other ranks.
@@ -38,7 +75,8 @@ class NodeNeighbours(Neighbours):
     Attributes:
         end: when this node ends, if it was asked to.
         current_step: optimizer steps taken; set by who counts them.
-        seconds: spent in exchanges so far.
+        seconds: that the node stood still for exchanges so far.
+        seconds_hidden: that exchanges took behind the node's computation so far; on the leader.
         total: what they moved so far, on this rank.
         is_returning: the others go on without this node, which has been there before: see `enter`.
     """
@@ -46,7 +84,9 @@ class NodeNeighbours(Neighbours):
     def __init__(
         self, inner: Neighbours | None, topology: Topology, node: int, island: IslandGroup, turns: Turns | None = None
     ) -> None:
-        self._inner = inner
+        self._leaders = inner
+        self._ahead = Ahead()
+        self._begun: _Mix | None = None
         self._island = island
         self._turns = turns or NoTurns()
         self._buffers = Workspace()
@@ -56,24 +96,39 @@ class NodeNeighbours(Neighbours):
         self.end = CommonEnd(topology)
         self.current_step = 0
         self.seconds = 0.0
+        self.seconds_hidden = 0.0
         self.total = Traffic()
         self.is_returning: bool = island.on_leader(lambda: isinstance(inner, MeshNeighbours) and inner.is_returning)
 
+    def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
+        inner = self._inner
+        if inner is None or not inner.is_on_host or not isinstance(self._turns, NoTurns):
+            return
+        assert self._begun is None, "what has begun is mixed before the next begins"
+        with self._clock():
+            begun = self._begun = self._prepare(vectors, outs, step)
+            self._ahead.start(lambda: inner.mix(begun.given, begun.taken, step))
+
+    def settle(self) -> None:
+        self._ahead.settle()
+
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        wish, mixed = self._wish(vectors[0], step)
+        begun, self._begun = self._begun, None
+        assert begun is None or (topology is None and begun.is_of(vectors, outs, step)), "this is not what has begun"
+        with self._clock():
+            mix = begun or self._prepare(vectors, outs, step)
 
-        def exchange(inner: Neighbours) -> Traffic:
-            given, taken = [*vectors, wish], [*outs, mixed]
-            if inner.is_on_host:
-                given, taken = self._on_host("given", given), self._on_host("taken", taken)
-            traffic = inner.mix(given, taken, step, topology=topology)
-            for host, out in zip(taken, [*outs, mixed], strict=True):
-                if host is not out:
-                    out.copy_(host)
-            return traffic
+            def exchange(inner: Neighbours) -> Traffic:
+                if begun:
+                    traffic, hidden = self._ahead.take()
+                    self.seconds_hidden += hidden
+                else:
+                    traffic = inner.mix(mix.given, mix.taken, step, topology=topology)
+                mix.put_out()
+                return traffic
 
-        traffic = self._exchange(exchange, [*outs, mixed])
-        self.end.note(mixed)
+            traffic = self._exchange(exchange, mix.outs)
+        self.end.note(mix.outs[-1])
         return traffic
 
     def average(self, vector: torch.Tensor) -> Traffic:
@@ -85,7 +140,8 @@ class NodeNeighbours(Neighbours):
             vector.copy_(host)
             return traffic
 
-        return self._exchange(exchange, [vector])
+        with self._clock():
+            return self._exchange(exchange, [vector])
 
     def spread_wish(self, like: torch.Tensor) -> None:
         """Carries the wish to end where a method averages over all nodes, and not with its neighbours."""
@@ -157,12 +213,25 @@ class NodeNeighbours(Neighbours):
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
+        if self._leaders is not None:
+            self._leaders.close()  # which ends what is under way
+        self._ahead.close()
+        self._begun = None
+
+    @property
+    def _inner(self) -> Neighbours | None:
+        """The leader's neighbours, when nothing is under way."""
+        self._ahead.settle()
+        return self._leaders
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        """Counts the seconds inside."""
+        begin = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - begin
 
     def _exchange(self, exchange: Callable[[Neighbours], Traffic], outs: Vectors) -> Traffic:
-        begin = time.monotonic()
-
         def run() -> list[int]:
             assert self._inner is not None
             with self._turns.others():
@@ -174,9 +243,16 @@ class NodeNeighbours(Neighbours):
             for out in outs:
                 dist.broadcast(out, 0)
         traffic = Traffic(*moved) if self._island.is_leader else Traffic()
-        self.seconds += time.monotonic() - begin
         self.total += traffic
         return traffic
+
+    def _prepare(self, vectors: Vectors, outs: Vectors, step: int) -> _Mix:
+        """Adds the wish, and takes to the host what must be there."""
+        wish, mixed = self._wish(vectors[0], step)
+        given, taken = [*vectors, wish], [*outs, mixed]
+        if self._leaders is None or not self._leaders.is_on_host:
+            return _Mix(vectors, step, taken, given, taken)
+        return _Mix(vectors, step, taken, self._on_host("given", given), self._room_on_host("taken", taken))
 
     def _wish(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One value to give, and room for what comes of it."""
@@ -185,14 +261,18 @@ class NodeNeighbours(Neighbours):
 
     def _on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
         """The vectors, or copies in host memory."""
-        copies = []
-        for number, vector in enumerate(vectors):
-            if vector.device.type == "cpu":
-                copies.append(vector)
-                continue
-            host = self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, torch.device("cpu"))
-            copies.append(host.copy_(vector))
-        return copies
+        hosts = self._room_on_host(name, vectors)
+        return [host if host is vector else host.copy_(vector) for host, vector in zip(hosts, vectors, strict=True)]
+
+    def _room_on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
+        """The vectors, or buffers of their sizes in host memory."""
+        cpu = torch.device("cpu")
+        return [
+            vector
+            if vector.device.type == "cpu"
+            else self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, cpu)
+            for number, vector in enumerate(vectors)
+        ]
 
 
 def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ class NodeRecord:
         self._writer = None if folder is None else MetricsWriter(folder / "metrics.jsonl")
         self._node = node
         self._began = time.monotonic()
-        self._seconds_before, self._total_before = node.seconds, node.total
-        self._last = (step, node.seconds, node.total)
+        self._before = self._last = _Sums.of(node, step)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Appends one event."""
@@ -34,26 +34,24 @@ class NodeRecord:
 
     def mix(self, step: int) -> dict[str, float]:
         """Appends what the steps since the last such event have cost; returns it as `gossip/*`, for trackers."""
-        (last_step, last_seconds, last_total), node = self._last, self._node
-        self._last = (step, node.seconds, node.total)
-        seconds = node.seconds - last_seconds
-        counts = {"num_steps": max(1, step - last_step), **_counts(node.total, last_total)}
-        self.write("mix", step, seconds_exchanging=seconds, **counts)
-        return {f"gossip/{name}": float(value) for name, value in {**counts, "seconds_exchanging": seconds}.items()}
+        last, now = self._last, _Sums.of(self._node, step)
+        self._last = now
+        values = {**now.since(last), "num_steps": max(1, step - last.step)}
+        self.write("mix", step, **values)
+        return {f"gossip/{name}": float(value) for name, value in values.items()}
 
     def end(self, step: int) -> None:
         """Appends the last `mix`, and the sums."""
         self.mix(step)
         seconds = time.monotonic() - self._began
-        exchanging = self._node.seconds - self._seconds_before
+        stood_still = self._last.seconds - self._before.seconds
         self.write(
             "end",
             step,
             seconds_total=seconds,
-            seconds_computing=max(0.0, seconds - exchanging),
+            seconds_computing=max(0.0, seconds - stood_still),
             seconds_waiting=0.0,
-            seconds_exchanging=exchanging,
-            **_counts(self._node.total, self._total_before),
+            **self._last.since(self._before),
             on_boundary=True,
             steps_since_sync=0,
         )
@@ -64,8 +62,26 @@ class NodeRecord:
             self._writer.close()
 
 
-def _counts(now: Traffic, before: Traffic) -> dict[str, int]:
-    return {
-        "bytes_sent": now.bytes_sent - before.bytes_sent,
-        "bytes_received": now.bytes_received - before.bytes_received,
-    }
+@dataclass(frozen=True)
+class _Sums:
+    """What a node has counted up to a step; see `NodeNeighbours`."""
+
+    step: int
+    seconds: float
+    seconds_hidden: float
+    total: Traffic
+
+    @classmethod
+    def of(cls, node: NodeNeighbours, step: int) -> _Sums:
+        """As they are now."""
+        return cls(step, node.seconds, node.seconds_hidden, node.total)
+
+    def since(self, before: _Sums) -> dict[str, float]:
+        """What has been added. Exchanges took the time that the node stood still, and what was hidden."""
+        hidden = self.seconds_hidden - before.seconds_hidden
+        return {
+            "seconds_exchanging": self.seconds - before.seconds + hidden,
+            "seconds_hidden": hidden,
+            "bytes_sent": self.total.bytes_sent - before.total.bytes_sent,
+            "bytes_received": self.total.bytes_received - before.total.bytes_received,
+        }

@@ -279,7 +279,7 @@ def _section_seconds(section: Section) -> TimeSplit | None:
 
 def _mixing_seconds(section: Section) -> TimeSplit | None:
     """Of a node that exchanges in every step: what it waits for others in an exchange counts as exchanging."""
-    whole, exchanging = _section_elapsed(section), _spent(mix.seconds_exchanging for mix in section.of(Mix))
+    whole, exchanging = _section_elapsed(section), _spent(mix.stalled_exchanging for mix in section.of(Mix))
     if whole is None or exchanging is None:
         return None
     return TimeSplit(computing=max(0.0, whole - exchanging), waiting=0.0, exchanging=exchanging)

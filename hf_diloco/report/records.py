@@ -108,12 +108,19 @@ class Mix(Record):
 
     event: Literal["mix"]
     seconds_exchanging: Seconds | None = None
+    seconds_hidden: Seconds | None = None
     bytes_sent: Count | None = None
     bytes_received: Count | None = None
 
+    @property
+    def stalled_exchanging(self) -> float | None:
+        """Seconds of exchanging that training stood still for."""
+        seconds = self.seconds_exchanging
+        return None if seconds is None else max(0.0, seconds - (self.seconds_hidden or 0.0))
+
     def plus(self, later: Mix) -> Mix:
         """Both in one: the last step's line, and the one at the end of training, are of one step."""
-        names = ("seconds_exchanging", "bytes_sent", "bytes_received")
+        names = ("seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
         pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}
         sums = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
         return later.model_copy(update=sums)

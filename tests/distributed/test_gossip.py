@@ -28,6 +28,8 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "gossip_node.py"
 ONE_SIDED = {"swarm-sgd"}  # takes what neighbours have published: which steps it sees is not the same twice
 SETTINGS: dict[str, dict[str, Any]] = {"decentlam": {"momentum": 0.5}}
 FIXED_ONLY = {"d2"}
+BEGINS = {"momentum-consensus": {"begins": True}}
+"""Settings of methods whose exchange begins before the gradient."""
 
 
 @pytest.fixture
@@ -104,15 +106,17 @@ def check_survivors(nodes: list[Process], victim: int, folder: Path, reason: str
     assert all(torch.equal(mean, means[0]) for mean in means)
 
 
-@pytest.mark.parametrize(("graph", "num_nodes", "method"), [("ring", 5, "decentlam"), ("ring", 4, "pmsgd")])
+@pytest.mark.parametrize(
+    ("graph", "num_nodes", "method"),
+    [("ring", 5, "decentlam"), ("ring", 4, "pmsgd"), ("ring", 5, "momentum-consensus")],
+)
 def test_survivors_of_a_killed_node_finish(
     graph: str, num_nodes: int, method: str, store: TCPStore, tmp_path: Path
 ) -> None:
     victim = 2
     with Processes() as processes:
-        nodes = start(
-            processes, store, tmp_path, graph, num_nodes, methods=[(method, {})], steps=60, size=1000, pause=0.05
-        )
+        settings = {"methods": [(method, {})], "steps": 60, "size": 1000, "pause": 0.05, **BEGINS.get(method, {})}
+        nodes = start(processes, store, tmp_path, graph, num_nodes, **settings)
         nodes[victim].wait_for("step 20$")
         nodes[victim].kill()
         if method == "pmsgd":  # uses no edges
@@ -161,13 +165,13 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
 
 @pytest.mark.parametrize(
     ("graph", "num_nodes", "victim", "method"),
-    [("ring", 4, 2, "dmsgd"), ("ring", 5, 1, "pmsgd"), ("full", 4, 3, "dsgd")],
+    [("ring", 4, 2, "dmsgd"), ("ring", 5, 1, "pmsgd"), ("full", 4, 3, "dsgd"), ("ring", 4, 2, "momentum-consensus")],
 )
 def test_a_node_that_is_started_again_takes_part_again(
     graph: str, num_nodes: int, victim: int, method: str, store: TCPStore, tmp_path: Path
 ) -> None:
     with Processes() as processes:
-        settings = {"methods": [(method, {})], "steps": 400, "size": 1000, "pause": 0.05}
+        settings = {"methods": [(method, {})], "steps": 400, "size": 1000, "pause": 0.05, **BEGINS.get(method, {})}
         nodes = start(processes, store, tmp_path, graph, num_nodes, **settings)
         nodes[victim].wait_for("step 20$")
         nodes[victim].kill()

@@ -72,10 +72,12 @@ def wait_for_step(launched: Process, folder: Path, step: int, num_nodes: int = 3
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["decentlam", "pmsgd"])
+@pytest.mark.parametrize("method", ["decentlam", "pmsgd", "dmsgd"])
 def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> None:
-    run([*LAUNCH, file, f"gossip.method={method}", "--name", "processes"], timeout=PATIENCE)
-    simulated: Command = [*SCRIPT, file, f"gossip.method={method}", "--num-nodes", "3", "--name", "threads"]
+    """The exchange of DmSGD, combine-then-adapt, goes on behind forward and backward where nodes are processes."""
+    settings = [f"gossip.method={method}", *(["gossip.options={combine_first: true}"] if method == "dmsgd" else [])]
+    run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
+    simulated: Command = [*SCRIPT, file, *settings, "--num-nodes", "3", "--name", "threads"]
     completed = run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
     assert "the mean of 3 nodes: accuracy" in completed.output
     runs = file.parent / "runs"
@@ -85,6 +87,11 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
         assert losses[0] == losses[1]
         sent = [sum(event["bytes_sent"] for event in events(runs / n, node, "mix")) for n in ("processes", "threads")]
         assert sent[0] == pytest.approx(sent[1], rel=0.02)
+        hidden = [
+            sum(event["seconds_hidden"] for event in events(runs / n, node, "mix")) for n in ("processes", "threads")
+        ]
+        assert hidden[1] == 0
+        assert (hidden[0] > 0) == (method == "dmsgd")
     report = run([sys.executable, "-m", "hf_diloco.cli", "report", runs / "processes"])
     assert f"{method} on ring" in report.output
     assert "warning" not in report.output

@@ -1,8 +1,9 @@
 """One node of a decentralised least-squares run, as a process of its own.
 
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
-result (file); if need be: exchange_timeout (seconds), pause (seconds a step). Each method begins anew. After the last
-step the mean over all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
+result (file); if need be: exchange_timeout (seconds), pause (seconds a step), begins (whether exchanges begin before
+the pause, by `NodeNeighbours`, where the method allows it). Each method begins anew. After the last step the mean over
+all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch.distributed import TCPStore
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.methods import make_optimizer
 from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.topology import make_topology
+from hf_diloco.island import IslandGroup
 
 LR = 0.05
 
@@ -43,17 +46,20 @@ def train(
     steps: int,
     size: int,
     after: Callable[[int], None] = lambda step: None,
+    pause: float = 0,
 ) -> list[Any]:
     """The parameters at the end, their mean over all nodes, and the bytes that were sent; calls `after` each step."""
     problem = Problem(neighbours.node, size)
     x = torch.nn.Parameter(torch.ones(size))
     optimizer = make_optimizer(method, [x], neighbours, LR, **settings)
     num_bytes = begin = 0
-    if isinstance(neighbours, MeshNeighbours) and neighbours.is_returning:
+    if isinstance(neighbours, (MeshNeighbours, NodeNeighbours)) and neighbours.is_returning:
         begin = neighbours.enter(x.data)
         optimizer.param_groups[0]["num_steps"] = begin
         print(f"entered at {begin}", flush=True)
     for step in range(begin, steps):
+        optimizer.begin_exchange()
+        time.sleep(pause)
         x.grad = problem.gradient(x.detach())
         optimizer.step()
         num_bytes += optimizer.traffic.bytes_sent
@@ -68,7 +74,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
     topology = make_topology(settings["graph"], settings["num_nodes"])
-    neighbours = MeshNeighbours(
+    mesh = MeshNeighbours(
         store,
         topology,
         settings["node"],
@@ -77,22 +83,23 @@ def main() -> None:
         exchange_timeout=settings.get("exchange_timeout", 60),
     )
 
+    neighbours = NodeNeighbours(mesh, topology, mesh.node, IslandGroup()) if settings.get("begins") else mesh
+
     def after(step: int) -> None:
         print(f"step {step}", flush=True)
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
-        time.sleep(settings.get("pause", 0))
 
     results = [
-        train(neighbours, method, more, settings["steps"], settings["size"], after)
+        train(neighbours, method, more, settings["steps"], settings["size"], after, settings.get("pause", 0))
         for method, more in settings["methods"]
     ]
     torch.save(results, settings["result"])
     for line in neighbours.take_news():
         print(f"news: {line}", flush=True)
-    print(f"averaged over {list(neighbours.averaged_over)}", flush=True)
-    print(f"lost {sorted(neighbours.lost)}", flush=True)
-    neighbours.share("end", {}) if not neighbours.lost else None
+    print(f"averaged over {list(mesh.averaged_over)}", flush=True)
+    print(f"lost {sorted(mesh.lost)}", flush=True)
+    neighbours.share("end", {}) if not mesh.lost else None
     neighbours.close()
 
 

@@ -316,3 +316,16 @@ def test_a_record_that_begins_at_a_resume(tmp_path: Path) -> None:
 def test_json_holds_every_figure(tmp_path: Path) -> None:
     report = summarise(load_run(write_run(tmp_path)))
     assert Report.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_node_computes_while_its_exchanges_are_hidden(tmp_path: Path) -> None:
+    counts = {"bytes_sent": 10, "bytes_received": 10}
+    mixes = [
+        {"event": "mix", "step": 2, "seconds_exchanging": 3.0, "seconds_hidden": 2.5, **counts},
+        {"event": "mix", "step": 4, "seconds_exchanging": 2.0, **counts},  # of a version that hid nothing
+    ]
+    ending = {"event": "end", "step": 4, "seconds_total": 10.0}
+    report = report_of(tmp_path, [start(method="dsgd", topology="ring"), train(2, 1.0), *mixes, train(4, 1.0), ending])
+    (node,) = report.islands
+    assert node.seconds is not None
+    assert (node.seconds.computing, node.seconds.exchanging) == (7.5, 2.5)

@@ -7,6 +7,7 @@ begins with the mean of its neighbours.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -42,7 +43,7 @@ class MeshNeighbours(Neighbours):
     """One process's end of the graph.
 
     A neighbour whose connection breaks, or that does not come within `exchange_timeout`, is lost: `mix` leaves it out
-    from then on and raises nothing, unless none is left.
+    from then on and raises nothing, unless none is left. `close` may be called while another thread is in `mix`.
 
     Args:
         store: where nodes find each other, kept by node 0; see `agreement.rendezvous.connect_store`.
@@ -96,6 +97,8 @@ class MeshNeighbours(Neighbours):
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
         self._published: MeshPublished | None = None
+        self._is_mixing = threading.Lock()
+        self._is_closed = False
         self._peers = edge_peers(topology, node)
         self._start = self._board.count(_starts_key(node), 1)
         self.is_returning = self._start > 1
@@ -111,7 +114,8 @@ class MeshNeighbours(Neighbours):
         for peer in self._peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
-        self._mixing = Mixing(self._edges, Patience(self._board, node, self.num_nodes, exchange_timeout), self._lose)
+        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout)
+        self._mixing = Mixing(self._edges, self._patience, self._lose)
         self._group = GroupAverage(
             store,
             self._board,
@@ -134,7 +138,8 @@ class MeshNeighbours(Neighbours):
         self._check_rate(vectors, len(receivers))
         if sources or receivers:
             self._check_company()
-        traffic = self._mixing.run(sources, receivers, vectors, outs)
+        with self._is_mixing:
+            traffic = self._mixing.run(sources, receivers, vectors, outs)
         if sources or receivers:
             self._check_company()
         return traffic
@@ -222,9 +227,12 @@ class MeshNeighbours(Neighbours):
         return news
 
     def close(self) -> None:
-        for edge in self._edges.values():
-            edge.close()
-        self._edges.clear()
+        self._is_closed = True
+        self._patience.give_up()
+        with self._is_mixing:  # lets go of its edges one after the other
+            for edge in self._edges.values():
+                edge.close()
+            self._edges.clear()
         self._reception.close()
         self._group.close()
         if self._published is not None:
@@ -256,6 +264,8 @@ class MeshNeighbours(Neighbours):
 
     def _lose(self, node: int, reason: str) -> None:
         """Keeps in mind that a neighbour is gone, and tells the log and all nodes."""
+        if self._is_closed:  # it is this one that goes
+            return
         self.lost[node] = reason
         self._news.append(f"node {node} was lost ({reason}): its weight stays with this node until it returns")
         self._reception.look_for([node])

@@ -32,14 +32,24 @@ class Patience:
         self._num_nodes = num_nodes
         self._tick = 0
         self._is_silent = False
+        self._has_given_up = False
         self.begin()
 
     def begin(self) -> None:
         """An exchange begins."""
         self._num_excuses = 0
         self._seen: dict[int, Record | None] = {}
-        self.limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
+        self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
         self._deadline = Deadline(self.seconds)
+
+    def give_up(self) -> None:
+        """Nobody is waited for any more. May be called from another thread; an exchange under way then ends soon."""
+        self._has_given_up = True
+
+    @property
+    def limit(self) -> Deadline:
+        """How long a transfer may take."""
+        return Deadline(0) if self._has_given_up else self._limit
 
     def renew(self) -> None:
         """After a neighbour was given up: those who waited for it too are late for that reason."""
@@ -53,6 +63,8 @@ class Patience:
         """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
 
         def look() -> None:
+            if self._has_given_up:
+                raise IslandLostError(f"node {peer} is waited for no more", [peer])
             self._say(peer)
             if peer not in self._seen:
                 self._seen[peer] = self._read(peer)

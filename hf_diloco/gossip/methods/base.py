@@ -92,6 +92,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             _check_group(group)
         self.check_graph()
+        self._has_begun = False
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         dtype, device = _common_kind(self._parameters)
         size = sum(parameter.numel() for parameter in self._parameters)
@@ -113,6 +114,14 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             g: the gradients with weight decay and LARS; may be overwritten.
         """
 
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
+        """What `update` will mix, and where to, in a method that knows it before the gradient; None in others.
+
+        Args:
+            x: the parameters, flat.
+        """
+        return None
+
     @cached_property
     def received(self) -> torch.Tensor:
         """A buffer of d values for what comes from the neighbours; made when a method first needs it."""
@@ -122,6 +131,23 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def num_steps(self) -> int:
         """Steps taken so far; which weights a graph that changes has next."""
         return int(self.param_groups[0]["num_steps"])
+
+    @torch.no_grad()
+    def begin_exchange(self) -> None:
+        """Starts what of this step's exchange is known before the gradient; call before the forward pass.
+
+        It then goes on behind forward and backward, and `step` waits for what is left of it. Every bit is the same
+        with it and without. The parameters must stay as they are until `step`; inside `averaged_weights` they are
+        others, which is allowed. Does nothing where what is sent depends on the gradient, or where it has begun. What
+        goes wrong in the exchange is raised by `step`.
+        """
+        vectors_and_outs = self.sent_ahead(self._x)
+        if vectors_and_outs is None or self._has_begun:
+            return
+        self._adopt()
+        self.neighbours.offer(self._x, self.num_steps)
+        self.neighbours.begin(*vectors_and_outs, self.num_steps)
+        self._has_begun = True
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -148,10 +174,12 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         self.traffic = Traffic()
         self._adopt()
-        self.neighbours.offer(self._x, self.num_steps)
+        if not self._has_begun:
+            self.neighbours.offer(self._x, self.num_steps)
         self._read_gradients()
         self.average_gradient(self._g)
         self._decay()
+        self._has_begun = False
         self.update(self._x, self._g)
         for group in self.param_groups:
             group["num_steps"] += 1
@@ -168,8 +196,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             That step. The method's state is as at its first step.
 
         Raises:
-            UnsupportedError: the method's state cannot begin anew on one node.
+            UnsupportedError: the method's state cannot begin anew on one node, or an exchange has begun.
         """
+        self._check_nothing_begun()
         self._adopt()
         step = enter(self._x)
         self.begin_state(self._x)
@@ -237,6 +266,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             IslandLostError: a node did not come in time. The parameters are what they were.
         """
         self._adopt()
+        self.neighbours.settle()
         own = self._x.clone()
         try:
             with torch.no_grad():
@@ -258,7 +288,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             CheckpointError: the state is another method's.
+            UnsupportedError: an exchange has begun.
         """
+        self._check_nothing_begun()
         super().load_state_dict(state_dict)
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._parameters, self._views(vector), strict=True):
@@ -266,6 +298,14 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                     raise CheckpointError(f"{self.name}: the state holds no {name}; it is another method's")
                 view.copy_(self.state[parameter][name])
         self._show_state()
+
+    def _check_nothing_begun(self) -> None:
+        """Raises `UnsupportedError` between `begin_exchange` and `step`: neighbours have been sent this state."""
+        if self._has_begun:
+            raise UnsupportedError(
+                f"{self.name}: neighbours have been sent the parameters of step {self.num_steps}: take that step "
+                "before another state is loaded, or start all nodes again from their checkpoints"
+            )
 
     def _show_state(self) -> None:
         """Lets `state_dict` see the vectors, cut into parameters; they stay the same memory."""
@@ -289,6 +329,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                     f"{self.name}: a parameter went from {view.dtype} on {view.device} to {parameter.dtype} on "
                     f"{parameter.device}; move the model before the optimizer is made"
                 )
+            self.neighbours.settle()
             view.copy_(parameter.data)
             parameter.data = view
 

@@ -5,7 +5,7 @@
 
 Sends d values to each neighbour. Where nodes' data differ, a constant γ leaves it at a distance from the solution,
 whose square is O(γ² b² / (1 - ρ)²) with b² = mean_i ‖∇f_i(x*)‖². In the second form what is sent is known before the
-gradient, so that it may travel while that is computed; its bias is larger.
+gradient, so that it travels while that is computed (`begin_exchange`); its bias is larger.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.gossip.methods.base import GossipOptimizer
-from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.neighbours import Neighbours, Vectors
 
 
 class DSGD(GossipOptimizer):
@@ -39,6 +39,9 @@ class DSGD(GossipOptimizer):
         """
         self.combine_first = combine_first
         super().__init__(params, neighbours, lr, weight_decay=weight_decay, lars=lars)
+
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
+        return ((x,), (self.received,)) if self.combine_first else None
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         self.descend(x, g)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.methods.base import GossipOptimizer
-from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.neighbours import Neighbours, Vectors
 
 
 class MomentumConsensus(GossipOptimizer):
@@ -56,6 +56,9 @@ class MomentumConsensus(GossipOptimizer):
     def received_momentum(self) -> torch.Tensor:
         """A buffer for the neighbours' momentum, d values."""
         return torch.empty_like(self.received)
+
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors]:
+        return (x, self.vector("momentum_buffer")), (self.received, self.received_momentum)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         momentum = self.vector("momentum_buffer")
