@@ -2,6 +2,7 @@
 
     python benchmarks/gossip_vision.py --data FOLDER_OF_IDX_FILES
     python benchmarks/gossip_vision.py --data FOLDER --processes --methods decentlam dmsgd --seeds 1
+    python benchmarks/gossip_vision.py --data FOLDER --methods decentlam --batches 128 --payloads fp32 int8 int4
 
 Every row is a run through the command line, with another method, batch size and seed; all have seen as many images at
 the end. The learning rate grows with the batch, after a warm-up, as is usual with large batches (arXiv 1706.02677).
@@ -53,10 +54,25 @@ class Cell:
     method: str
     batch: int  # of one node
     seed: int
+    payload: str = "fp32"
 
     @property
     def name(self) -> str:
-        return f"{self.method}-b{self.batch}-s{self.seed}"
+        payload = "" if self.payload == "fp32" else f"-{self.payload}"
+        return f"{self.method}-b{self.batch}-s{self.seed}{payload}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        accuracy: of the mean of all nodes.
+        step_bytes: sent by a node in a step, evaluations included.
+    """
+
+    accuracy: float
+    step_bytes: float
 
 
 def run_file(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
@@ -89,12 +105,18 @@ def run_file(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
             "logging_steps": max(1, steps // 10),
             "save_strategy": "no",
         },
-        "gossip": {"method": cell.method, "topology": "ring", "num_islands": NUM_NODES, **METHODS[cell.method]},
+        "gossip": {
+            "method": cell.method,
+            "topology": "ring",
+            "num_islands": NUM_NODES,
+            "payload": cell.payload,
+            **METHODS[cell.method],
+        },
         "launch": {"use_cpu": True, "threads": 1, "resume": "auto"},
     }
 
 
-def accuracy(cell: Cell, args: argparse.Namespace) -> float | None:
+def outcome(cell: Cell, args: argparse.Namespace) -> Outcome | None:
     """Trains, unless that has been done; None if it failed."""
     summary = args.work / cell.name / "island-0" / "summary.json"
     if not summary.exists():
@@ -107,25 +129,31 @@ def accuracy(cell: Cell, args: argparse.Namespace) -> float | None:
         subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if not summary.exists():
         return None
-    return float(json.loads(summary.read_text())["eval_accuracy"])
+    lines = (summary.parent / "metrics.jsonl").read_text().splitlines()
+    end = next(event for event in map(json.loads, reversed(lines)) if event["event"] == "end")
+    return Outcome(float(json.loads(summary.read_text())["eval_accuracy"]), end["bytes_sent"] / end["step"])
 
 
-def table(found: dict[Cell, float | None], args: argparse.Namespace) -> Table:
-    """Methods by batch sizes."""
+def table(found: dict[Cell, Outcome | None], args: argparse.Namespace) -> Table:
+    """Methods and payloads by batch sizes."""
     images = f"{args.epochs} epochs of {args.examples:,} images, ring of {NUM_NODES}, Dirichlet {args.alpha:g}"
     made = Table(title=f"test accuracy in %, {images}, {len(args.seeds)} seeds")
     made.add_column("method")
     for batch in args.batches:
         lr = args.lr * batch * NUM_NODES / 256
         made.add_column(f"batch {batch * NUM_NODES:,}\n(8 x {batch}), γ {lr:.3g}", justify="right")
+    made.add_column("bytes a step", justify="right")
     for method in args.methods:
-        cells = [[found.get(Cell(method, batch, seed)) for seed in args.seeds] for batch in args.batches]
-        made.add_row(method, *(_mean(values) for values in cells))
+        for payload in args.payloads:
+            cells = [[found.get(Cell(method, batch, seed, payload)) for seed in args.seeds] for batch in args.batches]
+            sent = [one.step_bytes for one in cells[0] if one is not None]
+            name = method if args.payloads == ["fp32"] else f"{method}, {payload}"
+            made.add_row(name, *(_mean(values) for values in cells), f"{statistics.mean(sent):,.0f}" if sent else "")
     return made
 
 
-def _mean(values: list[float | None]) -> str:
-    known = [100 * value for value in values if value is not None]
+def _mean(values: list[Outcome | None]) -> str:
+    known = [100 * value.accuracy for value in values if value is not None]
     if len(known) < len(values):
         return f"{len(values) - len(known)} of {len(values)} failed"
     spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
@@ -139,6 +167,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--batches", nargs="+", type=int, default=[32, 128, 512], help="images a step of one node")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--payloads", nargs="+", default=["fp32"], help="how vectors travel (gossip.payload)")
     parser.add_argument("--examples", type=int, default=24_000)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=0.02, help="with momentum, for 256 images a step of all nodes")
@@ -148,9 +177,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gossip-vision"))
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    cells = [Cell(method, batch, seed) for seed in args.seeds for batch in args.batches for method in args.methods]
+    cells = [
+        Cell(method, batch, seed, payload)
+        for seed in args.seeds
+        for batch in args.batches
+        for method in args.methods
+        for payload in args.payloads
+    ]
     with ThreadPoolExecutor(args.jobs) as jobs:
-        found = dict(zip(cells, jobs.map(lambda cell: accuracy(cell, args), cells), strict=True))
+        found = dict(zip(cells, jobs.map(lambda cell: outcome(cell, args), cells), strict=True))
     Console(width=140).print(table(found, args))
 
 

@@ -95,6 +95,7 @@ class GossipCallback(TrainerCallback):
         self._view: MeanView | None = None
         self._shown = ExitStack()
         self._num_evaluations = 0
+        self._saves = ""
         self._combined: dict[str, float] = {}
         self._record: NodeRecord | None = None
         self._num_shown = 0  # evaluations until the model holds the node's own parameters again
@@ -186,10 +187,12 @@ class GossipCallback(TrainerCallback):
         frame = inspect.currentframe()
         move_before_trackers(self, frame.f_back if frame else None)
         self._num_evaluations = count_evaluations(frame.f_back if frame else None) or 1
-        check_gossip_arguments(args)
+        check_gossip_arguments(args, self.config.payload)
+        self._saves = f"{args.save_strategy}, every {state.save_steps} steps"
         optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
         node = self.node
         node.end.window = node.end.window if self._wish_takes_time else 1
+        node.rekey()
         if state.global_step:
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
         if node.is_returning:
@@ -279,6 +282,7 @@ class GossipCallback(TrainerCallback):
         """Marks the checkpoint as whole."""
         checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.node.wait_for_ranks()
+        self.node.rekey()  # as who resumes from here does
         if state.is_world_process_zero:
             save_index(checkpoint, self._index(state))
             self._need_record().write("save", state.global_step, path=checkpoint.name)
@@ -341,7 +345,10 @@ class GossipCallback(TrainerCallback):
         )
 
     def _fingerprint(self, model: torch.nn.Module) -> dict[str, Fact]:
-        return {**make_fingerprint(self.config, self.topology, model), **self._facts}
+        facts = {**make_fingerprint(self.config, self.topology, model), **self._facts}
+        if self.config.payload != "fp32":  # all rekey at the same steps
+            facts["when checkpoints are saved"] = self._saves
+        return facts
 
     def _compare(self, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
@@ -394,6 +401,7 @@ class GossipCallback(TrainerCallback):
             shards="whole parameters",
             num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
             method=self.config.method,
+            payload=self.config.payload,
             topology=self.config.topology,
             rho=self.topology.rho,
             max_steps=state.max_steps,

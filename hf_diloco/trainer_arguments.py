@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, UnsupportedError
@@ -29,8 +30,12 @@ def check_arguments(config: DiLoCoConfig, args: TrainingArguments) -> None:
         raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
 
 
-def check_gossip_arguments(args: TrainingArguments) -> None:
+def check_gossip_arguments(args: TrainingArguments, payload: str = "fp32") -> None:
     """Refuses what does not go with averaging between neighbours.
+
+    Args:
+        args: of the Trainer.
+        payload: how vectors travel.
 
     Raises:
         ConfigError: fp16, or checkpoints that would leave out what resuming needs, or go too early.
@@ -49,6 +54,11 @@ def check_gossip_arguments(args: TrainingArguments) -> None:
         raise ConfigError(
             "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
             "give 2 or more"
+        )
+    if payload != "fp32" and args.save_strategy == SaveStrategy.BEST:
+        raise ConfigError(
+            f"save_strategy=best with payload={payload}: all nodes must save after the same steps, which metrics of "
+            "their own would not have them do: set it to steps or epoch"
         )
     _check_checkpoints(args)
 

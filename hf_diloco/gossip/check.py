@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.methods import make_optimizer
+from hf_diloco.gossip.methods import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.replicas import check_static
 from hf_diloco.gossip.topology import Topology, make_topology
 
 
@@ -19,5 +21,21 @@ def check_gossip(config: GossipConfig) -> Topology:
     topology = make_topology(config.topology, config.num_islands, config.topology_seed)
     parameter = torch.nn.Parameter(torch.zeros(1))
     node = MemoryGraph(topology).node(config.island)
-    make_optimizer(config.method, [parameter], node, 0.1, **config.method_settings)
+    optimizer = make_optimizer(config.method, [parameter], node, 0.1, **config.method_settings)
+    if config.payload != "fp32":
+        _check_payload(config.payload, topology, optimizer)
     return topology
+
+
+def _check_payload(payload: str, topology: Topology, optimizer: GossipOptimizer) -> None:
+    if isinstance(optimizer, SwarmSGD):
+        raise ConfigError(
+            f"payload={payload}: {optimizer.name} has a code of its own; remove payload, and set options: "
+            "{quantization: lattice-8} or lattice-16 (not with blocking)"
+        )
+    if optimizer.num_vectors == 0:
+        raise ConfigError(
+            f"payload={payload}: {optimizer.name} averages gradients over all nodes, and knows no neighbours that "
+            "could keep replicas; remove payload, or choose another method"
+        )
+    check_static(topology, payload)

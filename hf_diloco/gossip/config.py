@@ -44,6 +44,11 @@ class GossipConfig(StrictModel):
     options: dict[str, bool | int | float | str] = Field(
         default={}, description="the method's own settings, as combine_first, omega, average_momentum, local_steps"
     )
+    payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4"] = Field(
+        default="fp32",
+        description="number format in which vectors travel; below fp32, of their differences to replicas that the "
+        "neighbours keep",
+    )
     buffers: Literal["average", "local"] = Field(
         default="average",
         description="statistics of batch normalisation in the model that is evaluated and saved: the mean over the "
@@ -83,6 +88,16 @@ class GossipConfig(StrictModel):
     def _refuse_booleans(cls, value: Any) -> Any:
         if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
             raise ValueError(f"input should be a number, got {value}")
+        return value
+
+    @field_validator("payload", mode="before")
+    @classmethod
+    def _check_payload(cls, value: Any) -> Any:
+        if value in ("topk", "sign"):
+            raise ValueError(
+                f"payload {value} leaves out most of a difference, so that nodes would drift apart without a "
+                "consensus step below 1, which is not offered: give bf16, fp16, int8, int4 or fp4"
+            )
         return value
 
     @field_validator("rendezvous")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.exchange.base import BLOCK_VALUES, Traffic
+from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.text import numbers, plural
@@ -37,9 +38,12 @@ class Neighbours(ABC):
         num_nodes: n.
         topology: who averages with whom, with which weights.
         is_on_host: vectors must lie in host memory.
+        is_returning: the others go on without this node, which has been there before: call `enter` before the first
+            step.
     """
 
-    is_on_host: ClassVar[bool] = False
+    is_on_host: bool = False
+    is_returning: bool = False
     node: int
     num_nodes: int
     topology: Topology
@@ -61,6 +65,18 @@ class Neighbours(ABC):
         Raises:
             IslandLostError: a node did not come in time.
         """
+
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        """Moves bytes to receivers and from neighbours, which a graph that does not change has; `mix` is made of it.
+
+        Returns:
+            What crossed the node's boundary.
+
+        Raises:
+            IslandLostError: a node did not come in time.
+            UnsupportedError: the transport has no such thing.
+        """
+        raise UnsupportedError(f"{type(self).__name__} moves vectors as they are only: set payload to fp32")
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:  # noqa: B027 - most exchange in `mix` alone
         """Says that `mix` comes next, with these arguments, so that the exchange may go on behind what is between.
@@ -123,6 +139,31 @@ class Neighbours(ABC):
             step: the step that begins.
         """
 
+    def enter(self, x: torch.Tensor) -> int:
+        """Begins where the neighbours are, on a node that `is_returning`.
+
+        Args:
+            x: the parameters, flat, of the type that all nodes have; overwritten with the neighbours' mean.
+
+        Returns:
+            The step that this node is to take next.
+
+        Raises:
+            IslandLostError: no neighbour is there.
+        """
+        raise UnsupportedError(f"no node returns to {type(self).__name__}: start all nodes again")
+
+    def recall(self, topic: str) -> list[Record]:
+        """What other nodes showed in their first `share` of a topic, in their order, without waiting for any."""
+        return []
+
+    def life(self, peer: int) -> int | None:
+        """Tells the connection to a neighbour from earlier and later ones, at both its ends; None: it is lost."""
+        return 0
+
+    def rekey(self) -> None:  # noqa: B027 - most have nothing to forget
+        """Has the next exchange depend on nothing that was exchanged before: called on all nodes at the same step."""
+
     def take_news(self) -> list[str]:
         """What happened to neighbours since the last call, a line each."""
         return []
@@ -150,7 +191,7 @@ def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, tor
     for weight, _ in others:
         total += weight
         shares.append(weight / total)
-    for where in _blocks(out):
+    for where in blocks(out):
         mixed, so_far = out[where], own[where]
         if not others:
             mixed.copy_(so_far)
@@ -162,14 +203,14 @@ def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, tor
 
 def mean_(out: torch.Tensor, vectors: Vectors) -> None:
     """Writes the mean of all nodes' `vectors`, in their order, to `out`, which overlaps none of them."""
-    for where in _blocks(out):
+    for where in blocks(out):
         total = out[where].copy_(vectors[0][where])
         for vector in vectors[1:]:
             total.add_(vector[where])
         total.mul_(1.0 / len(vectors))  # as `weighted_mean` does
 
 
-def _blocks(vector: torch.Tensor) -> list[slice]:
+def blocks(vector: torch.Tensor) -> list[slice]:
     """On a processor, blocks that stay in its cache; on an accelerator all at once, as each kernel costs a launch."""
     size = vector.numel()
     block = BLOCK_VALUES if vector.device.type == "cpu" else max(size, 1)
@@ -192,7 +233,7 @@ class MemoryGraph:
         self.num_nodes = topology.num_nodes
         self.timeout = timeout
         self.barrier = threading.Barrier(self.num_nodes)
-        self.given: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.given: dict[int, Any] = {}
         self.arrivals = [0] * self.num_nodes
         self.board = MemoryBoard(self.num_nodes)
 
@@ -229,6 +270,17 @@ class MemoryNeighbours(Neighbours):
             size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
         )
 
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        def finish(given: Mapping[int, list[Mapping[int, torch.Tensor]]]) -> None:
+            for number, piece in enumerate(pieces):
+                piece.finish({peer: given[peer][number][self.node] for peer in piece.bytes_from})
+
+        self._show([piece.give(slot) for slot, piece in enumerate(pieces)], finish)
+        return Traffic(
+            sum(sum(piece.bytes_to.values()) for piece in pieces),
+            sum(sum(piece.bytes_from.values()) for piece in pieces),
+        )
+
     def average(self, vector: torch.Tensor) -> Traffic:
         mean = _workspace.take("mean", vector.numel(), vector.dtype, vector.device)
         self._show((vector,), lambda given: mean_(mean, [given[node][0] for node in range(self.num_nodes)]))
@@ -252,12 +304,10 @@ class MemoryNeighbours(Neighbours):
     def close(self) -> None:
         self._graph.barrier.abort()
 
-    def _show(
-        self, vectors: tuple[torch.Tensor, ...], combine: Callable[[Mapping[int, tuple[torch.Tensor, ...]]], None]
-    ) -> None:
-        """Shows `vectors` to all nodes, and calls `combine` with what all show."""
+    def _show(self, given: Any, combine: Callable[[Mapping[int, Any]], None]) -> None:
+        """Shows `given` to all nodes, and calls `combine` with what all show."""
         graph = self._graph
-        graph.given[self.node] = vectors
+        graph.given[self.node] = given
         self._wait()
         combine(graph.given)
         self._wait()  # until all have read: from then on vectors may change

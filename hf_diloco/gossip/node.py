@@ -20,6 +20,7 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, Vectors
 from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.gossip.turns import NoTurns, Turns
 from hf_diloco.island import IslandGroup
@@ -78,7 +79,6 @@ class NodeNeighbours(Neighbours):
         seconds: that the node stood still for exchanges so far.
         seconds_hidden: that exchanges took behind the node's computation so far; on the leader.
         total: what they moved so far, on this rank.
-        is_returning: the others go on without this node, which has been there before: see `enter`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class NodeNeighbours(Neighbours):
         self.seconds = 0.0
         self.seconds_hidden = 0.0
         self.total = Traffic()
-        self.is_returning: bool = island.on_leader(lambda: isinstance(inner, MeshNeighbours) and inner.is_returning)
+        self.is_returning = island.on_leader(lambda: inner is not None and inner.is_returning)
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
         inner = self._inner
@@ -174,10 +174,9 @@ class NodeNeighbours(Neighbours):
             pass
 
     def recall(self, topic: str) -> list[dict[str, Any]]:
-        """What other nodes showed first under a topic, to a node that was not there."""
-
         def ask() -> list[dict[str, Any]]:
-            return self._inner.recall(topic) if isinstance(self._inner, MeshNeighbours) else []
+            assert self._inner is not None
+            return self._inner.recall(topic)
 
         return self._island.on_leader(ask)
 
@@ -186,20 +185,10 @@ class NodeNeighbours(Neighbours):
             self._inner.offer(x, step)
 
     def enter(self, x: torch.Tensor) -> int:
-        """Begins where the neighbours are, on a node that `is_returning`. Collective over the ranks of the node.
-
-        Args:
-            x: the parameters, flat; overwritten with the neighbours' mean.
-
-        Returns:
-            The step that this node is to take next.
-
-        Raises:
-            IslandLostError: no neighbour is there.
-        """
+        """As `Neighbours.enter`. Collective over the ranks of the node."""
 
         def ask() -> int:
-            assert isinstance(self._inner, MeshNeighbours)
+            assert self._inner is not None
             return self._inner.enter(x)
 
         step = self._island.on_leader(ask)
@@ -207,6 +196,10 @@ class NodeNeighbours(Neighbours):
             dist.broadcast(x, 0)
         self.is_returning = False
         return step
+
+    def rekey(self) -> None:
+        if self._inner is not None:
+            self._inner.rekey()
 
     def take_news(self) -> list[str]:
         """What happened to neighbours since the last call, a line each; on the leader."""
@@ -291,7 +284,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
 
     def connect() -> None:
         nonlocal inner
-        inner = _connect(config, topology)
+        inner = with_payload(_connect(config, topology), config.payload)
 
     island.on_leader(connect)
     return NodeNeighbours(inner, topology, config.island, island)

@@ -26,7 +26,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
         ("bytes exchanged", traffic(report, "steps")),
         ("data parallel", _data_parallel(report)),
         ("time", _time(report.shares)),
-        ("method", f"{report.method} on {report.topology}"),
+        ("method", f"{report.method} on {report.topology}{_payload(report)}"),
         ("consensus", _consensus(report)),
     ]
     return [*rows, ("model", report.model)] if report.model else rows
@@ -72,6 +72,11 @@ def _data_parallel(report: Report) -> str:
     if report.bytes_per_step_sync is None:
         return text.MISSING
     return f"would have sent {text.size(report.bytes_per_step_sync)}  (fp32 gradients, ring all-reduce)"
+
+
+def _payload(report: Report) -> str:
+    """Unless vectors travel as they are."""
+    return "" if report.payload in (None, "fp32") else f", {report.payload} payload"
 
 
 def _time(shares: TimeSplit | None) -> str:

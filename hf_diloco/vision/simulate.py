@@ -10,6 +10,7 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.turns import Turns
 from hf_diloco.island import IslandGroup
 from hf_diloco.runs.process import STOPPED
@@ -39,12 +40,12 @@ class Simulation:
             )
             for node in range(num_nodes)
         ]
-        topology = check_gossip(self._runs[0].gossip)
+        config = self._runs[0].gossip
+        topology = check_gossip(config)
         graph, turns = MemoryGraph(topology, timeout=_LONGEST_WAIT), Turns()
         self._turns = turns
-        self._nodes = [
-            NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns) for number in range(num_nodes)
-        ]
+        ends = [with_payload(graph.node(number), config.payload) for number in range(num_nodes)]
+        self._nodes = [NodeNeighbours(end, topology, number, IslandGroup(), turns) for number, end in enumerate(ends)]
         self._codes: dict[int, int] = {}
         self._errors: list[BaseException] = []
 

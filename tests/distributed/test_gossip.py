@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from hf_diloco.gossip.methods import METHODS
 from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import make_topology
 from tests.islands import run_islands
 from tests.processes import Process, Processes
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.distributed
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "gossip_node.py"
 ONE_SIDED = {"swarm-sgd"}  # takes what neighbours have published: which steps it sees is not the same twice
+UNCODED = {"swarm-sgd", "pmsgd"}
 SETTINGS: dict[str, dict[str, Any]] = {"decentlam": {"momentum": 0.5}}
 FIXED_ONLY = {"d2"}
 BEGINS = {"momentum-consensus": {"begins": True}}
@@ -61,17 +63,25 @@ def start(
 # What comes out
 
 
-@pytest.mark.parametrize(("graph", "num_nodes"), [("ring", 4), ("one-peer-exponential", 4), ("full", 5)])
-def test_processes_compute_what_threads_compute(graph: str, num_nodes: int, store: TCPStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("graph", "num_nodes", "payload"),
+    [("ring", 4, "fp32"), ("one-peer-exponential", 4, "fp32"), ("full", 5, "fp32"), ("full", 5, "int4")],
+)
+def test_processes_compute_what_threads_compute(
+    graph: str, num_nodes: int, payload: str, store: TCPStore, tmp_path: Path
+) -> None:
     """Every method, one after the other, bit for bit."""
     topology = make_topology(graph, num_nodes)
-    names = METHODS.keys() - ONE_SIDED - (set() if topology.is_static else FIXED_ONLY)
+    names = (
+        METHODS.keys() - (ONE_SIDED if payload == "fp32" else UNCODED) - (set() if topology.is_static else FIXED_ONLY)
+    )
     methods = [(name, SETTINGS.get(name, {}) if topology.is_symmetric else {}) for name in sorted(names)]
     methods = [(name, more) for name, more in methods if topology.is_symmetric or name != "decentlam"]
     steps, size = 20, 10_001
 
     def simulate(node: int) -> list[Any]:
-        return [train(graph_in_memory.node(node), name, more, steps, size) for name, more in methods]
+        neighbours = with_payload(graph_in_memory.node(node), payload)
+        return [train(neighbours, name, more, steps, size) for name, more in methods]
 
     graph_in_memory = MemoryGraph(topology)
     threads_before = torch.get_num_threads()
@@ -79,7 +89,8 @@ def test_processes_compute_what_threads_compute(graph: str, num_nodes: int, stor
     expected = run_islands(num_nodes, simulate)
     torch.set_num_threads(threads_before)
     with Processes() as processes:
-        for process in start(processes, store, tmp_path, graph, num_nodes, methods=methods, steps=steps, size=size):
+        settings = {"methods": methods, "steps": steps, "size": size, "payload": payload}
+        for process in start(processes, store, tmp_path, graph, num_nodes, **settings):
             process.wait()
     for node in range(num_nodes):
         for (name, _), ours, theirs in zip(methods, torch.load(tmp_path / f"{node}.pt"), expected[node], strict=True):
@@ -164,14 +175,20 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("graph", "num_nodes", "victim", "method"),
-    [("ring", 4, 2, "dmsgd"), ("ring", 5, 1, "pmsgd"), ("full", 4, 3, "dsgd"), ("ring", 4, 2, "momentum-consensus")],
+    ("graph", "num_nodes", "victim", "method", "payload"),
+    [
+        ("ring", 4, 2, "dmsgd", "fp32"),
+        ("ring", 5, 1, "pmsgd", "fp32"),
+        ("full", 4, 3, "dsgd", "int8"),
+        ("ring", 4, 2, "momentum-consensus", "fp32"),
+    ],
 )
 def test_a_node_that_is_started_again_takes_part_again(
-    graph: str, num_nodes: int, victim: int, method: str, store: TCPStore, tmp_path: Path
+    graph: str, num_nodes: int, victim: int, method: str, payload: str, store: TCPStore, tmp_path: Path
 ) -> None:
     with Processes() as processes:
-        settings = {"methods": [(method, {})], "steps": 400, "size": 1000, "pause": 0.05, **BEGINS.get(method, {})}
+        settings = {"methods": [(method, {})], "steps": 400, "size": 1000, "pause": 0.05, "payload": payload}
+        settings |= BEGINS.get(method, {})
         nodes = start(processes, store, tmp_path, graph, num_nodes, **settings)
         nodes[victim].wait_for("step 20$")
         nodes[victim].kill()

@@ -1,9 +1,9 @@
 """One node of a decentralised least-squares run, as a process of its own.
 
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
-result (file); if need be: exchange_timeout (seconds), pause (seconds a step), begins (whether exchanges begin before
-the pause, by `NodeNeighbours`, where the method allows it). Each method begins anew. After the last step the mean over
-all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
+result (file); if need be: exchange_timeout (seconds), pause (seconds a step), payload, begins (whether exchanges
+begin before the pause, by `NodeNeighbours`, where the method allows it). Each method begins anew. After the last step
+the mean over all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.methods import make_optimizer
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import make_topology
 from hf_diloco.island import IslandGroup
 
@@ -53,7 +54,7 @@ def train(
     x = torch.nn.Parameter(torch.ones(size))
     optimizer = make_optimizer(method, [x], neighbours, LR, **settings)
     num_bytes = begin = 0
-    if isinstance(neighbours, (MeshNeighbours, NodeNeighbours)) and neighbours.is_returning:
+    if neighbours.is_returning:
         begin = neighbours.enter(x.data)
         optimizer.param_groups[0]["num_steps"] = begin
         print(f"entered at {begin}", flush=True)
@@ -82,8 +83,9 @@ def main() -> None:
         connect_timeout=180,
         exchange_timeout=settings.get("exchange_timeout", 60),
     )
-
-    neighbours = NodeNeighbours(mesh, topology, mesh.node, IslandGroup()) if settings.get("begins") else mesh
+    neighbours = with_payload(mesh, settings.get("payload", "fp32"))
+    if settings.get("begins"):
+        neighbours = NodeNeighbours(neighbours, topology, mesh.node, IslandGroup())
 
     def after(step: int) -> None:
         print(f"step {step}", flush=True)

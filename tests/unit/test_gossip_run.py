@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.methods import METHODS
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import make_topology
 from hf_diloco.gossip.turns import Turns
 from hf_diloco.gossip_callback import GossipCallback
 from hf_diloco.island import IslandGroup
 from hf_diloco.report import load_run, summarise, write_html
+from hf_diloco.report.rows import overview
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.vision.runfile import VisionRun, load_vision_run
 from hf_diloco.vision.simulate import Simulation
@@ -159,6 +161,20 @@ def test_bytes_are_those_of_the_method(finished: VisionRun) -> None:
         assert events(finished, node, "end")[0]["bytes_sent"] == sent
 
 
+def test_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
+    """Two exchanges are exact: the first, and the one after the checkpoint in the middle."""
+    run = run_of(tmp_path, "gossip.payload=int8", "gossip.eval_weights=local", "training.logging_steps=1")
+    assert simulate(run) == 0
+    num_parameters = events(run, 0, "start")[0]["num_parameters"]
+    code, exact = 260 * -(-num_parameters // 256), 4 * num_parameters
+    for node in range(3):
+        sent = [mix["bytes_sent"] for mix in events(run, node, "mix")][:7]
+        assert sent == [2 * ((exact if step in (0, 4) else code) + 4) for step in range(7)]
+    report = summarise(load_run(run.folder))
+    assert report.payload == "int8"
+    assert ("method", "decentlam on ring, int8 payload") in overview(report)
+
+
 def test_the_report_is_of_nodes(finished: VisionRun) -> None:
     report = summarise(load_run(finished.folder))
     assert (report.method, report.topology, report.num_islands, report.steps) == ("decentlam", "ring", 3, 8)
@@ -177,10 +193,13 @@ def test_the_page_is_of_nodes(finished: VisionRun, tmp_path: Path) -> None:
     assert "Perplexity" not in text
 
 
-@pytest.mark.parametrize("method", ["decentlam", "pmsgd", "d2", "swarm-sgd"])
-def test_a_resumed_run_is_one_that_never_stopped(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "payload"),
+    [("decentlam", "fp32"), ("pmsgd", "fp32"), ("d2", "fp32"), ("swarm-sgd", "fp32"), ("decentlam", "int4")],
+)
+def test_a_resumed_run_is_one_that_never_stopped(method: str, payload: str, tmp_path: Path) -> None:
     settings = {"swarm-sgd": ["gossip.options={local_steps: 2, blocking: true}"]}.get(method, [])
-    settings = [f"gossip.method={method}", *settings, "data.augment.random_crop=1"]
+    settings = [f"gossip.method={method}", f"gossip.payload={payload}", *settings, "data.augment.random_crop=1"]
     whole = run_of(tmp_path, "name=whole", *settings)
     assert simulate(whole) == 0
     part = run_of(tmp_path, "name=part", *settings)
@@ -331,6 +350,15 @@ def test_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:
         train_two(tmp_path, lambda *_: None, gives_optimizer=False)
 
 
+def test_nodes_that_save_at_other_steps_are_refused(tmp_path: Path) -> None:
+    """With a payload: after it has saved, each is exact once."""
+    with pytest.raises(FingerprintError, match="when checkpoints are saved"):
+        train_two(tmp_path, lambda *_: None, payload="int8", save_steps=[1, 2])
+    with pytest.raises(ConfigError, match="save_strategy=best with payload=int8"):
+        train_two(tmp_path, lambda *_: None, payload="int8", save_strategy="best", metric_for_best_model="loss")
+    train_two(tmp_path, lambda *_: None, payload="fp32", save_steps=[1, 2])
+
+
 def test_the_last_checkpoint_must_not_go_early(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_total_limit=1"):
         train_two(tmp_path, lambda *_: None, save_total_limit=1)
@@ -341,6 +369,8 @@ def train_two(
     change: Callable[..., None],
     gives_optimizer: bool = True,
     method: str = "decentlam",
+    payload: Any = "fp32",
+    save_steps: Sequence[int] = (500, 500),
     **arguments: Any,
 ) -> list[Linear]:
     """Two nodes as a user's own script would have them; returns their models, raises what a node met first."""
@@ -352,7 +382,7 @@ def train_two(
     models: dict[int, Linear] = {}
 
     def train(number: int) -> None:
-        node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
+        node = NodeNeighbours(with_payload(graph.node(number), payload), topology, number, IslandGroup(), turns)
         try:
             with turns.mine():
                 torch.manual_seed(0)
@@ -362,9 +392,11 @@ def train_two(
                     max_steps=3,
                     use_cpu=True,
                     report_to="none",
+                    save_steps=save_steps[number],
                     **{"max_grad_norm": 0, **arguments},
                 )
-                config = GossipConfig(method=method, num_islands=2, island=number, rendezvous="tcp://127.0.0.1:1")
+                meeting = {"num_islands": 2, "island": number, "rendezvous": "tcp://127.0.0.1:1"}
+                config = GossipConfig(method=method, payload=payload, **meeting)
                 callback = GossipCallback(config, node=node)
                 change(number, callback, model)
                 optimizer = callback.make_optimizer(model, args) if gives_optimizer else None

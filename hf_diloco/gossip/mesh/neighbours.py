@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,11 +21,13 @@ from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
 from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, edge_peers, not_connected
 from hf_diloco.gossip.mesh.entry import Entry, await_greetings
-from hf_diloco.gossip.mesh.mixing import Mixing
+from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.mesh.returning import Reception
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
 from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MeshPublished, Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.topology import Topology
@@ -58,7 +60,6 @@ class MeshNeighbours(Neighbours):
 
     Attributes:
         lost: the nodes that this one has lost, each with the reason in words.
-        is_returning: this node was lost to its neighbours, which go on: call `enter` before the first step.
         averaged_over: the nodes in the last `average`, in order.
 
     Raises:
@@ -88,6 +89,7 @@ class MeshNeighbours(Neighbours):
         self.num_nodes = topology.num_nodes
         self.topology = topology
         self.lost: dict[int, str] = {}
+        self._num_returns: dict[int, int] = {}
         self._news: list[str] = []
         self._address = address
         self._connect_timeout = connect_timeout
@@ -97,7 +99,7 @@ class MeshNeighbours(Neighbours):
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
         self._published: MeshPublished | None = None
-        self._is_mixing = threading.Lock()
+        self._is_swapping = threading.Lock()
         self._is_closed = False
         self._peers = edge_peers(topology, node)
         self._start = self._board.count(_starts_key(node), 1)
@@ -115,7 +117,8 @@ class MeshNeighbours(Neighbours):
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
         self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout)
-        self._mixing = Mixing(self._edges, self._patience, self._lose)
+        self._buffers = Buffers()
+        self._swapping = Swapping(self._edges, self._patience, self._lose, self._buffers)
         self._group = GroupAverage(
             store,
             self._board,
@@ -135,14 +138,21 @@ class MeshNeighbours(Neighbours):
         weights = topology.weights(step)[self.node].tolist()
         receivers = topology.receivers(self.node, step)
         sources = {peer: weights[peer] for peer in topology.neighbours(self.node, step)}
-        self._check_rate(vectors, len(receivers))
-        if sources or receivers:
+        return self.swap(sum_pieces(sources, receivers, vectors, outs, self._buffers))
+
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        self._check_rate(pieces)
+        has_company = any(piece.bytes_to or piece.bytes_from for piece in pieces)
+        if has_company:
             self._check_company()
-        with self._is_mixing:
-            traffic = self._mixing.run(sources, receivers, vectors, outs)
-        if sources or receivers:
+        with self._is_swapping:
+            traffic = self._swapping.run(pieces)
+        if has_company:
             self._check_company()
         return traffic
+
+    def life(self, peer: int) -> int | None:
+        return self._num_returns.get(peer, 0) if peer in self._edges else None
 
     def average(self, vector: torch.Tensor) -> Traffic:
         if self.num_nodes == 1:
@@ -189,7 +199,6 @@ class MeshNeighbours(Neighbours):
         return self._published
 
     def recall(self, topic: str) -> list[Record]:
-        """What other nodes showed in their first `share` of a topic, in their order, without waiting for any."""
         others = [node for node in range(self.num_nodes) if node != self.node]
         records = [self._board.read(f"share/{topic}/1/{node}", node) for node in others]
         return [record for record in records if record is not None]
@@ -199,21 +208,11 @@ class MeshNeighbours(Neighbours):
             return
         for peer, edge in self._reception.let_in(x.cpu(), step).items():
             self._edges[peer] = edge
+            self._num_returns[peer] = self._num_returns.get(peer, 0) + 1
             self.lost.pop(peer, None)
             self._news.append(f"node {peer} has returned: it takes part from step {step} on")
 
     def enter(self, x: torch.Tensor) -> int:
-        """Begins where the neighbours are, on a node that `is_returning`.
-
-        Args:
-            x: the parameters, flat, of the type that all nodes have; overwritten with the neighbours' mean.
-
-        Returns:
-            The step that this node is to take next.
-
-        Raises:
-            IslandLostError: no neighbour is there.
-        """
         host = x.cpu()
         step = Entry(self._board, self.node, self._start, self._edges, self._exchange_timeout, self._lose).take(host)
         if host is not x:
@@ -229,7 +228,7 @@ class MeshNeighbours(Neighbours):
     def close(self) -> None:
         self._is_closed = True
         self._patience.give_up()
-        with self._is_mixing:  # lets go of its edges one after the other
+        with self._is_swapping:  # lets go of its edges one after the other
             for edge in self._edges.values():
                 edge.close()
             self._edges.clear()
@@ -301,9 +300,9 @@ class MeshNeighbours(Neighbours):
             self._peers,
         )
 
-    def _check_rate(self, vectors: Vectors, num_receivers: int) -> None:
+    def _check_rate(self, pieces: Sequence[Piece]) -> None:
         """Raises `ExchangeError` if the rate limit alone takes longer than an exchange may."""
-        num_bytes = num_receivers * sum(vector.numel() * vector.itemsize for vector in vectors)
+        num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
         seconds = self._rate_limit.seconds(num_bytes)
         if seconds > self._exchange_timeout:
             raise ExchangeError(
