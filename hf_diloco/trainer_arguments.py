@@ -38,7 +38,8 @@ def check_gossip_arguments(args: TrainingArguments, payload: str = "fp32") -> No
         payload: how vectors travel.
 
     Raises:
-        ConfigError: fp16, or checkpoints that would leave out what resuming needs, or go too early.
+        ConfigError: fp16; checkpoints that would leave out what resuming needs, or go too early; with a payload also
+            those that nodes might write after different steps.
         UnsupportedError: DeepSpeed or FSDP.
     """
     if args.fp16:
@@ -55,10 +56,10 @@ def check_gossip_arguments(args: TrainingArguments, payload: str = "fp32") -> No
             "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
             "give 2 or more"
         )
-    if payload != "fp32" and args.save_strategy == SaveStrategy.BEST:
+    if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
         raise ConfigError(
-            f"save_strategy=best with payload={payload}: all nodes must save after the same steps, which metrics of "
-            "their own would not have them do: set it to steps or epoch"
+            f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
+            "after the same steps, whatever their data and metrics; set it to steps"
         )
     _check_checkpoints(args)
 

@@ -354,8 +354,9 @@ def test_nodes_that_save_at_other_steps_are_refused(tmp_path: Path) -> None:
     """With a payload: after it has saved, each is exact once."""
     with pytest.raises(FingerprintError, match="when checkpoints are saved"):
         train_two(tmp_path, lambda *_: None, payload="int8", save_steps=[1, 2])
-    with pytest.raises(ConfigError, match="save_strategy=best with payload=int8"):
-        train_two(tmp_path, lambda *_: None, payload="int8", save_strategy="best", metric_for_best_model="loss")
+    for strategy in ("best", "epoch"):
+        with pytest.raises(ConfigError, match=f"save_strategy={strategy} with payload=int8"):
+            train_two(tmp_path, lambda *_: None, payload="int8", save_strategy=strategy, metric_for_best_model="loss")
     train_two(tmp_path, lambda *_: None, payload="fp32", save_steps=[1, 2])
 
 
