@@ -12,6 +12,7 @@ KEPT = 64
 INDEX_BITS = 12
 INDEX_MASK = (1 << INDEX_BITS) - 1
 ENTRY_BITS = INDEX_BITS + 2
+NUM_GROUPS, GROUP_VALUES = 512, 8
 IS_SMALLER = 1 << INDEX_BITS
 IS_NEGATIVE = 2 << INDEX_BITS
 LARGEST_MAGNITUDE = torch.finfo(torch.bfloat16).max
@@ -65,14 +66,8 @@ class TopKCodec(BlockCodec):
         """
         keys = self._scratch("keys", values, torch.int32, self.block_values)
         torch.bitwise_and(values.view(torch.int32), MAGNITUDE_BITS & ~INDEX_MASK, out=keys).bitwise_or_(from_end)
-        if keys.device.type == "cpu":  # 20 times as fast as torch.topk
-            as_numpy = keys.numpy()
-            as_numpy.partition(-KEPT, axis=1)
-            as_numpy[:, -KEPT:].sort(axis=1)
-            top = keys[:, -KEPT:]
-        else:
-            top = keys.topk(KEPT, dim=1).values.flip(1)
-        return top.bitwise_not().bitwise_and_(INDEX_MASK).long()
+        top = _largest_of_groups(keys) if keys.device.type == "cpu" else keys.topk(KEPT, dim=1).values.flip(1)
+        return _index_of(top).long()
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         magnitudes = code[:, :4].view(torch.bfloat16).float()
@@ -91,6 +86,29 @@ class TopKCodec(BlockCodec):
                 torch.arange(0, 4 * ENTRY_BITS, ENTRY_BITS, device=device),
             )
         return self._constants[device]
+
+
+def _index_of(keys: torch.Tensor) -> torch.Tensor:
+    """The index in its row that a key holds; overwrites the keys."""
+    return keys.bitwise_not_().bitwise_and_(INDEX_MASK)
+
+
+def _largest_of_groups(keys: torch.Tensor) -> torch.Tensor:
+    """The `KEPT` largest of each row (n, 4096) of different keys, smallest first.
+
+    A row is cut into groups, of which each has its largest. What is among the `KEPT` largest of all lies in one of the
+    `KEPT` groups with the largest of these: else so many groups would have something larger. So an eighth of a row
+    is searched twice instead of all of it once, and rows as short as that are searched several times as fast.
+    """
+    groups = keys.view(-1, GROUP_VALUES, NUM_GROUPS)  # values of a group lie apart, so that maxima are taken of rows
+    largest = groups.amax(1)
+    largest.numpy().partition(-KEPT, axis=1)  # 20 times as fast as torch.topk
+    which = largest[:, -KEPT:].bitwise_not_().bitwise_and_(NUM_GROUPS - 1).long()
+    candidates = groups.gather(2, which[:, None].expand(-1, GROUP_VALUES, -1)).flatten(1)
+    as_numpy = candidates.numpy()
+    as_numpy.partition(-KEPT, axis=1)
+    as_numpy[:, -KEPT:].sort(axis=1)
+    return candidates[:, -KEPT:]
 
 
 def _two_means(
