@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.vision.crops import RandomCrops
 from hf_diloco.vision.dataset import ImageDataset
-from hf_diloco.vision.images import Images, StoredImages, hold
+from hf_diloco.vision.images import DecodedImages, Images, StoredImages, hold
 from hf_diloco.vision.normalize import Normalization, choose_normalization
-from hf_diloco.vision.pictures import IntArray
+from hf_diloco.vision.pictures import IntArray, Pictures
 from hf_diloco.vision.preprocess import Preprocessing, choose_preprocessing, with_normalization
 from hf_diloco.vision.settings import ImageDataBlock, ImageModelBlock
 from hf_diloco.vision.shares import assign_shares
@@ -82,9 +83,9 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     labels = source.train.labels[mine]
     processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
-    images = train if num_nodes == 1 else train.select(mine)
+    images, crops = _training_images(data, preprocessing, source.train, train, mine)
     return ImageData(
-        train=ImageDataset(images, labels, normalization, data.augment, seed, mine),
+        train=ImageDataset(images, labels, normalization, data.augment, seed, mine, crops),
         evaluation=ImageDataset(evaluation, source.evaluation.labels, normalization),
         labels=source.label_names,
         num_channels=preprocessing.num_channels,
@@ -102,6 +103,17 @@ def image_processor(data: ImageData) -> BaseImageProcessor:
     `AutoImageProcessor.from_pretrained` loads it, without torchvision too.
     """
     return data.processor
+
+
+def _training_images(
+    data: ImageDataBlock, preprocessing: Preprocessing, pictures: Pictures, images: Images, mine: IntArray
+) -> tuple[Images, RandomCrops | None]:
+    """A share of the pictures, whole and, where random parts are wanted, as these: from the decoded pictures."""
+    block = data.augment.random_resized_crop
+    if block is None:
+        return (images if len(mine) == len(images) else images.select(mine)), None
+    share = pictures.select(mine)
+    return DecodedImages(share, preprocessing), RandomCrops(share, preprocessing, block)
 
 
 def _check_processor(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_diloco.vision.augment import augment
+from hf_diloco.vision.crops import RandomCrops
 from hf_diloco.vision.images import Images
 from hf_diloco.vision.normalize import Normalization
 from hf_diloco.vision.pictures import IntArray
@@ -28,6 +29,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         augmentation: None or inactive: every epoch gives the same.
         seed: of the augmentation.
         numbers: int64 [examples] of the examples in the whole training set, on which augmentation depends.
+        crops: makes the pixels instead of `images`.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         augmentation: AugmentBlock | None = None,
         seed: int = 0,
         numbers: IntArray | None = None,
+        crops: RandomCrops | None = None,
     ) -> None:
         self.images = images
         self.labels = labels
         self.normalization = normalization
         self.epoch = 0
         self._augmentation = augmentation if augmentation is not None and augmentation.is_active else None
+        self._crops = crops
         self._seed = seed
         self._numbers = np.arange(len(labels), dtype=np.int64) if numbers is None else numbers
 
@@ -62,9 +66,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def batch(self, indices: IntArray) -> dict[str, torch.Tensor]:
         """`pixel_values`, fp32 [indices, channels, size, size], and `labels`, int64 [indices]."""
-        pixels = self.images.pixels(indices)
+        drawn_for = (self._seed, self.epoch, self._numbers[indices])
+        pixels = self._crops.pixels(indices, *drawn_for) if self._crops else self.images.pixels(indices)
         if self._augmentation is not None:
-            pixels = augment(self._augmentation, pixels, self._seed, self.epoch, self._numbers[indices])
+            pixels = augment(self._augmentation, pixels, *drawn_for)
         return {"pixel_values": self.normalization(pixels), "labels": torch.from_numpy(self.labels[indices])}
 
     def set_epoch(self, epoch: int) -> None:

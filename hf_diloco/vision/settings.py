@@ -29,7 +29,7 @@ _USES = {
 
 
 class ResizedCropBlock(Block):
-    """A random part of the image, stretched to the whole (Szegedy et al., arXiv 1409.4842)."""
+    """A random part of the picture, stretched to the model's size (Szegedy et al., arXiv 1409.4842)."""
 
     scale: tuple[Positive, Positive] = Field((0.08, 1.0), description="smallest and largest part of the area, up to 1")
     ratio: tuple[Positive, Positive] = Field((0.75, 4 / 3), description="smallest and largest width / height")
@@ -47,7 +47,9 @@ class ResizedCropBlock(Block):
 class AugmentBlock(Block):
     """Random changes of the training images, drawn anew in every epoch; none by default."""
 
-    random_resized_crop: ResizedCropBlock | None = Field(None, description="a random part, stretched to the whole")
+    random_resized_crop: ResizedCropBlock | None = Field(
+        None, description="a random part of the decoded picture, stretched to the model's size"
+    )
     random_crop: int = Field(0, ge=0, le=256, description="pixels of black padding around the image before a crop")
     horizontal_flip: bool = Field(False, description="mirror every second image, at random")
 

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from PIL import Image
 
-from hf_diloco.vision.augment import augment, crop_boxes, uniform
-from hf_diloco.vision.settings import AugmentBlock, ResizedCropBlock
+from hf_diloco.vision.augment import augment
+from hf_diloco.vision.draws import uniform
+from hf_diloco.vision.settings import AugmentBlock
 
 BLOCKS = [
     AugmentBlock(random_crop=2),
     AugmentBlock(horizontal_flip=True),
     AugmentBlock(random_crop=3, horizontal_flip=True),
-    AugmentBlock(random_resized_crop=ResizedCropBlock()),
-    AugmentBlock(random_resized_crop=ResizedCropBlock(), random_crop=1, horizontal_flip=True),
 ]
 
 
@@ -57,21 +55,6 @@ def test_equals_one_example_at_a_time(padding: int, flip: bool, channels: int, s
         np.testing.assert_array_equal(result, crop_and_flip_one(block, image, seed, epoch, int(example)))
 
 
-def test_a_resized_crop_is_pils() -> None:
-    """PIL's bilinear filter, which only enlarges here, to its rounding; inside the crop's edge it sees no outside."""
-    block = ResizedCropBlock(scale=(0.3, 0.9))
-    size, examples = 16, np.arange(20, dtype=np.int64)
-    smooth = torch.nn.functional.interpolate(random_pixels(20, 1, 4).float(), size=size, mode="bilinear")
-    pixels = smooth.round().to(torch.uint8)
-    changed = augment(AugmentBlock(random_resized_crop=block), pixels, 5, 2, examples)
-    for number, (top, left, height, width) in enumerate(zip(*crop_boxes(block, size, 5, 2, examples), strict=True)):
-        box = (float(left), float(top), float(left + width), float(top + height))
-        image = Image.fromarray(pixels[number, 0].numpy())
-        expected = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box)).astype(int)
-        inner = slice(2, -2)
-        assert np.abs(expected - changed[number, 0].numpy())[inner, inner].max() <= 1
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_is_a_pure_function_of_seed_epoch_and_example(block: AugmentBlock) -> None:
     pixels, examples = random_pixels(12), np.arange(12, dtype=np.int64)
@@ -108,7 +91,7 @@ def test_numbers_are_uniform_and_independent(other: dict[str, Any]) -> None:
 
 def test_splitmix64_has_the_published_values() -> None:
     """The generator of seed 1234567 (rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64)."""
-    from hf_diloco.vision.augment import _mix
+    from hf_diloco.vision.draws import _mix
 
     step = np.uint64(0x9E3779B97F4A7C15)
     state, numbers = np.array([1234567], dtype=np.uint64), []
@@ -116,23 +99,3 @@ def test_splitmix64_has_the_published_values() -> None:
         numbers.append(int(_mix(state)[0]))
         state = state + step
     assert numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-@given(low=st.floats(0.01, 1), span=st.floats(0, 1), size=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
-def test_crop_boxes_lie_within_the_image(low: float, span: float, size: int, seed: int) -> None:
-    block = ResizedCropBlock(scale=(low, low + span * (1 - low)), ratio=(0.25, 4))
-    top, left, height, width = crop_boxes(block, size, seed, 0, np.arange(50, dtype=np.int64))
-    assert min(top.min(), left.min()) >= 0
-    assert min(height.min(), width.min()) >= 1
-    assert (top + height).max() <= size
-    assert (left + width).max() <= size
-
-
-def test_crop_boxes_have_the_area_and_ratio_that_were_set() -> None:
-    block = ResizedCropBlock(scale=(0.1, 0.4), ratio=(0.5, 2.0))
-    _, _, height, width = crop_boxes(block, 1000, 0, 0, np.arange(10_000, dtype=np.int64))
-    areas, ratios = height * width / 1e6, width / height
-    assert (areas.min(), areas.max()) == (pytest.approx(0.1, abs=2e-3), pytest.approx(0.4, abs=2e-3))
-    assert areas.mean() == pytest.approx(0.25, abs=5e-3)
-    assert (ratios.min(), ratios.max()) == (pytest.approx(0.5, rel=0.01), pytest.approx(2.0, rel=0.01))
-    assert np.log(ratios).mean() == pytest.approx(0, abs=0.02)
