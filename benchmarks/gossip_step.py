@@ -24,6 +24,9 @@ bandwidth    GB/s of what the method's equation must read and write, which is le
              momentum-consensus  x x_1 x_2 v v_1 v_2 g -> x v                          9
              swarm-sgd           x g m -> x m; each second step also y_1 -> published  6
 
+average      of one vector with two neighbours, ms, in each of `--payloads`: fp32 is `mix_`, in the others differences
+             to replicas are coded and decoded; one thread
+
 training     a step of ResNet-50 (transformers, random weights), forward and backward included: batch `--batch`, 64x64,
              with `max(--threads)` threads; ms, and over DSGD's.
 """
@@ -34,7 +37,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +48,10 @@ from rich.table import Table
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.methods import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.gossip.neighbours import Neighbours, Vectors, mix_
+from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished
 from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import Topology, make_topology
 
 NUM_NODES = 8
@@ -61,6 +66,8 @@ VECTORS = {
     "momentum-consensus": 9,
     "swarm-sgd": 6,
 }
+PAYLOADS = ["fp32", "bf16", "fp16", "int8", "int4", "fp4"]
+PIECES_IN_FLIGHT = 8
 BASELINE = "dsgd"
 Clock = Callable[[], float]
 IMAGE, NUM_CLASSES = 64, 1000
@@ -81,6 +88,12 @@ class StandIn(Neighbours):
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         for vector, out in zip(vectors, outs, strict=True):
             mix_(out, vector, self._others)
+        return Traffic()
+
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        for slot, piece in enumerate(pieces):
+            given = piece.give(slot % PIECES_IN_FLIGHT)
+            piece.finish({peer: given[peer] for peer in piece.bytes_from})
         return Traffic()
 
     def average(self, vector: torch.Tensor) -> Traffic:
@@ -157,6 +170,23 @@ def measure_arithmetic(methods: list[str], args: argparse.Namespace, num_threads
     }
 
 
+def measure_codes(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of an average in each payload, in turns."""
+    torch.set_num_threads(1)
+    clock = clock_of(args)
+    vector, out, change = torch.randn(args.values), torch.empty(args.values), 1e-3 * torch.randn(args.values)
+    inner = StandIn(args.values)
+    nodes = {payload: with_payload(inner, payload) for payload in args.payloads}
+    seconds: dict[str, list[float]] = {payload: [] for payload in nodes}
+    for step in range(args.repeats + 2):  # the first exchange is exact, the second the first that is coded
+        vector.add_(change)
+        for payload, node in nodes.items():
+            begin = clock()
+            node.mix([vector], [out], step)
+            seconds[payload].append(clock() - begin)
+    return {payload: statistics.median(times[2:]) for payload, times in seconds.items()}
+
+
 def clock_of(args: argparse.Namespace) -> Clock:
     """What time is."""
     return time.process_time if args.busy else time.perf_counter
@@ -214,6 +244,14 @@ def show_arithmetic(results: dict[str, dict[str, float]], num_values: int, num_t
     Console(width=110).print(table)
 
 
+def show_codes(results: dict[str, float], num_values: int) -> None:
+    """Prints the table of averages."""
+    table = _new_table(f"{num_values:,} fp32 values, two neighbours, 1 thread", "payload", "average", "of fp32")
+    for payload, seconds in results.items():
+        table.add_row(payload, f"{1e3 * seconds:.1f}", _over(seconds, results.get("fp32")))
+    Console(width=110).print(table)
+
+
 def show_training(results: dict[str, float], args: argparse.Namespace, num_threads: int) -> None:
     """Prints the table of training steps."""
     table = _new_table(
@@ -244,6 +282,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="rounds of two steps")
     parser.add_argument("--busy", action="store_true", help="time of the processor, with one thread")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--payloads", nargs="*", default=PAYLOADS, choices=[*PAYLOADS, []])
     parser.add_argument("--train", nargs="*", default=["dsgd", "dmsgd", "decentlam"], choices=[*METHODS, []])
     parser.add_argument("--train-steps", type=int, default=9)
     parser.add_argument("--batch", type=int, default=32)
@@ -256,6 +295,9 @@ def main() -> None:
         figures = measure_arithmetic(args.methods or list(METHODS), args, num_threads)
         show_arithmetic(figures, args.values, num_threads)
         results["arithmetic"][num_threads] = figures
+    if args.payloads:
+        results["average"] = measure_codes(args)
+        show_codes(results["average"], args.values)
     if args.train:
         results["training"] = measure_training(args.train, args, max(args.threads))
         show_training(results["training"], args, max(args.threads))
