@@ -80,6 +80,17 @@ def _forget_launchers() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread, as in each of several processes on one machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on."""
     return find_free_port()

@@ -27,6 +27,8 @@ from hf_diloco.gossip.turns import Turns
 from hf_diloco.island import IslandGroup
 from tests.islands import run_islands
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOCALHOST = "127.0.0.1"
 LONG = 60.0  # where success is expected: the machine may be busy
 LR = 0.1
@@ -38,14 +40,6 @@ COMBINE_FIRST: dict[str, dict[str, Any]] = {
 }
 MESHES = itertools.count()
 T = TypeVar("T")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

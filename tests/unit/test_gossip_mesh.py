@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -20,19 +20,13 @@ from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.gossip.topology import Topology, make_topology
 from tests.islands import run_islands, try_islands
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOCALHOST = "127.0.0.1"
 LONG = 60.0  # where success is expected: the machine may be busy
 SHORT = 3.0  # where somebody is late
 T = TypeVar("T")
 Talk = Callable[[int, Neighbours], T]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

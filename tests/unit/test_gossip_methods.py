@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,14 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.topology import Topology, make_topology
 from tests.islands import run_islands, try_islands
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Array = NDArray[np.float64]
 Gradient = Callable[[Array, int], Array]  # of all nodes at once: [n, d] and the step to [n, d]
 Reference = Callable[..., Array]
 
 GRAPHS = ["ring", "grid", "hypercube", "symmetric-exponential"]
 NUM_NODES = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class LeastSquares:

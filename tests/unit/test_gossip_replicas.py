@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,19 +27,13 @@ from hf_diloco.gossip.replicas import CodedNeighbours, with_payload
 from hf_diloco.gossip.topology import PeriodicTopology, Topology, make_topology
 from tests.islands import run_islands
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Array = NDArray[np.float64]
 LOCALHOST = "127.0.0.1"
 LONG = 60.0
 CODED = ["bf16", "fp16", "int8", "int4", "fp4"]
 T = TypeVar("T")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,18 +30,12 @@ from hf_diloco.gossip.topology import RandomMatching, Topology, make_topology
 from hf_diloco.gossip.topology.matching import RandomEdgeMatching, links
 from tests.islands import run_islands
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Array = NDArray[np.float64]
 Gradient = Callable[[int, Array, int], Array]  # of a node at its x and its step
 
 N, D = 8, 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Nodes:
