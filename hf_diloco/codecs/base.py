@@ -9,7 +9,7 @@ import torch
 from hf_diloco.workspace import Workspace
 
 TILE_VALUES = 1 << 18
-"""Values that a codec handles at a time, so that its passes run in the processor's cache: 1 MiB of fp32. A multiple of
+"""Values that several passes handle at a time, so that they run in the processor's cache: 1 MiB of fp32. A multiple of
 every codec's blocks."""
 
 

@@ -7,20 +7,29 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_diloco.codecs.base import TILE_VALUES, Codec
+from hf_diloco.codecs.base import Codec
+from hf_diloco.codecs.loops.compiled import Loops
 from hf_diloco.workspace import Workspace
 
-# Accelerators want more work in every call than a processor, whose cache counts.
 ACCELERATOR_TILE = 1 << 24
+"""Values that are coded at a time on an accelerator, so that scratch memory has a bound."""
 
 INFINITY_BITS = 0x7F80_0000
 MAGNITUDE_BITS = 0x7FFF_FFFF
 
 
 class BlockCodec(Codec):
-    """Codes whole blocks, many at a time. A partial block is padded with zeros, and what they decode to is cut off."""
+    """Codes whole blocks, many at a time. A partial block is padded with zeros, and what they decode to is cut off.
 
-    def __init__(self) -> None:
+    There are two forms of every codec, with equal bytes and bits: loops for values on a processor, and PyTorch's
+    operations for values on an accelerator.
+
+    Args:
+        loops: what codes on a processor; None: PyTorch's operations there, too.
+    """
+
+    def __init__(self, loops: Loops | None) -> None:
+        self._loops = loops
         self._workspace = Workspace()
 
     @abstractmethod
@@ -33,29 +42,41 @@ class BlockCodec(Codec):
 
     def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
         for rows, blocks in self._tiles(values, code):
-            self._encode_blocks(rows, blocks, self.block_values)
+            self._encode_rows(rows, blocks, self.block_values)
         rest = values.numel() % self.block_values
         if rest:
             padded = self._workspace.take("partial", self.block_values, torch.float32, values.device)
             padded[:rest].copy_(values[-rest:])
             padded[rest:].zero_()
-            self._encode_blocks(padded[None], code[None, -self.block_bytes :], rest)
+            self._encode_rows(padded[None], code[None, -self.block_bytes :], rest)
 
     def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
         for rows, blocks in self._tiles(values, code):
-            self._decode_blocks(blocks, rows)
+            self._decode_rows(blocks, rows)
         rest = values.numel() % self.block_values
         if rest:
             padded = self._workspace.take("partial", self.block_values, torch.float32, values.device)
-            self._decode_blocks(code[None, -self.block_bytes :], padded[None])
+            self._decode_rows(code[None, -self.block_bytes :], padded[None])
             values[-rest:].copy_(padded[:rest])
+
+    def _encode_rows(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        if self._loops and values.device.type == "cpu":
+            self._loops.encode(values.numpy(), code.numpy(), num_values)
+        else:
+            self._encode_blocks(values, code, num_values)
+
+    def _decode_rows(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        if self._loops and values.device.type == "cpu":
+            self._loops.decode(code.numpy(), values.numpy())
+        else:
+            self._decode_blocks(code, values)
 
     def _tiles(self, values: torch.Tensor, code: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The whole blocks of a vector, a tile at a time: their values and their code, a row each."""
         whole = values.numel() // self.block_values
         rows = values[: whole * self.block_values].view(whole, self.block_values)
         blocks = code[: whole * self.block_bytes].view(whole, self.block_bytes)
-        step = (TILE_VALUES if values.device.type == "cpu" else ACCELERATOR_TILE) // self.block_values
+        step = ACCELERATOR_TILE // self.block_values
         for first in range(0, whole, step):
             yield rows[first : first + step], blocks[first : first + step]
 

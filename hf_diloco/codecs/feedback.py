@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from hf_diloco.codecs.base import TILE_VALUES, Codec
+from hf_diloco.codecs.loops.feedback import add_
 
 
 class ErrorFeedback:
@@ -43,8 +45,7 @@ class ErrorFeedback:
         for low in range(0, delta.numel(), TILE_VALUES):
             where = slice(low, low + TILE_VALUES)
             tile, residual, left = delta[where], self.residual[where], self._next[where]
-            tile.add_(residual, alpha=self._decay)
-            square += float(torch.dot(tile, tile))
+            square += add_(tile.numpy(), residual.numpy(), np.float32(self._decay))
             self._codec.round_trip(tile, left)
             torch.sub(tile, left, out=left)
         self._is_finite = math.isfinite(square)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
+from hf_diloco.codecs.loops.compiled import Loops
 
 BF16_BITS = ~0xFFFF
-PAIRS = {torch.uint8: torch.int16, torch.int16: torch.int32}
 
 
 class FourBitCodec(BlockCodec):
@@ -23,8 +23,8 @@ class FourBitCodec(BlockCodec):
     block_values = 128
     block_bytes = 2 + 64
 
-    def __init__(self, levels: Sequence[float]) -> None:
-        super().__init__()
+    def __init__(self, loops: Loops | None, levels: Sequence[float]) -> None:
+        super().__init__(loops)
         self._levels = levels
         self._tables: dict[torch.device, torch.Tensor] = {}
 
@@ -34,7 +34,7 @@ class FourBitCodec(BlockCodec):
 
     @abstractmethod
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """The codes of `values`, uint8 or int16; overwrites both other arguments."""
+        """The codes of `values`, uint8; overwrites both other arguments."""
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         scratch = self._scratch("values", values, torch.float32, self.block_values)
@@ -42,12 +42,7 @@ class FourBitCodec(BlockCodec):
         self._scales(scale)
         code[:, :2].view(torch.bfloat16).copy_(scale)
         codes = self._codes(values, scale.reciprocal_(), scratch)
-        # The second code of every pair comes behind the first, eight bytes at a time; what strays into other bytes is
-        # not kept.
-        wide = codes.view(torch.int64)
-        moved = self._scratch("moved", values, torch.int64, wide.shape[1])
-        torch.bitwise_right_shift(wide, 8 * codes.itemsize - 4, out=moved)
-        code[:, 2:].copy_(wide.bitwise_or_(moved).view(PAIRS[codes.dtype]))  # keeps the lowest byte
+        torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=code[:, 2:])
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         indices = self._scratch("indices", values, torch.int32, self.block_values // 2)

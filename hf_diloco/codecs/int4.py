@@ -6,6 +6,8 @@ import torch
 
 from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
 from hf_diloco.codecs.int8 import ROUNDING
+from hf_diloco.codecs.loops import int4
+from hf_diloco.codecs.loops.compiled import Loops
 
 SCALE_OF_LARGEST = (1 + 2**-22) / 7
 SMALLEST_SCALE = 2.0**-126
@@ -20,8 +22,8 @@ class Int4Codec(FourBitCodec):
 
     name = "int4"
 
-    def __init__(self) -> None:
-        super().__init__([float(level) for level in range(-8, 8)])
+    def __init__(self, loops: Loops | None = int4.LOOPS) -> None:
+        super().__init__(loops, [float(level) for level in range(-8, 8)])
 
     def _scales(self, largest: torch.Tensor) -> None:
         largest.mul_(SCALE_OF_LARGEST).view(torch.int32).bitwise_and_(BF16_BITS)

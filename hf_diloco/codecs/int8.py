@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
+from hf_diloco.codecs.loops import int8
+from hf_diloco.codecs.loops.compiled import Loops
 
 # 1/127 and a little more, so that the scale of a block that was decoded comes out as what it was, not an ulp below.
 SCALE_OF_LARGEST = (1 + 2**-22) / 127
@@ -27,6 +29,9 @@ class Int8Codec(BlockCodec):
     name = "int8"
     block_values = 256
     block_bytes = 4 + 256
+
+    def __init__(self, loops: Loops | None = int8.LOOPS) -> None:
+        super().__init__(loops)
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         quotients = self._scratch("values", values, torch.float32, self.block_values)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
+from hf_diloco.codecs.loops import sign
+from hf_diloco.codecs.loops.compiled import Loops
 
 SCALE_BITS = ~0xFFF
 # Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.
@@ -27,8 +29,8 @@ class SignCodec(BlockCodec):
     block_bytes = 4 + block_values // 8
     needs_feedback = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, loops: Loops | None = sign.LOOPS) -> None:
+        super().__init__(loops)
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
@@ -40,9 +42,7 @@ class SignCodec(BlockCodec):
         code[:, 4:].copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
 
         torch.abs(values, out=scratch)
-        scale = scratch.sum(1, keepdim=True).div_(num_values)
-        if not bool(scale.isfinite().all()):  # sums of finite values may be too large
-            scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
+        scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
         code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(SCALE_BITS))
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from hf_diloco.codecs.blocks import MAGNITUDE_BITS, BlockCodec
+from hf_diloco.codecs.loops import topk
+from hf_diloco.codecs.loops.compiled import Loops
 
 KEPT = 64
 INDEX_BITS = 12
 INDEX_MASK = (1 << INDEX_BITS) - 1
 ENTRY_BITS = INDEX_BITS + 2
-NUM_GROUPS, GROUP_VALUES = 512, 8
 IS_SMALLER = 1 << INDEX_BITS
 IS_NEGATIVE = 2 << INDEX_BITS
 LARGEST_MAGNITUDE = torch.finfo(torch.bfloat16).max
@@ -41,8 +42,8 @@ class TopKCodec(BlockCodec):
     block_bytes = 4 + KEPT * ENTRY_BITS // 8
     needs_feedback = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, loops: Loops | None = topk.LOOPS) -> None:
+        super().__init__(loops)
         self._constants: dict[torch.device, _Constants] = {}
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
@@ -50,7 +51,7 @@ class TopKCodec(BlockCodec):
         indices = self._largest(values, constants.from_end)
         kept = values.gather(1, indices)
         is_zero = kept == 0
-        magnitudes, num_smaller = _two_means(kept.abs(), is_zero.sum(1, keepdim=True), constants.counts)
+        magnitudes, num_smaller = two_means(kept.abs(), is_zero.sum(1, keepdim=True), constants.counts)
         code[:, :4].view(torch.bfloat16).copy_(magnitudes.clamp_max_(LARGEST_MAGNITUDE))
 
         entries = indices.add_(constants.counts < num_smaller, alpha=IS_SMALLER).add_(kept < 0, alpha=IS_NEGATIVE)
@@ -66,8 +67,7 @@ class TopKCodec(BlockCodec):
         """
         keys = self._scratch("keys", values, torch.int32, self.block_values)
         torch.bitwise_and(values.view(torch.int32), MAGNITUDE_BITS & ~INDEX_MASK, out=keys).bitwise_or_(from_end)
-        top = _largest_of_groups(keys) if keys.device.type == "cpu" else keys.topk(KEPT, dim=1).values.flip(1)
-        return _index_of(top).long()
+        return keys.topk(KEPT, dim=1).values.flip(1).bitwise_not_().bitwise_and_(INDEX_MASK).long()
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         magnitudes = code[:, :4].view(torch.bfloat16).float()
@@ -88,30 +88,7 @@ class TopKCodec(BlockCodec):
         return self._constants[device]
 
 
-def _index_of(keys: torch.Tensor) -> torch.Tensor:
-    """The index in its row that a key holds; overwrites the keys."""
-    return keys.bitwise_not_().bitwise_and_(INDEX_MASK)
-
-
-def _largest_of_groups(keys: torch.Tensor) -> torch.Tensor:
-    """The `KEPT` largest of each row (n, 4096) of different keys, smallest first.
-
-    A row is cut into groups, of which each has its largest. What is among the `KEPT` largest of all lies in one of the
-    `KEPT` groups with the largest of these: else so many groups would have something larger. So an eighth of a row
-    is searched twice instead of all of it once, and rows as short as that are searched several times as fast.
-    """
-    groups = keys.view(-1, GROUP_VALUES, NUM_GROUPS)  # values of a group lie apart, so that maxima are taken of rows
-    largest = groups.amax(1)
-    largest.numpy().partition(-KEPT, axis=1)  # 20 times as fast as torch.topk
-    which = largest[:, -KEPT:].bitwise_not_().bitwise_and_(NUM_GROUPS - 1).long()
-    candidates = groups.gather(2, which[:, None].expand(-1, GROUP_VALUES, -1)).flatten(1)
-    as_numpy = candidates.numpy()
-    as_numpy.partition(-KEPT, axis=1)
-    as_numpy[:, -KEPT:].sort(axis=1)
-    return candidates[:, -KEPT:]
-
-
-def _two_means(
+def two_means(
     magnitudes: torch.Tensor, num_zeros: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The two numbers that stand for a row of magnitudes best (n, 2), and how many the second stands for (n, 1).

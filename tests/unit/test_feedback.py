@@ -95,7 +95,8 @@ def test_it_is_the_equation_to_rounding(name: str, decay: float) -> None:
         total = delta.clone()
         kept.add_(total)
         exact = decay * before.double() + delta.double()
-        assert bool(((total - exact).abs() <= 2**-23 * (decay * before.abs() + delta.abs())).all())
+        # Three roundings: of the decay, the product and the sum.
+        assert bool(((total - exact).abs() <= 3 * 2**-24 * (decay * before.abs() + delta.abs())).all())
         kept.commit()
         assert torch.equal(kept.residual, total - sent_of(codec, total))
 
@@ -118,7 +119,7 @@ def test_a_round_that_is_not_committed_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_never_gets_into_the_residual(name: str, bad: float) -> None:
     """It would stay there, and the island would be left out for ever."""
     kept = ErrorFeedback(CODECS[name], 1.0, 5000)
@@ -131,6 +132,15 @@ def test_what_is_not_finite_never_gets_into_the_residual(name: str, bad: float) 
     kept.commit()
     assert torch.equal(kept.residual, before)
     assert math.isfinite(kept.add_(make_delta(2, 5000)))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_sum_beyond_fp32_never_gets_into_the_residual(name: str) -> None:
+    kept = ErrorFeedback(CODECS[name], 1.0, 5000)
+    kept.load(torch.full((5000,), 2e38))
+    assert not math.isfinite(kept.add_(torch.full((5000,), 2e38)))
+    kept.commit()
+    assert bool((kept.residual == 2e38).all())
 
 
 @given(

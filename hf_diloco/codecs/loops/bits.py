@@ -1,0 +1,58 @@
+"""Numbers as their bits, and as little-endian bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_diloco.codecs.loops.compiled import Bytes, Values, compiled
+
+MAGNITUDE_BITS = np.int32(0x7FFF_FFFF)
+INFINITY_BITS = np.int32(0x7F80_0000)
+
+
+@compiled
+def cut(value: np.float32, bits: np.int32) -> np.float32:
+    """`value` with only these of its bits."""
+    return np.int32(np.float32(value).view(np.int32) & bits).view(np.float32)
+
+
+@compiled
+def largest_magnitude(row: Values) -> np.float32:
+    """max |v|; infinite if a value is infinite or NaN.
+
+    By the bits of the magnitudes: as integers they are in the same order, NaN last.
+    """
+    bits = row.view(np.int32)
+    largest = np.int32(0)
+    for i in range(bits.shape[0]):
+        largest = max(largest, bits[i] & MAGNITUDE_BITS)
+    return np.int32(min(largest, INFINITY_BITS)).view(np.float32)
+
+
+@compiled
+def write_fp32(code: Bytes, value: np.float32) -> None:
+    """Writes the four bytes of `value`, wherever they lie."""
+    bits = np.float32(value).view(np.int32)
+    for place in range(4):
+        code[place] = np.uint8(bits >> (8 * place))
+
+
+@compiled
+def read_fp32(code: Bytes) -> np.float32:
+    """What `write_fp32` wrote."""
+    low = np.int32(code[0]) | np.int32(code[1]) << 8
+    return np.int32(low | np.int32(code[2]) << 16 | np.int32(code[3]) << 24).view(np.float32)
+
+
+@compiled
+def write_bf16(code: Bytes, value: np.float32) -> None:
+    """Writes the upper two bytes of `value`: all of it, if it has no more bits than bf16."""
+    bits = np.float32(value).view(np.int32)
+    code[0] = np.uint8(bits >> 16)
+    code[1] = np.uint8(bits >> 24)
+
+
+@compiled
+def read_bf16(code: Bytes) -> np.float32:
+    """The bf16 that lies there."""
+    return np.int32(np.int32(code[0]) << 16 | np.int32(code[1]) << 24).view(np.float32)
