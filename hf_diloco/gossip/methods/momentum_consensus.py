@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.workspace import Workspace
 
 
 class MomentumConsensus(GossipOptimizer):
@@ -65,9 +66,15 @@ class MomentumConsensus(GossipOptimizer):
         mixed_x, mixed_momentum = self.received, self.received_momentum
         self.mix_together((x, momentum), (mixed_x, mixed_momentum))
         for part in self.parts():
-            where, beta = part.where, part.momentum
-            mine, v, new = x[where], momentum[where], mixed_momentum[where]
-            torch.lerp(v, new, self.omega, out=new)  # (1 - ω) v_i + ω Σ_j w_ij v_j
-            torch.add(mixed_x[where], new, alpha=beta, out=new).add_(g[where], alpha=-part.lr)
+            where = part.where
+            mine, v, shared = x[where], momentum[where], mixed_momentum[where]
+            # Scratch stays in the cache; written over what was received, it would all go to memory.
+            new = _workspace.take("new", mine.numel(), mine.dtype, mine.device)
+            if self.omega != 1:
+                shared = torch.lerp(v, shared, self.omega, out=new)  # (1 - ω) v_i + ω Σ_j w_ij v_j
+            torch.add(mixed_x[where], shared, alpha=part.momentum, out=new).add_(g[where], alpha=-part.lr)
             torch.sub(new, mine, out=v)
             mine.copy_(new)
+
+
+_workspace = Workspace()
