@@ -23,6 +23,8 @@ import sys
 import time
 
 QUEUE = 0
+TICK = 0.001
+"""Seconds for which packets are gathered: waking up for each would take the processors from those who send them."""
 
 # linux/netfilter/nfnetlink.h and nfnetlink_queue.h
 _NETLINK_NETFILTER = 12
@@ -73,12 +75,13 @@ def delay(seconds: float) -> None:
     while True:
         pause = max(0.0, held[0][0] - time.monotonic()) if held else None
         select.select([link], [], [], pause)
+        time.sleep(TICK)
         _hear(link, held, seconds)
         _let_go(link, held)
 
 
 def _hear(link: socket.socket, held: collections.deque[tuple[float, bytes]], seconds: float) -> None:
-    due = time.monotonic() + seconds
+    due = time.monotonic() + seconds - TICK / 2  # they came during the tick
     with contextlib.suppress(BlockingIOError):
         for _ in range(256):
             message = link.recv(4096)
