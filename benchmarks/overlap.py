@@ -5,10 +5,11 @@
 The link is such that a synchronisation in fp32 takes about as long as its inner steps, so that an island that waits
 for it trains half of the time. Every row is a run of the same steps on the same data:
 
-    utilisation     share of the time in which inner steps ran: without what training stood still for rounds, by the
-                    island's own record (waiting, exchanging, reading and writing weights)
-    s a step        of that time, for one inner step; and how many times as long as without any communication
-    stalled         seconds that training stood still
+    utilisation     share of the islands' time in which inner steps ran: without what training stood still for rounds,
+                    by their own records (waiting, exchanging, reading and writing weights); of all islands, and in
+                    brackets of each. Where one is faster, it waits for the other, however fast the link is
+    s a step        of that time, for one inner step of island 0; and how many times as long as without communication
+    stalled         seconds that training stood still, on average
     at the end      and after the last step, for the last rounds of fragments: once a run, so not in what is above
     loss            of the outer parameters at the end
     to common loss  seconds until island 0 was as good as the worst of all rows is in the end
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -59,7 +61,7 @@ class Case:
 
 @dataclass
 class Row:
-    """One run, by island 0's record."""
+    """One run, by island 0's record; and by those of all."""
 
     name: str
     seconds: float
@@ -71,6 +73,7 @@ class Row:
     num_parameters: int
     losses: list[tuple[float, float]]
     """(seconds since the start of training, evaluation loss)."""
+    others: list[Row] = field(default_factory=list)
     to_common_loss: float | None = None
 
     @property
@@ -80,8 +83,13 @@ class Row:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which inner steps ran."""
+        """Share of this island's time in which inner steps ran."""
         return 1 - self.stalled / (self.seconds - self.settling)
+
+    @property
+    def islands(self) -> list[Row]:
+        """This one and the others."""
+        return [self, *self.others]
 
 
 def cases(delay: int) -> list[Case]:
@@ -129,7 +137,9 @@ class Bench:
         for process in islands:
             process.wait(timeout=3600)
         self._links.clear()
-        return read_row(case, self._folder / name)
+        row, *others = (read_row(case, folder) for folder in sorted((self._folder / name).glob("island-*")))
+        row.others = others
+        return row
 
     def _start(self, island: int, case: Case, path: Path, port: int) -> Process:
         waiting = f'until ip -4 addr show dev in{island} 2>/dev/null | grep -q inet; do sleep 0.05; done; exec "$@"'
@@ -177,8 +187,8 @@ class Bench:
 
 
 def read_row(case: Case, folder: Path) -> Row:
-    """What a run's record says of it."""
-    events = [json.loads(line) for line in (folder / "island-0" / "metrics.jsonl").read_text().splitlines()]
+    """What an island's record says of a run."""
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     start, end = (next(event for event in events if event["event"] == kind) for kind in ("start", "end"))
     syncs = [event for event in events if event["event"] == "sync"]
     losses = [(event["time"] - start["time"], event["eval_loss"]) for event in events if event["event"] == "eval"]
@@ -248,15 +258,22 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
     for row in rows:
         table.add_row(
             row.name,
-            f"{row.utilisation:.1%}",
+            utilisation_of(row.islands),
             f"{row.seconds_a_step:.3f} ({row.seconds_a_step / rows[0].seconds_a_step:.2f}x)",
-            f"{row.stalled:.1f} s",
+            f"{statistics.mean(island.stalled for island in row.islands):.1f} s",
             f"{row.settling:.1f} s",
             "" if row.eval_loss is None else f"{row.eval_loss:.3f}",
             "" if row.to_common_loss is None else f"{row.to_common_loss:.0f} s",
             "" if row.bytes_a_round is None else f"{row.bytes_a_round / 1e6:.1f}",
         )
     Console(width=110).print(table)
+
+
+def utilisation_of(islands: list[Row]) -> str:
+    """Of all, and of each where there are several."""
+    stalled, seconds = sum(row.stalled for row in islands), sum(row.seconds - row.settling for row in islands)
+    each = ", ".join(f"{row.utilisation:.1%}" for row in islands)
+    return f"{1 - stalled / seconds:.1%}" + (f" ({each})" if len(islands) > 1 else "")
 
 
 def main() -> None:

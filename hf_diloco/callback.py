@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.measure import SyncReport
 from hf_diloco.meeting import Facts
-from hf_diloco.metrics import MetricsWriter, RunTotals
 from hf_diloco.outer import OuterState
 from hf_diloco.outer_view import OuterView
+from hf_diloco.record import IslandRecord
 from hf_diloco.retention import Retention
 from hf_diloco.schedule import count_rounds, step_of
 from hf_diloco.sessions import BaseSession, open_session
@@ -41,17 +40,6 @@ from hf_diloco.trainer_arguments import check_arguments, examples_per_step, floa
 from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
-
-_LOGGED = (
-    "round",
-    "seconds_computing",
-    "seconds_waiting",
-    "seconds_exchanging",
-    "bytes_sent",
-    "bytes_received",
-    "pseudo_gradient_norm",
-    "cosine",
-)
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -99,12 +87,10 @@ class DiLoCoCallback(TrainerCallback):
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._stop = StopFlag(Path(stop_file) if stop_file else None)
         self._session: BaseSession | None = None
-        self._writer: MetricsWriter | None = None
+        self._record: IslandRecord | None = None
         self._failure: DiLoCoError | None = None
-        self._to_log: dict[str, float] = {}
         self._retention: Retention | None = None
         self._tokens_seen = 0
-        self._totals = RunTotals()
         self._view: OuterView | None = None
         self._shown: OuterView | None = None
         self._unnoted: list[SyncReport] = []
@@ -180,7 +166,7 @@ class DiLoCoCallback(TrainerCallback):
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
         self._retention = Retention(args, folder_of(args))
-        self._open_metrics(args, state, shards, resumed=checkpoint is not None)
+        self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
         if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
@@ -215,25 +201,24 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Records which weights were evaluated, and has training go on from its own."""
         metrics = kwargs.get("metrics") or {}
-        if self._writer and "eval_loss" in metrics:
-            weights = "outer" if self._holds_outer else "inner"
-            self._writer.write("eval", state.global_step, weights=weights, **floats(metrics))
+        if self._record and "eval_loss" in metrics:
+            self._record.evaluate(state.global_step, floats(metrics), is_outer=self._holds_outer)
         if self._view is not None:
             self._view.end()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
         logs = kwargs.get("logs")
-        if logs is None:
+        if logs is None or self._record is None:
             return
-        if "eval_loss" in logs and self._session and self._holds_outer:
-            self._to_log["diloco/outer_loss"] = float(logs["eval_loss"])
-        if self._writer and "loss" in logs:
-            self._writer.write("train", state.global_step, **floats(logs))
-        logs.update(self._to_log)
+        if "eval_loss" in logs and self._holds_outer:
+            self._record.log_outer_loss(float(logs["eval_loss"]))
+        if "loss" in logs:
+            self._record.write("train", state.global_step, **floats(logs))
+        added = self._record.take_for_trackers()
+        logs.update(added)
         if state.log_history:
-            state.log_history[-1].update(self._to_log)
-        self._to_log = {}
+            state.log_history[-1].update(added)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
@@ -241,8 +226,7 @@ class DiLoCoCallback(TrainerCallback):
         self._settle(state)
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         self._outer.save(checkpoint, state.global_step, position)
-        if self._writer:
-            self._writer.write("save", state.global_step, path=checkpoint.name)
+        self._need_record().write("save", state.global_step, path=checkpoint.name)
         if self._retention:
             self._retention.rotate(state)
 
@@ -262,13 +246,7 @@ class DiLoCoCallback(TrainerCallback):
                 self._outer.steps,
                 self.config.sync_every,
             )
-        if self._writer:
-            self._writer.write(
-                "end",
-                state.global_step,
-                **self._totals.as_event(self._outer.round, self._outer.steps, self._outer.on_boundary),
-                run_is_over=self._need_session().is_over,
-            )
+        self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
         self._need_session().leave(finished=not (self._failure or self.stopped))
         if self._failure:
             raise self._failure
@@ -301,6 +279,10 @@ class DiLoCoCallback(TrainerCallback):
         assert self._session is not None, "on_train_begin has not run"
         return self._session
 
+    def _need_record(self) -> IslandRecord:
+        assert self._record is not None, "on_train_begin has not run"
+        return self._record
+
     @property
     def _outer(self) -> OuterState:
         return self._need_session().outer
@@ -322,7 +304,7 @@ class DiLoCoCallback(TrainerCallback):
         """Waits for the rounds under way."""
         reports, self._unnoted = [*self._unnoted, *self._need_session().settle()], []
         for report in reports:
-            self._note(report, state)
+            self._need_record().sync(report, state.global_step)
 
     def _sync(self, state: TrainerState, control: TrainerControl) -> None:
         try:
@@ -362,8 +344,7 @@ class DiLoCoCallback(TrainerCallback):
     def _on_missed(self, state: TrainerState, error: MissedRoundError) -> None:
         if self._need_session().island.is_leader:
             logger.warning("%s", error)
-        if self._writer:
-            self._writer.write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
+        self._need_record().write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
 
     def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
         """The other islands have completed the last round, of which this one has the result: the final model."""
@@ -387,15 +368,8 @@ class DiLoCoCallback(TrainerCallback):
         reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)
         self._unnoted = []
         for report in reports:
-            self._note(report, state)
+            self._need_record().sync(report, state.global_step)
             control.should_log = True
-
-    def _note(self, report: SyncReport, state: TrainerState) -> None:
-        self._totals.add(report)
-        event = asdict(report)
-        self._to_log.update({f"diloco/{name}": event[name] for name in _LOGGED if event[name] is not None})
-        if self._writer:
-            self._writer.write("sync", state.global_step, **event)
 
     def _end_early(self, state: TrainerState, control: TrainerControl) -> None:
         """Ends training after a checkpoint of this step."""
@@ -411,10 +385,11 @@ class DiLoCoCallback(TrainerCallback):
             return float(self._tokens_seen - before)
         return float(examples_per_step(args))
 
-    def _open_metrics(self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool) -> None:
+    def _open_record(
+        self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool
+    ) -> IslandRecord:
         session = self._need_session()
         examples = examples_per_step(args)
-        self._totals = RunTotals()
         logger.info(
             "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
             self.config.island,
@@ -424,10 +399,8 @@ class DiLoCoCallback(TrainerCallback):
             examples,
             examples * self.config.num_shares,
         )
-        if not session.island.is_leader:
-            return
-        self._writer = MetricsWriter(folder_of(args) / "metrics.jsonl")
-        self._writer.write(
+        record = IslandRecord(folder_of(args) if session.island.is_leader else None)
+        record.write(
             "start",
             state.global_step,
             island=self.config.island,
@@ -447,3 +420,4 @@ class DiLoCoCallback(TrainerCallback):
             comes_and_goes=self.config.meets_in_store,
             params_hash=self._outer.outer_hash,
         )
+        return record

@@ -145,9 +145,9 @@ def named_metrics() -> set[str]:
 
 
 def test_metrics_are_those_that_the_callback_logs() -> None:
-    from hf_diloco.callback import _LOGGED
+    from hf_diloco.record import LOGGED
 
-    assert named_metrics() == {f"diloco/{name}" for name in _LOGGED} | {"diloco/outer_loss"}
+    assert named_metrics() == {f"diloco/{name}" for name in LOGGED} | {"diloco/outer_loss"}
 
 
 # protocol.md, deepspeed.md, launching.md, benchmarks.md
