@@ -191,7 +191,7 @@ class Member:
     def next_residual(self) -> torch.Tensor:
         """What will be left out of what it would send now."""
         decay = self.session.config.feedback_decay
-        total = torch.add(self.progress, self.residual, alpha=decay)
+        total = self.progress + decay * self.residual
         return total - sent_of(self.session.outer.codec.name, total)
 
     def leave(self, finished: bool = True) -> Member:
@@ -747,7 +747,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     deaf.sync()
     assert (deaf.hash, deaf.session.outer.round, deaf.session.outer.steps) == (islands[0].hash, 3, 1)
     assert torch.allclose(deaf.progress, progress / 3, atol=1e-6), "a third of the steps"
-    estimate = torch.add(progress * (2 / 3), residual, alpha=0.95)
+    estimate = progress * (2 / 3) + 0.95 * residual
     estimate -= sent_of("topk", estimate)
     assert torch.equal(deaf.residual, expected[1] if is_known else estimate)
 
