@@ -6,8 +6,9 @@ The kernel's own delay (netem) is not in every kernel. Here a firewall rule hand
 
     iptables -t mangle -A PREROUTING -i DEVICE -j NFQUEUE --queue-num 0
 
-and this program lets them go in the order in which they came. Only their numbers leave the kernel, so the work is per
-packet, and those are up to 64 KiB long where the devices leave the cutting to the hardware, as these do.
+and this program lets them go in the order in which they came, up to a millisecond late. Only their numbers leave the
+kernel, so the work is per packet, and those are up to 64 KiB long where the devices leave the cutting to the hardware,
+as these do.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def delay(seconds: float) -> None:
     held: collections.deque[tuple[float, bytes]] = collections.deque()  # when each may go, and its number
     print("ready", flush=True)
     while True:
-        pause = max(0.0, held[0][0] - time.monotonic()) if held else None
+        pause = max(0.0, held[0][0] - time.monotonic() - TICK) if held else None
         select.select([link], [], [], pause)
         time.sleep(TICK)
         _hear(link, held, seconds)

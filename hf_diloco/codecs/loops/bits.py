@@ -56,3 +56,10 @@ def write_bf16(code: Bytes, value: np.float32) -> None:
 def read_bf16(code: Bytes) -> np.float32:
     """The bf16 that lies there."""
     return np.int32(np.int32(code[0]) << 16 | np.int32(code[1]) << 24).view(np.float32)
+
+
+@compiled
+def pack_pairs(codes: Bytes, out: Bytes) -> None:
+    """Two codes of four bits a byte, the first in the low half."""
+    for i in range(out.shape[0]):
+        out[i] = codes[2 * i] | codes[2 * i + 1] << 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_diloco.codecs.loops.bits import MAGNITUDE_BITS, cut, largest_magnitude, read_bf16, write_bf16
+from hf_diloco.codecs.loops.bits import MAGNITUDE_BITS, cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
 from hf_diloco.codecs.loops.compiled import Bytes, Loops, Values, compiled
 
 SMALLEST_SCALE = np.float32(2.0**-120)
@@ -29,8 +29,7 @@ def encode(values: Values, code: Bytes, num_values: int) -> None:
             magnitude = np.int32(min(bits & MAGNITUDE_BITS, ONE))
             exponent = np.int32((magnitude + HALF_MANTISSA >> 23) - EXPONENT_OF_ZERO)
             codes[i] = max(exponent, np.int32(magnitude >= HALF_OF_SMALLEST)) | np.int32(bits >> 28 & 8)
-        for i in range(out.shape[0]):
-            out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+        pack_pairs(codes, out)
 
 
 @compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_diloco.codecs.loops.bits import cut, largest_magnitude, read_bf16, write_bf16
+from hf_diloco.codecs.loops.bits import cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
 from hf_diloco.codecs.loops.compiled import Bytes, Loops, Values, compiled
 
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 7)
@@ -24,8 +24,7 @@ def encode(values: Values, code: Bytes, num_values: int) -> None:
         inverse = np.float32(1) / scale
         for i in range(row.shape[0]):
             codes[i] = np.float32(row[i] * inverse + ROUNDING).view(np.int32)  # keeps the lowest byte
-        for i in range(out.shape[0]):
-            out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+        pack_pairs(codes, out)
 
 
 @compiled

@@ -21,6 +21,8 @@ from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours, Vectors
 from hf_diloco.workspace import Workspace
 
+_workspace = Workspace()
+
 
 class MomentumConsensus(GossipOptimizer):
     """Equations and source above. v is in units of parameters: a γ that changes acts on new gradients only."""
@@ -75,6 +77,3 @@ class MomentumConsensus(GossipOptimizer):
             torch.add(mixed_x[where], shared, alpha=part.momentum, out=new).add_(g[where], alpha=-part.lr)
             torch.sub(new, mine, out=v)
             mine.copy_(new)
-
-
-_workspace = Workspace()
