@@ -82,7 +82,8 @@ def delay(seconds: float) -> None:
 
 
 def _hear(link: socket.socket, held: collections.deque[tuple[float, bytes]], seconds: float) -> None:
-    due = time.monotonic() + seconds - TICK / 2  # they came during the tick
+    # They came half a tick ago, on average, and what is due is let go half a tick late.
+    due = time.monotonic() + seconds - TICK
     with contextlib.suppress(BlockingIOError):
         for _ in range(256):
             message = link.recv(4096)

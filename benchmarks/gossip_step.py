@@ -46,8 +46,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.methods import METHODS, GossipOptimizer, make_optimizer
-from hf_diloco.gossip.neighbours import Neighbours, Vectors, mix_
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished
 from hf_diloco.gossip.records import Record

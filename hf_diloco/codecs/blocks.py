@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 from hf_diloco.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24

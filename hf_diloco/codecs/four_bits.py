@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 
 BF16_BITS = ~0xFFFF
 

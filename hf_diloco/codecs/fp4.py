@@ -7,7 +7,7 @@ import torch
 from hf_diloco.codecs.blocks import MAGNITUDE_BITS
 from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
 from hf_diloco.codecs.loops import fp4
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 
 MAGNITUDES = [0.0, *(2.0**exponent for exponent in range(-6, 1))]
 SMALLEST_SCALE = 2.0**-120  # scale x 2^-6 is still normal, so no processor flushes it to zero

@@ -7,7 +7,7 @@ import torch
 from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
 from hf_diloco.codecs.int8 import ROUNDING
 from hf_diloco.codecs.loops import int4
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 
 SCALE_OF_LARGEST = (1 + 2**-22) / 7
 SMALLEST_SCALE = 2.0**-126

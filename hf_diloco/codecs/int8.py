@@ -6,7 +6,7 @@ import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
 from hf_diloco.codecs.loops import int8
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 
 # 1/127 and a little more, so that the scale of a block that was decoded comes out as what it was, not an ulp below.
 SCALE_OF_LARGEST = (1 + 2**-22) / 127

@@ -8,7 +8,7 @@ import torch
 
 from hf_diloco.codecs.blocks import MAGNITUDE_BITS, BlockCodec
 from hf_diloco.codecs.loops import topk
-from hf_diloco.codecs.loops.compiled import Loops
+from hf_diloco.codecs.loops.base import Loops
 
 KEPT = 64
 INDEX_BITS = 12

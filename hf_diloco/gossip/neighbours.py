@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
-from hf_diloco.exchange.base import BLOCK_VALUES, Traffic
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.averages import Vectors, mean_, mix_
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
@@ -23,8 +24,6 @@ from hf_diloco.workspace import Workspace
 
 if TYPE_CHECKING:
     from hf_diloco.gossip.topology import Topology
-
-Vectors = Sequence[torch.Tensor]
 
 
 class Neighbours(ABC):
@@ -171,50 +170,6 @@ class Neighbours(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of the others at once, so that none waits for this node; may be called more than once."""
-
-
-def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, torch.Tensor]]) -> None:
-    """Writes own + Σ_j w_j (other_j - own) to `out`, which is Σ_j w_ij vector_j where the weights sum to 1.
-
-    One after the other, the neighbours' vectors are averaged with what came out so far: each has its share of the
-    weight up to there. In this form a row of weights sums to 1 exactly. Weights as ⅓ are not exact in fp32, and errors
-    of a plain weighted sum add up over steps: on a ring D² in fp32 ended tens to thousands of times farther from the
-    solution. Here nodes that agree stay where they are to the last bit. A neighbour that is left out leaves its weight
-    to the node itself.
-
-    Args:
-        out: 1-D, contiguous; overlaps no other argument.
-        own: this node's vector.
-        others: weight and vector of each neighbour, in the order of their numbers.
-    """
-    shares, total = [], 1.0 - sum(weight for weight, _ in others)
-    for weight, _ in others:
-        total += weight
-        shares.append(weight / total)
-    for where in blocks(out):
-        mixed, so_far = out[where], own[where]
-        if not others:
-            mixed.copy_(so_far)
-        # One pass a neighbour. `lerp` is exact where the two agree, and rounds a value the same wherever it lies in a
-        # vector: so nothing depends on how vectors are cut.
-        for share, (_, other) in zip(shares, others, strict=True):
-            so_far = torch.lerp(so_far, other[where], share, out=mixed)
-
-
-def mean_(out: torch.Tensor, vectors: Vectors) -> None:
-    """Writes the mean of all nodes' `vectors`, in their order, to `out`, which overlaps none of them."""
-    for where in blocks(out):
-        total = out[where].copy_(vectors[0][where])
-        for vector in vectors[1:]:
-            total.add_(vector[where])
-        total.mul_(1.0 / len(vectors))  # as `weighted_mean` does
-
-
-def blocks(vector: torch.Tensor) -> list[slice]:
-    """On a processor, blocks that stay in its cache; on an accelerator all at once, as each kernel costs a launch."""
-    size = vector.numel()
-    block = BLOCK_VALUES if vector.device.type == "cpu" else max(size, 1)
-    return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
 _workspace = Workspace()

@@ -15,10 +15,11 @@ from hf_diloco.agreement.rendezvous import connect_store
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.ahead import Ahead
+from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, Vectors
+from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import Topology

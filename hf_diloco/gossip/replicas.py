@@ -27,7 +27,8 @@ import torch
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip.neighbours import Neighbours, Vectors, blocks, mix_
+from hf_diloco.gossip.averages import Vectors, blocks, mix_
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.topology import Topology

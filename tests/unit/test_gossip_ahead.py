@@ -15,10 +15,11 @@ from torch.distributed import TCPStore
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.ahead import THREAD_NAME, Ahead
+from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh import MeshNeighbours, mixing
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.methods import METHODS, GossipOptimizer, make_optimizer
-from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, Vectors, mix_
+from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.gossip.records import Record

@@ -14,8 +14,9 @@ from torch.distributed import TCPStore
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours, mixing
-from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours, mix_
+from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.gossip.topology import Topology, make_topology
 from tests.islands import run_islands, try_islands

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.methods import D2, METHODS, DecentLaM, DmSGD, GossipOptimizer, base, make_optimizer
+from hf_diloco.gossip.methods.momentum_consensus import move_in_passes, move_on_processor
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.topology import Topology, make_topology
 from tests.islands import run_islands, try_islands
@@ -531,6 +532,19 @@ def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
             results.append(nodes(make_topology("ring", 3), method, 4, **IN_STEP.get(method, {})))
         for one, other in zip(*results, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), method
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loops_do_what_pytorchs_operations_do(dtype: torch.dtype) -> None:
+    """Those are what runs on an accelerator. Where a processor rounds products and sums apart, last bits differ."""
+    torch.manual_seed(0)
+    x, v, g, mixed, shared = (torch.randn(10_001, dtype=dtype) for _ in range(5))
+    new, moved = x.clone(), v.clone()
+    kind = x.numpy().dtype.type
+    move_on_processor(new.numpy(), moved.numpy(), g.numpy(), mixed.numpy(), shared.numpy(), kind(0.01), kind(0.9))
+    move_in_passes(x, v, g, mixed, shared, 0.01, 0.9)
+    torch.testing.assert_close(new, x, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(moved, v, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 def test_lars_scales_each_tensor() -> None:

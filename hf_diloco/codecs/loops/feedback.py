@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_diloco.codecs.loops.compiled import Values, compiled
+from hf_diloco.compiled import Values, compiled
 
 LANES = 32  # sums that are taken side by side
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 import torch
 
 from hf_diloco.exchange.mesh import CHUNK_VALUES
+from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh.swapping import Buffers
-from hf_diloco.gossip.neighbours import Vectors, mix_
 from hf_diloco.gossip.pieces import Piece
 
 OWN = -1

@@ -18,6 +18,7 @@ from torch.distributed import Store
 from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
 from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, edge_peers, not_connected
 from hf_diloco.gossip.mesh.entry import Entry, await_greetings
@@ -26,7 +27,7 @@ from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.mesh.returning import Reception
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
-from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MeshPublished, Published
 from hf_diloco.gossip.records import Record

@@ -21,7 +21,8 @@ from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.topology import Topology
 
 _CHUNK_VALUES = 1 << 18

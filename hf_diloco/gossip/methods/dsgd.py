@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.methods.base import GossipOptimizer
-from hf_diloco.gossip.neighbours import Neighbours, Vectors
+from hf_diloco.gossip.neighbours import Neighbours
 
 
 class DSGD(GossipOptimizer):

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hf_diloco.compiled import Array, compiled_with_fma
 from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.methods.base import GossipOptimizer
-from hf_diloco.gossip.neighbours import Neighbours, Vectors
-from hf_diloco.workspace import Workspace
-
-_workspace = Workspace()
+from hf_diloco.gossip.neighbours import Neighbours
 
 
 class MomentumConsensus(GossipOptimizer):
@@ -69,11 +69,38 @@ class MomentumConsensus(GossipOptimizer):
         self.mix_together((x, momentum), (mixed_x, mixed_momentum))
         for part in self.parts():
             where = part.where
-            mine, v, shared = x[where], momentum[where], mixed_momentum[where]
-            # Scratch stays in the cache; written over what was received, it would all go to memory.
-            new = _workspace.take("new", mine.numel(), mine.dtype, mine.device)
+            mine, v, mixed, shared = x[where], momentum[where], mixed_x[where], mixed_momentum[where]
             if self.omega != 1:
-                shared = torch.lerp(v, shared, self.omega, out=new)  # (1 - ω) v_i + ω Σ_j w_ij v_j
-            torch.add(mixed_x[where], shared, alpha=part.momentum, out=new).add_(g[where], alpha=-part.lr)
-            torch.sub(new, mine, out=v)
-            mine.copy_(new)
+                torch.lerp(v, shared, self.omega, out=shared)  # (1 - ω) v_i + ω Σ_j w_ij v_j
+            if x.device.type == "cpu":
+                arrays = mine.numpy(), v.numpy(), g[where].numpy(), mixed.numpy(), shared.numpy()
+                kind = arrays[0].dtype.type
+                move_on_processor(*arrays, kind(part.lr), kind(part.momentum))
+            else:
+                move_in_passes(mine, v, g[where], mixed, shared, part.lr, part.momentum)
+
+
+def move_in_passes(
+    x: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    mixed: torch.Tensor,
+    shared: torch.Tensor,
+    lr: float,
+    momentum: float,
+) -> None:
+    """x⁺ = mixed + β shared - γ g, and v = x⁺ - x. Overwrites `mixed`."""
+    mixed.add_(shared, alpha=momentum).add_(g, alpha=-lr)
+    torch.sub(mixed, x, out=v)
+    x.copy_(mixed)
+
+
+@compiled_with_fma
+def move_on_processor(
+    x: Array, v: Array, g: Array, mixed: Array, shared: Array, lr: np.floating, momentum: np.floating
+) -> None:
+    """As `move_in_passes`, in one pass over memory; with the same bits where the processor has FMA."""
+    for i in range(x.shape[0]):
+        new = (mixed[i] + momentum * shared[i]) - lr * g[i]
+        v[i] = new - x[i]
+        x[i] = new
