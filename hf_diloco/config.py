@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hf_diloco import config_checks as checks
 from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.store_url import STORE_SCHEMES, check_store_url, is_object_store
+from hf_diloco.text import nearest
 
 ENV_ISLAND = "HF_DILOCO_ISLAND"
 ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
@@ -343,9 +344,4 @@ def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(key, known, n=1)
-    if close:
-        return f" (did you mean {close[0]}?)"
-    return f" (known: {', '.join(sorted(known))})" if known else ""
+    return nearest(key, known) or (f" (known: {', '.join(sorted(known))})" if known else "")

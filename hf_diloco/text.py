@@ -1,7 +1,8 @@
-"""Figures as a person reads them; what was not measured is a dash."""
+"""Figures and names as a person reads them; what was not measured is a dash."""
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 
@@ -82,6 +83,12 @@ def numbers(values: Iterable[int], limit: int = 10) -> str:
             spans.append([value, value])
     shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans[:limit]]
     return ", ".join(shown) + (", ..." if len(spans) > limit else "")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a misspelt name may have been meant to be, for the end of a clause; empty if it is like none."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _scaled(value: float, units: tuple[str, ...], space: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.lm.runfile import ModelBlock
+from hf_diloco.model_config import make_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,24 +41,12 @@ def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence
     Raises:
         ConfigError: on an unknown model type or setting, or values that transformers refuses.
     """
-    from transformers import AutoConfig
-
     if model.preset is not None:
         given = {"model_type": "llama", "tie_word_embeddings": True, **_SHAPES[model.preset]}
         given["max_position_embeddings"] = max(2048, sequence_length)
     else:
         given = dict(model.config or {})
-    model_type = given.pop("model_type")
-    known = _known_settings(model_type)
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f"model.config: unknown setting {key}={value!r} of {model_type}{_nearest(key, known)}")
-    ours = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
-    settings = {**{key: value for key, value in ours.items() if key in known}, **given}
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # each configuration class checks in its own way
-        raise ConfigError(f"model.config: transformers refuses this {model_type}: {error}") from error
+    config = make_config(given, {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)})
     _check_fits(config, tokenizer, sequence_length)
     return config
 
@@ -106,17 +94,6 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]
     }
 
 
-def _known_settings(model_type: str) -> set[str]:
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if model_type not in CONFIG_MAPPING_NAMES:
-        near = _nearest(model_type, CONFIG_MAPPING_NAMES)
-        raise ConfigError(f"model.config.model_type: transformers has no {model_type!r}{near}")
-    config = AutoConfig.for_model(model_type)
-    return {*config.to_dict(), *config.attribute_map}
-
-
 def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> None:
     text_config = config.get_text_config()
     if text_config.vocab_size < len(tokenizer):
@@ -127,10 +104,3 @@ def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise ConfigError(f"data.sequence_length: {sequence_length} is more than the {longest} positions of the model")
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

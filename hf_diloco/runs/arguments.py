@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from hf_diloco.errors import ConfigError
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.environment import ENV_LAUNCHED
+from hf_diloco.text import nearest
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -127,8 +127,7 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
     if key in _REFUSED:
         return f"{name} cannot be set here: {_REFUSED[key]}"
     if key not in known:
-        close = difflib.get_close_matches(key, sorted(known), n=1)
-        return f"unknown setting {name}={value!r}" + (f" (did you mean {close[0]}?)" if close else "")
+        return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
     return _type_problem(name, value, types[key]) or _range_problem(name, key, value)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.model_config import make_config
 from hf_diloco.vision.build import ImageData
 from hf_diloco.vision.preprocess import checkpoint_config
 from hf_diloco.vision.settings import ImageModelBlock
@@ -73,22 +72,11 @@ def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
     Raises:
         ConfigError: on an unknown model type or setting, or values that transformers refuses.
     """
-    from transformers import AutoConfig
-
     given = dict(_SHAPES[block.preset] if block.preset is not None else block.config or {})
     if block.preset == "vit-tiny":
         given["patch_size"] = patch_size(data.image_size)
-    model_type = given.pop("model_type")
-    known = _known_settings(model_type)
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f"model.config: unknown setting {key}={value!r} of {model_type}{_nearest(key, known)}")
-    ours = {"num_channels": data.num_channels, "image_size": data.image_size}
-    settings = {**{key: value for key, value in ours.items() if key in known}, **given, **_classes(data)}
-    try:
-        return AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # each configuration class checks in its own way
-        raise ConfigError(f"model.config: transformers refuses this {model_type}: {error}") from error
+    defaults = {"num_channels": data.num_channels, "image_size": data.image_size}
+    return make_config(given, defaults, **_classes(data))
 
 
 def patch_size(image_size: int) -> int:
@@ -152,19 +140,3 @@ def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"model.frozen: {patterns} match all parameters; leave some to train")
-
-
-def _known_settings(model_type: str) -> set[str]:
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if model_type not in CONFIG_MAPPING_NAMES:
-        near = _nearest(model_type, CONFIG_MAPPING_NAMES)
-        raise ConfigError(f"model.config.model_type: transformers has no {model_type!r}{near}")
-    config = AutoConfig.for_model(model_type)
-    return {*config.to_dict(), *config.attribute_map}
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -640,7 +640,7 @@ def test_memory_is_one_vector_of_state_and_two_of_work() -> None:
     ("method", "settings", "words"),
     [
         ("decentlm", {}, ["decentlm", "did you mean decentlam?"]),
-        ("adam", {}, ["adam", "There are: pmsgd, dsgd"]),
+        ("adam", {}, ["adam", "there are pmsgd, dsgd"]),
         ("decentlam", {"nesterov": True}, ["nesterov", "no such setting", "momentum"]),
         ("dmsgd", {"momntum": 0.9}, ["momntum", "did you mean momentum?"]),
         ("dmsgd", {"momentum": 1.0}, ["momentum=1.0", "below 1"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
@@ -20,6 +19,7 @@ from hf_diloco.gossip.methods.pmsgd import PmSGD
 from hf_diloco.gossip.methods.qg_dmsgd import QGDmSGD
 from hf_diloco.gossip.methods.swarmsgd import SwarmSGD
 from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.text import nearest
 
 _ALL: list[type[GossipOptimizer]] = [
     PmSGD,
@@ -49,14 +49,14 @@ def make_optimizer(name: str, params: ParamsT, neighbours: Neighbours, lr: float
     """
     known = name.lower().replace("_", "-")
     if known not in METHODS:
-        raise ConfigError(f"method {name!r}: no such method{_hint(known, METHODS)} There are: {', '.join(METHODS)}")
+        raise ConfigError(f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}")
     method = METHODS[known]
     accepted = _settings(method)
     for setting in settings:
         if setting not in accepted:
             raise ConfigError(
-                f"{setting}: method {known} has no such setting{_hint(setting, accepted)} "
-                f"It has: {', '.join(accepted)}"
+                f"{setting}: method {known} has no such setting{nearest(setting, accepted)}; it has "
+                f"{', '.join(accepted)}"
             )
     make: Any = method
     optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
@@ -67,8 +67,3 @@ def _settings(method: type[GossipOptimizer]) -> dict[str, object]:
     """The method's own settings and their defaults."""
     parameters = inspect.signature(method.__init__).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-
-
-def _hint(name: str, known: dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else "."

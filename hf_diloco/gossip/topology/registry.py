@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hf_diloco.gossip.topology.exponential import exponential, one_peer_exponent
 from hf_diloco.gossip.topology.matching import RandomMatching
 from hf_diloco.gossip.topology.own import SUFFIXES, from_file
 from hf_diloco.gossip.topology.undirected import full, grid, hypercube, ring, star, symmetric_exponential
+from hf_diloco.text import nearest
 
 GRAPHS: dict[str, Callable[[int], Topology]] = {
     "ring": ring,
@@ -47,11 +47,9 @@ def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Top
         return topology
     known = name.replace("_", "-")
     if known not in GRAPHS:
-        close = difflib.get_close_matches(known, GRAPHS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(
-            f"topology {name!r}: no such graph{hint}; there are {', '.join(GRAPHS)}; or give a file of weights "
-            f"({', '.join(SUFFIXES)})"
+            f"topology {name!r}: no such graph{nearest(known, GRAPHS)}; there are {', '.join(GRAPHS)}; or give a file "
+            f"of weights ({', '.join(SUFFIXES)})"
         )
     if num_nodes is None:
         raise ConfigError(f"topology {name!r}: num_nodes is missing; give how many take part")
