@@ -99,6 +99,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         size = sum(parameter.numel() for parameter in self._parameters)
         self._x, self._g = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
         self._vectors = {name: torch.zeros_like(self._x) for name in self.state_names}
+        like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
+        self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
         self._views_of_x, self._views_of_g = self._views(self._x), self._views(self._g)
         self._adopt()
         self._show_state()
@@ -245,6 +247,12 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """One of `state_names`: flat, of d values."""
         return self._vectors[name]
 
+    def replace_vector(self, name: str, vector: torch.Tensor) -> torch.Tensor:
+        """Puts another in the place of one of `state_names`; returns the one that was there."""
+        old, self._vectors[name] = self._vectors[name], vector
+        self._show_state()
+        return old
+
     def parts(self) -> Iterator[Part]:
         """The flat vectors, cut where settings change; on a processor also into what stays in its cache."""
         start = 0
@@ -316,9 +324,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def _views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """`vector` cut into tensors of the parameters' shapes and memory formats."""
-        pieces = vector.split([parameter.numel() for parameter in self._parameters])
-        formats = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
-        return [piece.as_strided(format.shape, format.stride()) for piece, format in zip(pieces, formats, strict=True)]
+        pieces = vector.split([shape.numel() for shape, _ in self._formats])
+        return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
 
     def _adopt(self) -> None:
         """Makes parameters views of the flat vector; again if somebody has given them other memory."""

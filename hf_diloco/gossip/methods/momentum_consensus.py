@@ -69,38 +69,32 @@ class MomentumConsensus(GossipOptimizer):
         self.mix_together((x, momentum), (mixed_x, mixed_momentum))
         for part in self.parts():
             where = part.where
-            mine, v, mixed, shared = x[where], momentum[where], mixed_x[where], mixed_momentum[where]
+            mine, mixed, shared = x[where], mixed_x[where], mixed_momentum[where]
             if self.omega != 1:
-                torch.lerp(v, shared, self.omega, out=shared)  # (1 - ω) v_i + ω Σ_j w_ij v_j
+                torch.lerp(momentum[where], shared, self.omega, out=shared)  # (1 - ω) v_i + ω Σ_j w_ij v_j
             if x.device.type == "cpu":
-                arrays = mine.numpy(), v.numpy(), g[where].numpy(), mixed.numpy(), shared.numpy()
+                arrays = mine.numpy(), g[where].numpy(), mixed.numpy(), shared.numpy()
                 kind = arrays[0].dtype.type
                 move_on_processor(*arrays, kind(part.lr), kind(part.momentum))
             else:
-                move_in_passes(mine, v, g[where], mixed, shared, part.lr, part.momentum)
+                move_in_passes(mine, g[where], mixed, shared, part.lr, part.momentum)
+        # The new v takes the place of what was received, which is in the cache; its own old one is far away.
+        self.received_momentum = self.replace_vector("momentum_buffer", mixed_momentum)
 
 
 def move_in_passes(
-    x: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    mixed: torch.Tensor,
-    shared: torch.Tensor,
-    lr: float,
-    momentum: float,
+    x: torch.Tensor, g: torch.Tensor, mixed: torch.Tensor, v: torch.Tensor, lr: float, momentum: float
 ) -> None:
-    """x⁺ = mixed + β shared - γ g, and v = x⁺ - x. Overwrites `mixed`."""
-    mixed.add_(shared, alpha=momentum).add_(g, alpha=-lr)
+    """x⁺ = mixed + β v - γ g, in the place of x, and v⁺ = x⁺ - x, in that of v. Overwrites `mixed`."""
+    mixed.add_(v, alpha=momentum).add_(g, alpha=-lr)
     torch.sub(mixed, x, out=v)
     x.copy_(mixed)
 
 
 @compiled_with_fma
-def move_on_processor(
-    x: Array, v: Array, g: Array, mixed: Array, shared: Array, lr: np.floating, momentum: np.floating
-) -> None:
+def move_on_processor(x: Array, g: Array, mixed: Array, v: Array, lr: np.floating, momentum: np.floating) -> None:
     """As `move_in_passes`, in one pass over memory; with the same bits where the processor has FMA."""
     for i in range(x.shape[0]):
-        new = (mixed[i] + momentum * shared[i]) - lr * g[i]
+        new = (mixed[i] + momentum * v[i]) - lr * g[i]
         v[i] = new - x[i]
         x[i] = new
