@@ -243,6 +243,24 @@ def _stop_when(run: VisionRun, step: int) -> None:
     (folder / "stop").touch()
 
 
+def test_nodes_that_wait_for_nobody_take_turns_and_end_when_asked(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "gossip.method=swarm-sgd", "training.max_steps=100000", "training.save_steps=100000")
+
+    def stop_all() -> None:
+        _stop_when(run, 8)
+        for node in (0, 2):
+            (run.folder / f"island-{node}" / "stop").touch()
+
+    watcher = threading.Thread(target=stop_all)
+    watcher.start()
+    assert simulate(run) == 3
+    watcher.join()
+    for node in range(3):
+        (end,) = events(run, node, "end")
+        assert end["step"] < 100_000
+        assert end["bytes_received"] > 0, "others published meanwhile, and all is counted"
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_goes_through_the_trainer(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, f"gossip.method={name}", "training.max_steps=4", "training.max_grad_norm=1")

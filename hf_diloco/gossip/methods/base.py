@@ -72,7 +72,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     name: ClassVar[str]
     num_vectors: ClassVar[int] = 1
-    is_in_step: ClassVar[bool] = True
+    is_in_step: bool = True
     state_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: ParamsT, neighbours: Neighbours, lr: float, **settings: float) -> None:

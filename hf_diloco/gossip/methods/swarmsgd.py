@@ -97,6 +97,7 @@ class SwarmSGD(GossipOptimizer):
         self.nesterov = nesterov
         self.local_steps = local_steps
         self.blocking = blocking
+        self.is_in_step = blocking
         self.seed = seed
         self.num_left_out = 0
         self.num_out_of_range = 0
