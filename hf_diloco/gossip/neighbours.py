@@ -104,7 +104,8 @@ class Neighbours(ABC):
     def published(self) -> Published:
         """Where this node leaves its model for the others to take, and takes theirs, without anybody waiting.
 
-        Collective over the nodes, as connections may have to be made; then nothing more is. Call it once.
+        Collective over the nodes, as connections may have to be made; then nothing more is. Call it once. A node that
+        `is_returning` connects to the neighbours that are there.
 
         Raises:
             UnsupportedError: the transport has no such thing.

@@ -220,3 +220,43 @@ def test_a_node_that_is_started_again_takes_part_again(
         # Where nothing but gradients is averaged, what it lacked at first, its momentum, keeps it apart for good.
         assert distances[victim] <= (0.1 if method == "pmsgd" else 1.2 * others_distance + 1e-3), distances
         assert not processes.alive()
+
+
+@pytest.mark.parametrize("quantization", ["none", "lattice-16"])
+def test_a_node_returns_where_nobody_waits_for_anybody(quantization: str, store: TCPStore, tmp_path: Path) -> None:
+    """Twice; steps go on until it has taken some again."""
+    num_nodes, victim = 4, 2
+    near = make_topology("ring", num_nodes).neighbours(victim)
+    returned = rf"news: node {victim} has returned: it takes part from step (\d+) on"
+    with Processes() as processes:
+        method = ("swarm-sgd", {"local_steps": 2, "quantization": quantization})
+        settings = {"methods": [method], "steps": 0, "end": "enough", "size": 1000, "pause": 0.01}
+        nodes = start(processes, store, tmp_path, "ring", num_nodes, **settings)
+        nodes[victim].wait_for("step 20$")
+        for number in (1, 2):
+            nodes[victim].kill()
+            for node in near:
+                nodes[node].wait_for("(?s:.*)".join([f"news: node {victim} was lost"] * number))
+            nodes[victim] = spawn(
+                processes,
+                store=store.port,
+                node=victim,
+                num_nodes=num_nodes,
+                graph="ring",
+                result=str(tmp_path / f"{victim}.pt"),
+                **settings,
+            )
+            entered = int(nodes[victim].wait_for(r"entered at (\d+)").group(1))
+            for node in near:
+                nodes[node].wait_for("(?s:.*)".join([returned] * number))
+            assert entered == max(int(re.findall(returned, nodes[node].output)[-1]) for node in near)
+            nodes[victim].wait_for(f"step {entered + 20}$")
+        store.set("enough", "yes")
+        for process in nodes:
+            output = process.wait().output
+            assert f"averaged over {list(range(num_nodes))}" in output, output
+            assert "lost []" in output, output
+        results = [torch.load(tmp_path / f"{node}.pt")[0] for node in range(num_nodes)]
+        assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+        assert results[victim][2] > 0, "others took what it published"
+        assert not processes.alive()

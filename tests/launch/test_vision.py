@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,18 @@ def events(folder: Path, node: int, event: str) -> list[dict[str, Any]]:
 
 
 def wait_for_step(launched: Process, folder: Path, step: int, num_nodes: int = 3) -> None:
+    def has_taken_it(node: int) -> bool:
+        return any(event["step"] >= step for event in events(folder, node, "train"))
+
+    wait_for(launched, lambda: all(has_taken_it(node) for node in range(num_nodes)))
+
+
+def wait_for(process: Process, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
-    for node in range(num_nodes):
-        while not any(event["step"] >= step for event in events(folder, node, "train")):
-            assert launched.popen.poll() is None, launched.output
-            assert time.monotonic() < deadline, launched.output
-            time.sleep(0.05)
+    while not condition():
+        assert process.popen.poll() is None, process.output
+        assert time.monotonic() < deadline, process.output
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("method", ["decentlam", "pmsgd", "dmsgd"])
@@ -159,6 +166,36 @@ def test_a_killed_node_is_done_without_and_returns(file: Path) -> None:
     assert {event["step"] for event in last} == {1500}
     assert len({event["eval_accuracy"] for event in last}) == 1, "the mean is over all four"
     assert last[0]["eval_accuracy"] > 0.5
+
+
+def test_a_killed_node_returns_where_nobody_waits(file: Path) -> None:
+    """The others go on until it has taken further steps, however long that takes."""
+    settings = ["gossip.method=swarm-sgd", "gossip.num_islands=4", "training.max_steps=1000000"]
+    settings += ["training.save_steps=1000000", "training.logging_steps=10"]
+    settings += ["--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]
+    folder = file.parent / "runs" / "tiny"
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings])
+        wait_for_step(launched, folder, 20, 4)
+        kill_node(processes, 2)
+        launched.wait_for("island 2 failed", PATIENCE)
+        back = processes.spawn([*LAUNCH, file, *settings, "--island", "2"])
+        wait_for(back, lambda: len(events(folder, 2, "start")) == 2)
+        entered = events(folder, 2, "start")[1]["step"]
+        wait_for(back, lambda: events(folder, 2, "train")[-1]["step"] >= entered + 50)
+        for process in (back, launched):
+            process.popen.send_signal(signal.SIGTERM)
+        back.wait(PATIENCE, expect=3)
+        launched.wait(PATIENCE, expect=1)  # an island of it has failed
+        assert not processes.alive()
+    assert entered > 20
+    for node in (1, 3):
+        news = " ".join(event["news"] for event in events(folder, node, "neighbour"))
+        assert news.index("node 2 was lost") < news.index("node 2 has returned")
+    end = events(folder, 2, "end")[-1]
+    assert end["step"] >= entered + 50
+    assert end["bytes_sent"] > 0
+    assert end["bytes_received"] > 0
 
 
 def test_a_node_that_does_not_return_is_done_without(file: Path) -> None:

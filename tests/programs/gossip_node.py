@@ -2,8 +2,9 @@
 
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
 result (file); if need be: exchange_timeout (seconds), pause (seconds a step), payload, begins (whether exchanges
-begin before the pause, by `NodeNeighbours`, where the method allows it). Each method begins anew. After the last step
-the mean over all nodes is taken. Prints "step N" after each step, and what happened to other nodes.
+begin before the pause, by `NodeNeighbours`, where the method allows it), end (a key of the store: steps are taken
+until it is there, however many). Each method begins anew. After the last step the mean over all nodes is taken.
+Prints "step N" after each step, and what happened to other nodes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def train(
     size: int,
     after: Callable[[int], None] = lambda step: None,
     pause: float = 0,
+    has_ended: Callable[[], bool] | None = None,
 ) -> list[Any]:
     """The parameters at the end, their mean over all nodes, and the bytes that were sent; calls `after` each step."""
     problem = Problem(neighbours.node, size)
@@ -58,13 +60,15 @@ def train(
         begin = neighbours.enter(x.data)
         optimizer.param_groups[0]["num_steps"] = begin
         print(f"entered at {begin}", flush=True)
-    for step in range(begin, steps):
+    step = begin
+    while not has_ended() if has_ended else step < steps:
         optimizer.begin_exchange()
         time.sleep(pause)
         x.grad = problem.gradient(x.detach())
         optimizer.step()
         num_bytes += optimizer.traffic.bytes_sent
         after(step)
+        step += 1
     with optimizer.averaged_weights():
         mean = x.detach().clone()
     return [x.detach().clone(), mean, num_bytes]
@@ -92,8 +96,11 @@ def main() -> None:
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
 
+    has_ended = (lambda: bool(store.check([settings["end"]]))) if "end" in settings else None
     results = [
-        train(neighbours, method, more, settings["steps"], settings["size"], after, settings.get("pause", 0))
+        train(
+            neighbours, method, more, settings["steps"], settings["size"], after, settings.get("pause", 0), has_ended
+        )
         for method, more in settings["methods"]
     ]
     torch.save(results, settings["result"])

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
 from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.published import MeshPublished, Published
+from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.shelf import Shelf
 from hf_diloco.gossip.topology import make_topology
 from tests.islands import run_islands, try_islands
@@ -35,12 +35,24 @@ def memory(num_nodes: int) -> list[Published]:
     return [graph.node(number).published() for number in range(num_nodes)]
 
 
+def connected(
+    store: Store, node: int, neighbours: Collection[int], exchange_timeout: float = LONG, connect_timeout: float = LONG
+) -> MeshPublished:
+    end = MeshPublished(store, node, neighbours, LOCALHOST, exchange_timeout)
+    try:
+        for peer in neighbours:
+            end.connect(peer, "1.1", connect_timeout)
+    except IslandLostError:
+        end.close()
+        raise
+    return end
+
+
 def mesh(num_nodes: int, exchange_timeout: float = LONG) -> list[MeshPublished]:
     store = HashStore()
 
     def join(node: int) -> MeshPublished:
-        others = [other for other in range(num_nodes) if other != node]
-        return MeshPublished(store, node, others, LOCALHOST, LONG, exchange_timeout)
+        return connected(store, node, [other for other in range(num_nodes) if other != node], exchange_timeout)
 
     return run_islands(num_nodes, join)
 
@@ -192,24 +204,77 @@ def test_a_node_that_computes_is_not_waited_for() -> None:
         end.close()
 
 
-def test_a_node_that_is_gone_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_is_gone_is_reported_once_and_left_out() -> None:
     nodes = mesh(3)
     for end in nodes:
         end.publish(payload(3))
     assert nodes[0].pull(1)[0] is not None
     nodes[1].close()
     begin = time.monotonic()
-    with caplog.at_level(logging.WARNING, "hf_diloco"):
-        for _ in range(3):
-            assert nodes[0].pull(1)[0] is None
+    for _ in range(3):
+        assert nodes[0].pull(1)[0] is None
     assert time.monotonic() - begin < AT_ONCE
-    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [text.split(" is lost")[0] for text in warned] == ["node 1"]
+    assert nodes[0].take_lost() == {1: "its connection broke"}
+    assert nodes[0].take_lost() == {}
     assert nodes[0].lost == {1}
     assert nodes[0].pull(2)[0] is not None, "the others are still there"
     assert nodes[1].pull(0)[0] is None, "who has left gets nothing"
     for end in nodes:
         end.close()
+
+
+def test_who_asks_nothing_notices_that_a_node_is_gone() -> None:
+    nodes = mesh(2)
+    nodes[1].close()
+    deadline, lost = time.monotonic() + LONG, nodes[0].take_lost()
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+        lost = nodes[0].take_lost()
+    assert lost == {1: "its connection broke"}
+    nodes[0].close()
+
+
+def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> None:
+    store = HashStore()
+    nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
+    for number in range(3):
+        for end in nodes:
+            end.publish(payload(10 * number + end.node))
+        for end in nodes:
+            received, _ = end.pull(1 - end.node)
+            assert received is not None
+            assert torch.equal(received, payload(10 * number + 1 - end.node))
+        nodes[1].drop(0)
+        assert nodes[1].pull(0)[0] is None
+        assert nodes[0].pull(1)[0] is None
+        assert nodes[0].take_lost() == {1: "its connection broke"}
+        assert nodes[1].take_lost() == {}, "it was this one that let go"
+        run_islands(2, lambda node, life=f"1.{number + 2}": nodes[node].connect(1 - node, life, LONG))  # type: ignore[misc]
+        assert nodes[0].lost == nodes[1].lost == set()
+    for end in nodes:
+        end.close()
+
+
+def test_waiting_for_a_neighbour_may_be_ended() -> None:
+    end = MeshPublished(HashStore(), 0, [1], LOCALHOST, LONG)
+
+    def stop() -> None:
+        raise IslandLostError("gone again")
+
+    with pytest.raises(IslandLostError, match="nodes 0 and 1 did not connect"):
+        end.connect(1, "1.1", 1000 * LONG, stop)
+    end.close()
+
+
+def test_who_has_closed_connects_no_more() -> None:
+    store = HashStore()
+    nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
+    nodes[1].close()
+    outcomes = try_islands(2, lambda node: nodes[node].connect(1 - node, "1.2", LONG))
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], IslandLostError)
+    assert nodes[1].lost == {0}
+    nodes[0].close()
 
 
 def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +287,7 @@ def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.Monk
     begin = time.monotonic()
     assert nodes[0].pull(1)[0] is None
     assert 0.4 < time.monotonic() - begin < AT_ONCE
+    assert nodes[0].take_lost() == {1: "it did not answer within 0.5 s"}
     assert nodes[0].lost == {1}
     held.release()
     for end in nodes:
@@ -233,7 +299,7 @@ def test_who_does_not_come_is_named() -> None:
 
     def join(node: int) -> None:
         if node != 2:
-            MeshPublished(store, node, [other for other in range(3) if other != node], LOCALHOST, 1.0, LONG).close()
+            connected(store, node, [other for other in range(3) if other != node], connect_timeout=1.0).close()
 
     outcomes = try_islands(3, join)
     assert all(isinstance(outcomes[node], IslandLostError) for node in (0, 1))
@@ -242,7 +308,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_only_neighbours_are_connected() -> None:
     store, neighbours = HashStore(), [[1], [0, 2], [1]]
-    nodes = run_islands(3, lambda node: MeshPublished(store, node, neighbours[node], LOCALHOST, LONG, LONG))
+    nodes = run_islands(3, lambda node: connected(store, node, neighbours[node]))
     for end in nodes:
         end.publish(payload(end.node))
     with pytest.raises(ConfigError, match=r"node 2.*\[1\]"):

@@ -23,9 +23,9 @@ from torch.distributed import HashStore
 
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.gossip.lattice import CHECK_VALUES
+from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.methods import SwarmSGD, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
-from hf_diloco.gossip.published import MeshPublished
 from hf_diloco.gossip.topology import RandomMatching, Topology, make_topology
 from hf_diloco.gossip.topology.matching import RandomEdgeMatching, links
 from tests.islands import run_islands
@@ -452,7 +452,10 @@ def test_over_connections_it_has_the_bits_that_it_has_in_memory(
     store = HashStore()
 
     def join(node: int) -> MeshPublished:
-        return MeshPublished(store, node, topology.neighbours(node), "127.0.0.1", 30, 30)
+        end = MeshPublished(store, node, topology.neighbours(node), "127.0.0.1", 30)
+        for peer in topology.neighbours(node):
+            end.connect(peer, "1.1", 30)
+        return end
 
     ends = run_islands(4, join)
     monkeypatch.setattr(MemoryNeighbours, "published", lambda self: ends[self.node])
@@ -493,6 +496,29 @@ def test_a_checkpoint_is_read_without_pickled_objects(tmp_path: Any) -> None:
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["published"].numel() == 8 * D
     nodes.optimizers[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("quantization", ["none", "lattice-8"])
+def test_who_returns_begins_without_momentum_and_publishes_where_it_enters(quantization: str) -> None:
+    nodes = Nodes(make_topology("ring", N), apart(), quantization=quantization, momentum=0.9)
+    nodes.run(in_turns(3), lambda *_: np.ones(D))
+    state = copy.deepcopy(nodes.optimizers[0].state_dict())
+    back = Nodes(make_topology("ring", N), apart(), quantization=quantization, momentum=0.9)
+    optimizer, published = back.optimizers[0], back.graph.node(0).published()
+    optimizer.neighbours.is_returning = True
+    optimizer.load_state_dict(state)
+    assert published.own() is None, "others went on from what it had"
+    assert optimizer.begin_at(lambda x: int(x.fill_(0.25).numel()) + 3) == D + 3
+    assert optimizer.num_steps == D + 3
+    assert published.own() is None
+    back.step(0, lambda *_: np.ones(D))
+    assert np.allclose(back.values()[0], 0.25 - 0.1)
+    expected = Nodes(make_topology("ring", N), np.full((N, D), 0.25), quantization=quantization)
+    expected.optimizers[0]._publish(expected.optimizers[0]._x)
+    own, theirs = published.own(), expected.graph.node(0).published().own()
+    assert own is not None
+    assert theirs is not None
+    assert torch.equal(own, theirs)
 
 
 def test_a_state_published_with_another_quantization_is_refused() -> None:

@@ -8,38 +8,33 @@ begins with the mean of its neighbours.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
 from torch.distributed import Store
 
-from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError, UnsupportedError
+from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
-from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, edge_peers, not_connected
-from hf_diloco.gossip.mesh.entry import Entry, await_greetings
+from hf_diloco.gossip.mesh.edges import edge_peers
+from hf_diloco.gossip.mesh.entry import Entry
+from hf_diloco.gossip.mesh.free_entry import FreeEntry
+from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.patience import Patience
+from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.returning import Reception
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
-from hf_diloco.gossip.published import MeshPublished, Published
+from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.text import numbers, plural
-
-MIN_CONNECT_SECONDS = 5.0
-"""What connecting may take at least, once all are there."""
-
-
-def _starts_key(node: int) -> str:
-    return f"starts/{node}"
 
 
 class MeshNeighbours(Neighbours):
@@ -47,6 +42,9 @@ class MeshNeighbours(Neighbours):
 
     A neighbour whose connection breaks, or that does not come within `exchange_timeout`, is lost: `mix` leaves it out
     from then on and raises nothing, unless none is left. `close` may be called while another thread is in `mix`.
+
+    Once `published` was called nodes are not in step, and who finds no neighbour goes on alone; who was lost by all of
+    them, though it is there, is told by `offer` or `average` with an `IslandLostError`.
 
     Args:
         store: where nodes find each other, kept by node 0; see `agreement.rendezvous.connect_store`.
@@ -103,17 +101,18 @@ class MeshNeighbours(Neighbours):
         self._is_swapping = threading.Lock()
         self._is_closed = False
         self._peers = edge_peers(topology, node)
-        self._start = self._board.count(_starts_key(node), 1)
-        self.is_returning = self._start > 1
-        begun = time.monotonic()
-        starts, missing = self._meet()
-        if not missing:
-            seconds = max(MIN_CONNECT_SECONDS, connect_timeout - (time.monotonic() - begun))
-            self._edges, missing = self._connect(starts, seconds)
-        if missing:
-            raise not_connected(missing, address, connect_timeout)
-        known = {peer: starts.get(peer, 0) or self._board.count(_starts_key(peer)) for peer in self._peers}
-        self._reception = Reception(self._board, node, known, self._connect_again, exchange_timeout)
+        self._joining = Joining(
+            store, self._board, node, self._peers, address, connect_timeout, exchange_timeout, self._rate_limit
+        )
+        self.is_returning = self._joining.start > 1
+        self._edges = self._joining.meet()
+        self._reception = Reception(
+            self._board,
+            node,
+            dict(self._joining.starts),
+            lambda peer, start: self._joining.connect_again(peer, start, self._published),
+            exchange_timeout,
+        )
         for peer in self._peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
@@ -128,7 +127,7 @@ class MeshNeighbours(Neighbours):
             address,
             exchange_timeout,
             self._rate_limit,
-            lambda: [peer for peer in self._peers if peer not in self._edges],
+            self._find_lost,
             self.is_returning,
         )
 
@@ -183,21 +182,27 @@ class MeshNeighbours(Neighbours):
         return [record for record in records if record is not None]
 
     def published(self) -> Published:
-        if self.is_returning:
-            raise UnsupportedError(
-                f"node {self.node} cannot return to a run in which nodes take what others published (swarm-sgd "
-                "without blocking): start all nodes again from their checkpoints"
-            )
-        self._published = MeshPublished(
+        """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
+        published = MeshPublished(
             self._store,
             self.node,
             self._peers,
             self._address,
-            self._connect_timeout,
             self._exchange_timeout,
             self._rate_limit,
+            f"{self._board.name}/published",
         )
-        return self._published
+        for peer, edge in sorted(self._edges.items()):
+            try:
+                self._joining.link(published, peer, edge)
+            except IslandLostError:
+                if not self.is_returning:
+                    published.close()
+                    raise
+                self._edges.pop(peer).close()
+                self._lose(peer, "its connection broke")
+        self._published = published
+        return published
 
     def recall(self, topic: str) -> list[Record]:
         others = [node for node in range(self.num_nodes) if node != self.node]
@@ -205,9 +210,13 @@ class MeshNeighbours(Neighbours):
         return [record for record in records if record is not None]
 
     def offer(self, x: torch.Tensor, step: int) -> None:
+        self._note_lost()
+        self._reception.begin()
         if not self._reception.is_anyone_back:
             return
-        for peer, edge in self._reception.let_in(x.cpu(), step).items():
+        if self._published is not None:
+            self._reception.turn_away(self._published.lost)
+        for peer, edge in self._reception.let_in(x, step, is_in_step=self._published is None).items():
             self._edges[peer] = edge
             self._num_returns[peer] = self._num_returns.get(peer, 0) + 1
             self.lost.pop(peer, None)
@@ -215,7 +224,11 @@ class MeshNeighbours(Neighbours):
 
     def enter(self, x: torch.Tensor) -> int:
         host = x.cpu()
-        step = Entry(self._board, self.node, self._start, self._edges, self._exchange_timeout, self._lose).take(host)
+        is_in_step, timeout = self._published is None, self._exchange_timeout
+        if not is_in_step:
+            timeout += self._connect_timeout  # a step may take its time
+        kind = Entry if is_in_step else FreeEntry
+        step = kind(self._board, self.node, self._joining.start, self._edges, timeout, self._lose).take(host)
         if host is not x:
             x.copy_(host)
         self.is_returning = False
@@ -240,37 +253,37 @@ class MeshNeighbours(Neighbours):
 
     # Nodes come and go.
 
-    def _meet(self) -> tuple[dict[int, int], Collection[int]]:
-        """How often each neighbour that is there was started, and those that are not there."""
-        if self.is_returning:
-            board, start = self._board, self._start
-            there = await_greetings(board, self.node, start, self._peers, self._connect_timeout)
-            missing: Collection[int] = () if there or not self._peers else self._peers
-        else:
-            there = self._peers
-            keys = {peer: _starts_key(peer) for peer in there}
-            missing = self._board.await_all(keys, self._connect_timeout)
-        return {peer: self._board.count(_starts_key(peer)) for peer in there if peer not in missing}, missing
-
-    def _connect(self, starts: Mapping[int, int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
-        lives = {peer: edge_life({self.node: self._start, peer: start}) for peer, start in starts.items()}
-        return connect_edges(lives, self._store, self._board.name, self.node, self._address, seconds, self._rate_limit)
-
-    def _connect_again(self, peer: int, start: int) -> Edge:
-        edges, missing = self._connect({peer: start}, max(MIN_CONNECT_SECONDS, self._exchange_timeout))
-        if missing:
-            raise not_connected(missing, self._address, self._exchange_timeout)
-        return edges[peer]
-
     def _lose(self, node: int, reason: str) -> None:
         """Keeps in mind that a neighbour is gone, and tells the log and all nodes."""
         if self._is_closed:  # it is this one that goes
             return
         self.lost[node] = reason
         self._news.append(f"node {node} was lost ({reason}): its weight stays with this node until it returns")
-        self._reception.look_for([node])
+        if self._published is not None:
+            self._published.drop(node)
         with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
             self._board.put(lost_key(node), {"by": self.node, "reason": reason})
+        self._reception.look_for([node])  # now: who is back takes its key away
+
+    def _note_lost(self) -> None:
+        """Loses those whose links have broken, where nodes take what others published."""
+        if self._published is None:
+            return
+        for peer, reason in self._published.take_lost().items():
+            if peer in self._edges:
+                self._edges.pop(peer).close()
+                self._lose(peer, reason)
+        if self._peers and not self._edges and self._reception.is_given_up:
+            raise IslandLostError(
+                f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it: "
+                "start it again, and it returns",
+                self._peers,
+            )
+
+    def _find_lost(self) -> list[int]:
+        """The neighbours without whom this node goes on."""
+        self._note_lost()
+        return [peer for peer in self._peers if peer not in self._edges]
 
     def _note_members(self, before: Collection[int]) -> None:
         members = self._group.members

@@ -4,6 +4,9 @@ Nothing here waits for a returning node before it is there, and nothing is done 
 
     starts/NODE                        how often a node was started
     greet/NODE/START/PEER              a neighbour has seen that NODE is back, and connects
+
+Where nodes are in step:
+
     entry/NODE/START/at/PEER           the step that a neighbour is at
     entry/NODE/START/proposal          at which step NODE would like to enter: the round of asking, and the step
     entry/NODE/START/ROUND/PEER        whether that step is yet to come, for a neighbour
@@ -11,6 +14,12 @@ Nothing here waits for a returning node before it is there, and nothing is done 
 
 At the beginning of the step that is decided each neighbour sends its parameters over the new edge, waits for one byte
 back, and from then on the edge is as any other.
+
+Where each steps at its own pace, and takes what others published:
+
+    entry/NODE/START/asks/PEER         NODE is ready to receive from a neighbour
+
+At the beginning of its next step the neighbour sends the number of that step and its parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ import torch
 
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.exchange.connections import Deadline
+from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.store import Board
 
@@ -31,7 +41,7 @@ LOOK_SECONDS = 0.5
 """How often neighbours look for those that were lost."""
 
 Connect = Callable[[int, int], Edge]
-"""Makes the edge to a neighbour that was started so many times."""
+"""Makes the edge to a neighbour that was started so many times, and what else connects the two."""
 
 
 def greeting_key(node: int, start: int, peer: int) -> str:
@@ -69,9 +79,13 @@ class Reception:
         starts: how often each neighbour was started when its edge was made.
         connect: see `Connect`; called in the thread.
         timeout: seconds that an exchange may take.
+
+    Attributes:
+        is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
     """
 
     def __init__(self, board: Board, node: int, starts: dict[int, int], connect: Connect, timeout: float) -> None:
+        self.is_given_up = False
         self._board = board
         self._node = node
         self._starts = starts
@@ -81,13 +95,20 @@ class Reception:
         self._lost: set[int] = set()
         self._returning: dict[int, _Returning] = {}
         self._thread: threading.Thread | None = None
+        self._has_begun = False
         self._is_closed = False
+
+    def begin(self) -> None:
+        """This node takes steps: from now on it connects to those who return."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.look_for([])
 
     def look_for(self, peers: Collection[int]) -> None:
         """From now on these are looked for, too."""
         with self._lock:
             self._lost.update(peers)
-            if self._thread is None and self._lost:
+            if self._thread is None and self._lost and self._has_begun:
                 self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
                 self._thread.start()
 
@@ -96,12 +117,13 @@ class Reception:
         """Whether `let_in` has anything to do."""
         return bool(self._returning)
 
-    def let_in(self, x: torch.Tensor, step: int) -> dict[int, Edge]:
+    def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Edge]:
         """Talks to those who are back.
 
         Args:
-            x: this node's parameters, in host memory.
+            x: this node's parameters.
             step: the step that begins.
+            is_in_step: whether nodes take their steps together; all then let a node in at the same one.
 
         Returns:
             The edges to those who enter at this step.
@@ -109,16 +131,21 @@ class Reception:
         entered: dict[int, Edge] = {}
         for peer, one in list(self._returning.items()):
             try:
-                is_in = self._talk(peer, one, x, step)
+                one.edge.check()
+                is_in = (self._talk if is_in_step else self._give_if_asked)(peer, one, x, step)
             except DiLoCoError:  # gone again; or the store, which is said where it is needed
-                one.edge.close()
-                del self._returning[peer]
-                self.look_for([peer])
+                self.turn_away([peer])
                 continue
             if is_in:
                 entered[peer] = one.edge
                 del self._returning[peer]
         return entered
+
+    def turn_away(self, peers: Collection[int]) -> None:
+        """Those of them who are back, but do not take part yet, have to be started again."""
+        for peer in set(peers) & self._returning.keys():
+            self._returning.pop(peer).edge.close()
+            self.look_for([peer])
 
     def close(self) -> None:
         """Looks for nobody any more."""
@@ -138,6 +165,7 @@ class Reception:
                     return
                 lost = sorted(self._lost)
             try:
+                self.is_given_up = self._board.has(lost_key(self._node))
                 for peer in lost:
                     self._greet(peer)
             except DiLoCoError:  # without the store nobody finds the way back
@@ -165,7 +193,6 @@ class Reception:
 
     def _talk(self, peer: int, one: _Returning, x: torch.Tensor, step: int) -> bool:
         """Whether the node enters at this step."""
-        one.edge.check()
         self._board.put(entry_key(peer, one.start, f"at/{self._node}"), {"step": step})
         self._answer(peer, one, step)
         while one.step is not None and one.step <= step:
@@ -194,9 +221,22 @@ class Reception:
 
     def _give(self, edge: Edge, x: torch.Tensor) -> None:
         deadline = Deadline(self._timeout)
-        transfers = edge.begin()
-        edge.send(x, transfers)
+        host, transfers = x.cpu(), edge.begin()
+        edge.send(host, transfers)
         edge.wait(transfers, deadline)
         transfers = edge.begin()
         edge.receive(torch.empty(1, dtype=torch.uint8), transfers)
         edge.wait(transfers, deadline)
+
+    # At the beginning of a step, where each node takes its own.
+
+    def _give_if_asked(self, peer: int, one: _Returning, x: torch.Tensor, step: int) -> bool:
+        """Whether the node was ready, and so has been given the parameters: nobody waits but for the wire."""
+        if not self._board.has(entry_key(peer, one.start, f"asks/{self._node}")):
+            return False
+        host, transfers = x.cpu(), one.edge.begin()
+        one.edge.send(torch.tensor([step]), transfers)
+        one.edge.send(host, transfers)
+        one.edge.wait(transfers, Deadline(self._timeout))
+        self._board.count("returned", 1)  # before this node's next average, which is with the one that is back
+        return True

@@ -35,12 +35,14 @@ class SharedStore(Store):
     Args:
         store: what is shared.
         patience: seconds to wait for a key.
+        meanwhile: called now and then while a key is waited for; what it raises ends that.
     """
 
-    def __init__(self, store: Store, patience: float) -> None:
+    def __init__(self, store: Store, patience: float, meanwhile: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._store = store
         self._patience = patience
+        self._meanwhile = meanwhile
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # bytes too, whatever torch's stubs say
@@ -59,6 +61,8 @@ class SharedStore(Store):
         while not self.check(keys):
             if time.monotonic() >= deadline:
                 raise IslandLostError(f"not all have come ({', '.join(keys)})")
+            if self._meanwhile:
+                self._meanwhile()
             time.sleep(POLL_SECONDS)
 
     def check(self, keys: Sequence[str]) -> bool:

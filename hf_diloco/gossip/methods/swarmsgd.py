@@ -45,7 +45,8 @@ class SwarmSGD(GossipOptimizer):
     all nodes stays where it is in the blocking form; in the other one in expectation, on graphs whose nodes have
     equally many neighbours. On a directed graph links count both ways.
 
-    An average is left out, for this time, where a partner has not published yet or is lost. In the lattice code it is
+    An average is left out, for this time, where a partner has not published yet or is lost. A node that returns begins
+    at once, from the mean of its neighbours as they are, at the largest of their steps. In the lattice code it is
     left out for blocks of 4,096 values in which the two models are too far apart to decode: what would be taken
     instead is wrong by whole multiples of 256 or 65,536 steps of the lattice. Those values stay the node's own.
 
@@ -127,6 +128,11 @@ class SwarmSGD(GossipOptimizer):
             self._take(x, self.partner(number))
             self._publish(x)
 
+    def begin_state(self, x: torch.Tensor) -> None:
+        """As `GossipOptimizer.begin_state`; publishes before the first step."""
+        super().begin_state(x)
+        self._has_published = False
+
     def partner(self, number: int) -> int:
         """With whose model this node averages, not blocking.
 
@@ -145,14 +151,14 @@ class SwarmSGD(GossipOptimizer):
         return state if own is None else {**state, "published": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `GossipOptimizer.load_state_dict`; publishes again what was published last.
+        """As `GossipOptimizer.load_state_dict`; publishes again what was published last, unless others went on since.
 
         Raises:
             CheckpointError: the state is another method's, or was published with another quantization.
         """
         super().load_state_dict(state_dict)
         payload = state_dict.get("published")
-        if payload is None or self._published is None:
+        if payload is None or self._published is None or self.neighbours.is_returning:
             return
         expected = self._payload.numel() if self._codec else self._x.nbytes
         if payload.numel() != expected:

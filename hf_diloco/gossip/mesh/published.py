@@ -1,0 +1,260 @@
+"""What nodes that are processes take from each other: a background thread for each neighbour answers.
+
+asker -> node   1 byte: the last one, please
+node -> asker   int64: its length in bytes, -1 if there is none; then the payload
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+from torch.distributed import Store
+
+from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.connections import Connections, Deadline, Transfers
+from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.mesh.store import SharedStore
+from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.shelf import Shelf
+
+logger = logging.getLogger("hf_diloco")
+
+_REQUEST, _LENGTH, _PAYLOAD, _WAKE = range(1, 5)  # tags
+_NOTHING = -1
+_FOREVER = timedelta(days=3650)
+_JOIN_SECONDS = 5.0
+
+
+class MeshPublished(Published):
+    """One process's end: two connections to each neighbour, one to ask over and one to be asked over.
+
+    A neighbour that is gone, or takes longer than allowed, is reported once (`take_lost`), and has nothing to take
+    until `connect` has made new connections to it, which another thread may do. Others notice whom this node loses.
+
+    Args:
+        store: where neighbours find each other's ports; reachable from all.
+        node: this node's number.
+        neighbours: whom it may ask and who may ask it. Links go both ways: each has the other in its list.
+        address: local address to listen on, as the neighbours see it.
+        exchange_timeout: seconds that a payload may take over the wire.
+        rate_limit: for all that is sent; default: none.
+        name: tells the links from others in the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        node: int,
+        neighbours: Collection[int],
+        address: str,
+        exchange_timeout: float,
+        rate_limit: RateLimit | None = None,
+        name: str = "published",
+    ) -> None:
+        super().__init__(node, Shelf())
+        self._store = store
+        self._neighbours = frozenset(neighbours)
+        self._address = address
+        self._timeout = exchange_timeout
+        self._rate_limit = rate_limit
+        self._name = name
+        self._lock = threading.Lock()
+        self._links: dict[int, _Links] = {}  # to those who are there
+        self._newly_lost: dict[int, str] = {}
+        self._ended: SimpleQueue[tuple[_Links, str]] = SimpleQueue()  # in their own threads, and why
+        self._is_closed = False
+
+    @property
+    def lost(self) -> set[int]:
+        """Neighbours from whom there is nothing to take."""
+        return {peer for peer in self._neighbours if peer not in self._links}
+
+    def connect(self, peer: int, life: str, timeout: float, meanwhile: Callable[[], None] | None = None) -> None:
+        """Makes the connections to a neighbour, which does the same. Call it for neighbours in order of their numbers.
+
+        Args:
+            peer: the neighbour.
+            life: tells them from earlier ones between the two; the same at both ends.
+            timeout: seconds that it may take.
+            meanwhile: called now and then while the neighbour is waited for; what it raises ends that.
+
+        Raises:
+            IslandLostError: the neighbour did not connect in time.
+        """
+        made: dict[int, Connections] = {}
+        low, high = sorted((self.node, peer))
+        try:
+            for asker in (low, high):
+                name = f"{self._name}/{low}-{high}/{life}/{asker}"
+                store = SharedStore(self._store, timeout, meanwhile)
+                end = int(self.node == high)
+                made[asker] = Connections(store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit)
+        except (RuntimeError, ExchangeError) as error:
+            _close(made.values())
+            raise IslandLostError(f"nodes {low} and {high} did not connect: {error}", [peer]) from None
+        except BaseException:
+            _close(made.values())
+            raise
+        self._install(_Links(peer, _end(peer, self.node), asked=made[self.node], answered=made[peer]))
+
+    def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
+        if node not in self._neighbours:
+            raise ConfigError(f"node {node}: node {self.node} takes from its neighbours, {sorted(self._neighbours)}")
+        self._length()
+        links = self._links.get(node)
+        if links is None:
+            return None, Traffic(self._shelf.take_count())
+        deadline = Deadline(self._timeout)
+        try:
+            payload, traffic = self._ask(links, deadline)
+        except IslandLostError:
+            self._lose(links, self._say_why(deadline, "answer"))
+            payload, traffic = None, Traffic()
+        except PayloadError:
+            self.drop(node)  # what it sends is not read: nothing more can come over this connection
+            raise
+        return payload, traffic + Traffic(self._shelf.take_count())
+
+    def take_lost(self) -> dict[int, str]:
+        """The neighbours that were lost since the last call, each with the reason in words. Does not block."""
+        while not self._ended.empty():
+            self._lose(*self._ended.get())
+        lost, self._newly_lost = self._newly_lost, {}
+        return lost
+
+    def drop(self, peer: int) -> None:
+        """Lets go of a neighbour, which then finds this node lost."""
+        links = self._links.pop(peer, None)
+        if links is not None:
+            links.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        links = list(self._links.values())
+        self._links.clear()
+        for one in links:
+            one.close()
+        for one in links:
+            if one.thread is not None:
+                one.thread.join(_JOIN_SECONDS)
+
+    def _lose(self, links: _Links, reason: str) -> None:
+        """Closes links; their neighbour is lost unless it has newer ones."""
+        if self._links.get(links.peer) is links:
+            del self._links[links.peer]
+            self._newly_lost[links.peer] = reason
+        links.close()
+
+    def _install(self, links: _Links) -> None:
+        """Has a thread answer, and takes the place of earlier links, which end by themselves."""
+        links.thread = threading.Thread(
+            target=self._serve,
+            args=(links,),
+            name=f"hf-diloco-published-{links.peer}",
+            daemon=True,  # one that waits for a request must not keep the process
+        )
+        with self._lock:
+            if self._is_closed:
+                links.close()
+                raise IslandLostError(f"node {self.node} is closed", [self.node])
+            self._links[links.peer] = links
+        links.thread.start()
+
+    def _ask(self, links: _Links, deadline: Deadline) -> tuple[torch.Tensor | None, Traffic]:
+        link, end, transfers = links.asked, links.end, Transfers()
+        length = torch.empty(1, dtype=torch.int64)
+        try:
+            link.send(torch.ones(1, dtype=torch.uint8), end, _REQUEST, transfers)
+            link.receive(length, end, _LENGTH, transfers)
+            link.wait(transfers, deadline)
+            transfers.take_traffic()  # a few bytes of protocol, not payload
+            num_bytes = int(length)
+            if num_bytes == _NOTHING:
+                return None, Traffic()
+            received = self._buffer(num_bytes, links.peer)
+            link.receive(received, end, _PAYLOAD, transfers)
+            return received, link.wait(transfers, deadline)
+        finally:
+            transfers.drop()
+
+    def _serve(self, links: _Links) -> None:
+        """Answers requests until the connection ends; in a thread of its own."""
+        link, request = links.answered, torch.empty(1, dtype=torch.uint8)
+        deadline: Deadline | None = None
+        try:
+            while True:
+                transfers = Transfers()
+                link.receive(request, links.end, _REQUEST, transfers)
+                # Not `link.wait`: it looks at the connection twice a second, and leaves a receive behind each time.
+                transfers.works[0].handle.wait(_FOREVER)
+                transfers.drop()
+                deadline = Deadline(self._timeout)
+                _answer(links, self._shelf, deadline)
+                deadline = None
+        except (RuntimeError, ExchangeError) as error:
+            # A record that held the error would hold the sockets.
+            logger.info("node %d serves node %d no more: %s", self.node, links.peer, str(error))
+        self._ended.put((links, self._say_why(deadline, "take what it asked for")))
+
+    def _say_why(self, deadline: Deadline | None, what: str) -> str:
+        if deadline is not None and deadline.is_over:
+            return f"it did not {what} within {self._timeout:g} s"
+        return "its connection broke"
+
+
+@dataclass(eq=False)
+class _Links:
+    """The connections to a neighbour, whose number on them is `end`, and the thread that answers it."""
+
+    peer: int
+    end: int
+    asked: Connections
+    answered: Connections
+    thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Closes the sockets at once, which wakes both nodes; may be called more than once."""
+        _wake(self.answered, self.end)
+        _close([self.answered, self.asked])
+
+
+def _close(links: Collection[Connections]) -> None:
+    for link in links:
+        link.close()
+
+
+def _end(node: int, other: int) -> int:
+    """The number of `node` on the connection of the two: the lower one is 0."""
+    return int(node > other)
+
+
+def _answer(links: _Links, shelf: Shelf, deadline: Deadline) -> None:
+    transfers = Transfers()
+    with shelf.newest() as payload:
+        num_bytes = _NOTHING if payload is None else payload.numel()
+        links.answered.send(torch.tensor([num_bytes]), links.end, _LENGTH, transfers)
+        if payload is not None:
+            links.answered.send(payload, links.end, _PAYLOAD, transfers)
+        try:
+            links.answered.wait(transfers, deadline)
+        finally:
+            transfers.drop()
+    shelf.count(max(0, num_bytes))
+
+
+def _wake(link: Connections, peer: int) -> None:
+    """Ends the wait for a request: Gloo closes a connection, and wakes who waits, when any receive times out."""
+    transfers = Transfers()
+    try:
+        link.receive(torch.empty(1, dtype=torch.uint8), peer, _WAKE, transfers)
+        transfers.works[0].handle.wait(timedelta(milliseconds=1))
+    except (RuntimeError, ExchangeError):
+        pass
