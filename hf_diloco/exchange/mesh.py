@@ -35,6 +35,9 @@ from hf_diloco.exchange.rate import RateLimit
 CHUNK_VALUES = 1 << 20
 """Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
 
+MAX_CHUNK = 4
+"""So many times as many values are in a chunk if they take as many times fewer bytes: each costs calls, too."""
+
 MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 8, 32
 BYTES_IN_FLIGHT = 32 << 20
 """What fills a link of 1 Gbit/s and 0.1 s well. Chunks of few bytes are more in number, up to where each is so small
@@ -99,12 +102,13 @@ class MeshExchange(Exchange):
         deadline = Deadline(self._timeout)
         pipeline: deque[_Chunk] = deque()
         traffic = Traffic()
-        num_slots = _num_chunks_in_flight(codec)
+        size = _chunk_values(values.numel(), codec)
+        num_slots = _num_chunks_in_flight(size, codec)
         try:
-            for number, start in enumerate(range(0, values.numel(), CHUNK_VALUES)):
+            for number, start in enumerate(range(0, values.numel(), size)):
                 if len(pipeline) == num_slots:
                     traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
-                chunk = _Chunk(values[start : start + CHUNK_VALUES], number % num_slots)
+                chunk = _Chunk(values[start : start + size], number % num_slots)
                 pipeline.append(chunk)
                 self._scatter(chunk, codec)
                 if len(pipeline) > num_slots // 2:
@@ -287,8 +291,14 @@ class _Chunk:
         return self.code[codec.locate(piece.start, piece.stop)]
 
 
-def _num_chunks_in_flight(codec: Codec) -> int:
-    wanted = BYTES_IN_FLIGHT // codec.num_bytes(CHUNK_VALUES)
+def _chunk_values(size: int, codec: Codec) -> int:
+    """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
+    fewer_bytes = 4 * codec.block_values // codec.block_bytes
+    return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))
+
+
+def _num_chunks_in_flight(chunk_values: int, codec: Codec) -> int:
+    wanted = BYTES_IN_FLIGHT // codec.num_bytes(chunk_values)
     return max(MIN_CHUNKS_IN_FLIGHT, min(MAX_CHUNKS_IN_FLIGHT, wanted))
 
 
