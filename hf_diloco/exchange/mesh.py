@@ -102,7 +102,7 @@ class MeshExchange(Exchange):
         deadline = Deadline(self._timeout)
         pipeline: deque[_Chunk] = deque()
         traffic = Traffic()
-        size = _chunk_values(values.numel(), codec)
+        size = chunk_values(values.numel(), codec)
         num_slots = _num_chunks_in_flight(size, codec)
         try:
             for number, start in enumerate(range(0, values.numel(), size)):
@@ -291,7 +291,7 @@ class _Chunk:
         return self.code[codec.locate(piece.start, piece.stop)]
 
 
-def _chunk_values(size: int, codec: Codec) -> int:
+def chunk_values(size: int, codec: Codec) -> int:
     """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
     fewer_bytes = 4 * codec.block_values // codec.block_bytes
     return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))

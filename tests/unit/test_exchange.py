@@ -285,6 +285,19 @@ def test_a_mesh_and_memory_compute_the_mean_of_the_codes_bit_for_bit(
             assert traffic == expected_traffic(num_islands, island, size, codec, 3 * BLOCK), (island, size)
 
 
+@pytest.mark.parametrize(("payload", "times"), [("fp32", 1), ("bf16", 2), ("int8", 3), ("int4", 4), ("topk", 4)])
+@pytest.mark.parametrize("num_islands", [2, 3])
+def test_chunks_of_small_codes_hold_more_values_and_change_no_bit(
+    chunks_of_blocks: None, payload: str, times: int, num_islands: int
+) -> None:
+    size, codec, weights = 100 * BLOCK + 77, CODECS[payload], [1.0] * num_islands
+    assert mesh.chunk_values(size, codec) == 3 * BLOCK * times
+    assert mesh.chunk_values(24 * BLOCK, codec) == 3 * BLOCK  # never fewer chunks than are to be in flight
+    expected = expected_mean([make_values(0, island, size) for island in range(num_islands)], weights, codec)
+    for ((result, _),) in average_all(in_mesh(num_islands), num_islands, [size], weights, payload):
+        assert torch.equal(result, expected)
+
+
 def test_codes_that_cannot_be_coded_again_go_to_all(chunks_of_blocks: None) -> None:
     size, topk, int8 = 6 * BLOCK, CODECS["topk"], CODECS["int8"]
     for opener in (in_memory(3), in_mesh(3)):
