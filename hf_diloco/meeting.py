@@ -14,7 +14,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, FingerprintError, RendezvousError
 from hf_diloco.shards.base import Shards
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when what islands tell each other changes its form or meaning."""
 
 Facts = Mapping[str, str | int | float | bool | None]
