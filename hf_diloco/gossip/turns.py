@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,32 +46,59 @@ class _Globals:
         GradientState._shared_state.update(self.gradients)
 
 
-class Turns:
-    """One node computes at a time."""
+class _Queue:
+    """A lock that whoever has waited longest gets next. `threading.Lock` goes to who asks at the right moment: a node
+    that never waits for others would keep it for hundreds of steps."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
+        self._is_taken = False
+        self._waiting: deque[threading.Event] = deque()
+
+    def acquire(self) -> None:
+        mine = threading.Event()
+        with self._mutex:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            self._waiting.append(mine)
+        mine.wait()
+
+    def release(self) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().set()  # it stays taken
+            else:
+                self._is_taken = False
+
+
+class Turns:
+    """One node computes at a time: in turn, where all would."""
+
+    def __init__(self) -> None:
+        self._queue = _Queue()
 
     @contextmanager
     def mine(self) -> Iterator[None]:
         """The whole of a node's run; leaves the process's state as it was."""
-        with self._lock:
-            before = _Globals.take()
-            GradientState._shared_state.clear()
-            try:
-                yield
-            finally:
-                before.put_back()
+        self._queue.acquire()
+        before = _Globals.take()
+        GradientState._shared_state.clear()
+        try:
+            yield
+        finally:
+            before.put_back()
+            self._queue.release()
 
     @contextmanager
     def others(self) -> Iterator[None]:
         """While this node waits. Called within `mine`."""
         own = _Globals.take()
-        self._lock.release()
+        self._queue.release()
         try:
             yield
         finally:
-            self._lock.acquire()
+            self._queue.acquire()
             own.put_back()
 
 
