@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,65 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
         os.kill(nodes[victim].pid, signal.SIGCONT)
         output = nodes[victim].wait(expect=1).output
         assert "IslandLostError: all neighbours of node 2 are lost" in output
+
+
+# Whose connection breaks
+
+
+@pytest.mark.parametrize(
+    ("graph", "method", "payload"),
+    [("ring", "decentlam", "fp32"), ("full", "momentum-consensus", "fp32"), ("ring", "dsgd", "int8")],
+)
+def test_a_connection_that_breaks_is_made_again(
+    graph: str, method: str, payload: str, store: TCPStore, tmp_path: Path
+) -> None:
+    """Nobody is started again; from one step on, which both name, all is as if nothing had happened."""
+    one, other, num_nodes = 1, 2, 4
+    with Processes() as processes:
+        nodes = [
+            spawn(
+                processes,
+                store=store.port,
+                node=node,
+                num_nodes=num_nodes,
+                graph=graph,
+                result=str(tmp_path / f"{node}.pt"),
+                methods=[(method, {})],
+                steps=300,
+                size=1000,
+                pause=0.05,
+                payload=payload,
+                **({"cut": [20, other]} if node == one else {}),
+                **BEGINS.get(method, {}),
+            )
+            for node in range(num_nodes)
+        ]
+        outputs = [process.wait().output for process in nodes]
+    steps = set()
+    for node, output in enumerate(outputs):
+        assert f"averaged over {list(range(num_nodes))}" in output, output
+        assert "lost []" in output, output
+        peer = {one: other, other: one}.get(node)
+        if peer is None:
+            assert "news" not in output, output
+            continue
+        assert f"news: node {peer} was lost (its connection broke)" in output, output
+        again = re.search(rf"news: node {peer} is connected again: it takes part from step (\d+) on", output)
+        assert again, output
+        steps.add(int(again.group(1)))
+    assert len(steps) == 1
+    assert 20 < steps.pop() < 300
+    results = [torch.load(tmp_path / f"{node}.pt")[0] for node in range(num_nodes)]
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+    distances = [float((x - mean).norm() / mean.norm()) for x, mean, _ in results]
+    uninterrupted = run_islands(num_nodes, simulate_with(graph, num_nodes, method, payload))
+    expected = [float((x - mean).norm() / mean.norm()) for x, mean, _ in uninterrupted]
+    assert distances == pytest.approx(expected, rel=0.02, abs=1e-4), "where it ends without"
+
+
+def simulate_with(graph: str, num_nodes: int, method: str, payload: str) -> Callable[[int], list[Any]]:
+    in_memory = MemoryGraph(make_topology(graph, num_nodes))
+    return lambda node: train(with_payload(in_memory.node(node), payload), method, {}, 300, 1000)
 
 
 # Who returns

@@ -3,18 +3,22 @@
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
 result (file); if need be: exchange_timeout (seconds), pause (seconds a step), payload, begins (whether exchanges
 begin before the pause, by `NodeNeighbours`, where the method allows it), end (a key of the store: steps are taken
-until it is there, however many). Each method begins anew. After the last step the mean over all nodes is taken.
+until it is there, however many), cut ([step, node]: after that step the connections to that node break). Each method
+begins anew. After the last step the mean over all nodes is taken.
 Prints "step N" after each step, and what happened to other nodes.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import TCPStore
 
@@ -74,6 +78,16 @@ def train(
     return [x.detach().clone(), mean, num_bytes]
 
 
+def cut_connections(pid: int) -> None:
+    """Ends those of this process with another one of this machine, as a router does that forgets them."""
+    theirs = {one.laddr for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED}
+    cut = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr in theirs]
+    assert cut, f"none with process {pid}"
+    for one in cut:
+        with socket.socket(fileno=os.dup(one.fd)) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -91,8 +105,13 @@ def main() -> None:
     if settings.get("begins"):
         neighbours = NodeNeighbours(neighbours, topology, mesh.node, IslandGroup())
 
+    store.set(f"pid/{mesh.node}", str(os.getpid()))
+    cut_step, cut_node = settings.get("cut", [-1, -1])
+
     def after(step: int) -> None:
         print(f"step {step}", flush=True)
+        if step == cut_step:
+            cut_connections(int(store.get(f"pid/{cut_node}")))
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
 

@@ -326,7 +326,7 @@ def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: TCPStore) -> Non
 
 def test_nodes_that_do_not_come_at_the_start_are_named(store: TCPStore) -> None:
     topology = make_topology("full", 4)
-    outcomes = try_islands(2, lambda node: join(store, topology, node, connect_timeout=1.0))
+    outcomes = try_islands(2, lambda node: join(store, topology, node, connect_timeout=SHORT))
     for outcome in outcomes:
         assert isinstance(outcome, IslandLostError)
         assert outcome.islands == (2, 3)

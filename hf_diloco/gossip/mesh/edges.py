@@ -46,6 +46,7 @@ class Edge:
         rate_limit: RateLimit,
     ) -> None:
         self.peer = peer
+        self.life = life
         low, high = sorted((node, peer))
         end = int(node == high)
         self._other_end = 1 - end

@@ -5,42 +5,81 @@ Here all take their steps together; `free_entry` is for nodes that do not.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.exchange.connections import Deadline
+from hf_diloco.gossip.mesh.agreement import FIRST_MARGIN, MAX_ROUNDS, decide
 from hf_diloco.gossip.mesh.average import lost_key
+from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, decide, entry_key, greeting_key
+from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
 
-MAX_ROUNDS = 12
-"""The margin doubles with each: where steps take no longer than asking, many are passed until all have answered."""
 
-
-def await_greetings(board: Board, node: int, start: int, peers: list[int], patience: float) -> list[int]:
-    """The neighbours that have seen that this node is back: all, but for those that themselves are lost.
+class Greetings:
+    """Awaits the neighbours that see that this node is back.
 
     Args:
         board: the mesh's.
+        calls: how this node says that it waits for them.
         node: this node.
         start: which of its starts this is.
-        peers: its neighbours.
-        patience: seconds to wait for them.
+        starts: how often each neighbour was started, as far as is known.
     """
-    begun = time.monotonic()
-    greeted: set[int] = set()
-    while True:
-        greeted.update(peer for peer in peers if peer not in greeted and board.has(greeting_key(node, start, peer)))
-        absent = [peer for peer in peers if peer not in greeted]
-        waited = time.monotonic() - begun
-        may_end = waited > 4 * LOOK_SECONDS and greeted and all(board.has(lost_key(peer)) for peer in absent)
-        if not absent or waited > patience or may_end:
-            return sorted(greeted)
-        time.sleep(POLL_SECONDS)
+
+    def __init__(self, board: Board, calls: Calls, node: int, start: int, starts: Mapping[int, int]) -> None:
+        self._board = board
+        self._calls = calls
+        self._node = node
+        self._start = start
+        self._starts = starts
+        self._greeted: set[int] = set()
+        self._waiting: set[int] = set()  # as this one does: they let nobody in
+
+    def wait(self, patience: float, patience_of_greeters: float) -> list[int]:
+        """The neighbours that are there: all, but for those that are lost or wait themselves.
+
+        Who is left out, but goes on, connects again later.
+
+        Args:
+            patience: seconds to wait for the first.
+            patience_of_greeters: seconds that whoever has greeted waits for this node.
+        """
+        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
+        while True:
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self._calls.say(list(self._starts), is_in=False)
+                self._hear()
+            absent = self._absent()
+            if self._greeted:
+                first_greeted = min(first_greeted, now)
+            is_over = now - begun > patience or now - first_greeted > patience_of_greeters / 2
+            may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
+            if not absent or is_over or may_end:
+                return sorted(self._greeted)
+            time.sleep(POLL_SECONDS)
+
+    def _absent(self) -> list[int]:
+        for peer in self._starts.keys() - self._greeted:
+            if self._board.has(greeting_key(self._node, self._start, peer)):
+                self._greeted.add(peer)
+        return [peer for peer in self._starts if peer not in self._greeted]
+
+    def _hear(self) -> None:
+        for peer, start in self._starts.items():
+            call = self._calls.hear(peer, start)
+            if call is not None:
+                (self._waiting.discard if call.is_in else self._waiting.add)(peer)
+
+    def _is_away(self, peer: int) -> bool:
+        return peer in self._waiting or self._board.has(lost_key(peer))
 
 
 class Entry:
@@ -104,13 +143,14 @@ class Entry:
 
     def _agree(self) -> int:
         """The step at which all neighbours will give their parameters."""
-        margin = 2
+        margin = FIRST_MARGIN
         for number in range(1, MAX_ROUNDS + 1):
             steps = self._ask({peer: f"at/{peer}" for peer in self._edges}, "step")
             step = max(steps.values()) + margin
             self._board.put(self._key("proposal"), {"round": number, "step": step})
             answers = self._ask({peer: f"{number}/{peer}" for peer in self._edges}, "is_to_come")
-            if decide(self._board, self._key(f"{number}/decision"), self._node, is_on=all(answers.values())):
+            prefix = entry_prefix(self._node, self._start)
+            if decide(self._board, prefix, number, self._node, is_on=all(answers.values())):
                 return step
             margin *= 2
         raise IslandLostError(
@@ -138,4 +178,4 @@ class Entry:
             )
 
     def _key(self, what: str) -> str:
-        return entry_key(self._node, self._start, what)
+        return f"{entry_prefix(self._node, self._start)}/{what}"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.distributed import Store
 
 from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, not_connected
-from hf_diloco.gossip.mesh.entry import await_greetings
+from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board
 
 MIN_CONNECT_SECONDS = 5.0
 """What connecting may take at least, once all are there."""
+
+MAX_AGAIN_SECONDS = 15.0
+"""What connecting to one that goes on may take: a further attempt follows."""
 
 
 class Joining:
@@ -32,7 +36,8 @@ class Joining:
 
     Attributes:
         start: which of this node's starts this is, from 1.
-        starts: how often each neighbour was started when it was met.
+        starts: how often each neighbour was started when they met.
+        calls: how this node says that it misses others.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Joining:
         self._rate_limit = rate_limit
         self.start = board.count(_starts_key(node), 1)
         self.starts: dict[int, int] = {}
+        self.calls = Calls(board, node, self.start)
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours, or where others go on to those that are there.
@@ -64,53 +70,65 @@ class Joining:
             IslandLostError: neighbours did not connect in time; names them.
         """
         begun = time.monotonic()
+        self.starts = self._count_starts(self._peers)
         if self.start > 1:
-            there = await_greetings(self._board, self._node, self.start, self._peers, self._connect_timeout)
+            greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
+            there = greetings.wait(self._connect_timeout, self._late)
             missing = [] if there else self._peers
         else:
             there = self._peers
             keys = {peer: _starts_key(peer) for peer in there}
             missing = sorted(self._board.await_all(keys, self._connect_timeout))
+        self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
         edges: dict[int, Edge] = {}
-        self.starts = {peer: self._board.count(_starts_key(peer)) for peer in self._peers}
         if not missing:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
-            edges, missing = self._connect({peer: self.starts[peer] for peer in there}, seconds)
+            edges, missing = self._connect({peer: self._life(peer, self.starts[peer]) for peer in there}, seconds)
         if missing:
             raise not_connected(missing, self._address, self._connect_timeout)
         return edges
 
-    def connect_again(self, peer: int, start: int, published: MeshPublished | None) -> Edge:
-        """Connects to a neighbour that returns, having been started so many times.
+    def connect_again(self, peer: int, start: int, attempt: int, published: MeshPublished | None) -> Edge:
+        """Connects to a neighbour that was started so many times.
+
+        Args:
+            peer: the neighbour.
+            start: which of its starts this is.
+            attempt: 0 if it returns; which attempt this is if it goes on, as this node does.
+            published: where nodes take what others published; links are then made, too.
 
         Raises:
             IslandLostError: it did not connect in time.
         """
-        edges, missing = self._connect({peer: start}, self._late)
+        seconds, life = self._late, self._life(peer, start)
+        if attempt:
+            seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
+        edges, missing = self._connect({peer: life}, seconds)
         if missing:
-            raise not_connected(missing, self._address, self._late)
-        self.starts[peer] = start
+            raise not_connected(missing, self._address, seconds)
         if published is not None:
             try:
-                self.link(published, peer, edges[peer])
+                self.link(published, edges[peer])
             except BaseException:
                 edges[peer].close()
                 raise
         return edges[peer]
 
-    def link(self, published: MeshPublished, peer: int, edge: Edge) -> None:
+    def link(self, published: MeshPublished, edge: Edge) -> None:
         """Makes the links over which the two take what the other published; ends if the edge breaks meanwhile.
 
         Raises:
             IslandLostError: the neighbour did not connect in time.
         """
-        published.connect(peer, self._life(peer, self.starts[peer]), self._connect_timeout, edge.check)
+        published.connect(edge.peer, edge.life, self._connect_timeout, edge.check)
 
-    def _connect(self, starts: Mapping[int, int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
-        lives = {peer: self._life(peer, start) for peer, start in starts.items()}
+    def _connect(self, lives: Mapping[int, str], seconds: float) -> tuple[dict[int, Edge], list[int]]:
         return connect_edges(
             lives, self._store, self._board.name, self._node, self._address, seconds, self._rate_limit
         )
+
+    def _count_starts(self, peers: Collection[int]) -> dict[int, int]:
+        return {peer: self._board.count(_starts_key(peer)) for peer in peers}
 
     def _life(self, peer: int, start: int) -> str:
         return edge_life({self._node: self.start, peer: start})

@@ -108,9 +108,12 @@ class MeshNeighbours(Neighbours):
         self._edges = self._joining.meet()
         self._reception = Reception(
             self._board,
+            self._joining.calls,
             node,
+            self._joining.start,
+            self.num_nodes,
             dict(self._joining.starts),
-            lambda peer, start: self._joining.connect_again(peer, start, self._published),
+            lambda peer, start, attempt: self._joining.connect_again(peer, start, attempt, self._published),
             exchange_timeout,
         )
         for peer in self._peers:
@@ -194,7 +197,7 @@ class MeshNeighbours(Neighbours):
         )
         for peer, edge in sorted(self._edges.items()):
             try:
-                self._joining.link(published, peer, edge)
+                self._joining.link(published, edge)
             except IslandLostError:
                 if not self.is_returning:
                     published.close()
@@ -216,11 +219,12 @@ class MeshNeighbours(Neighbours):
             return
         if self._published is not None:
             self._reception.turn_away(self._published.lost)
-        for peer, edge in self._reception.let_in(x, step, is_in_step=self._published is None).items():
-            self._edges[peer] = edge
+        for peer, one in self._reception.let_in(x, step, is_in_step=self._published is None).items():
+            self._edges[peer] = one.edge
             self._num_returns[peer] = self._num_returns.get(peer, 0) + 1
             self.lost.pop(peer, None)
-            self._news.append(f"node {peer} has returned: it takes part from step {step} on")
+            what = "has returned" if one.is_new else "is connected again"
+            self._news.append(f"node {peer} {what}: it takes part from step {step} on")
 
     def enter(self, x: torch.Tensor) -> int:
         host = x.cpu()

@@ -1,18 +1,13 @@
-"""How a node comes back while the others go on: the side of its neighbours.
+"""How a node comes back while the others go on: the side of its neighbours. And how a link comes back.
 
 Nothing here waits for a returning node before it is there, and nothing is done while nobody is lost.
 
     starts/NODE                        how often a node was started
     greet/NODE/START/PEER              a neighbour has seen that NODE is back, and connects
+    again/LOW-HIGH/STARTS              how often the lower one of two that both go on has tried to connect again
 
-Where nodes are in step:
-
-    entry/NODE/START/at/PEER           the step that a neighbour is at
-    entry/NODE/START/proposal          at which step NODE would like to enter: the round of asking, and the step
-    entry/NODE/START/ROUND/PEER        whether that step is yet to come, for a neighbour
-    entry/NODE/START/ROUND/decision    whether it is for all: the first word counts
-
-At the beginning of the step that is decided each neighbour sends its parameters over the new edge, waits for one byte
+Where nodes are in step, a neighbour agrees with the one that is back on a step to come; see `agreement` for the keys
+below `entry/NODE/START`. At its beginning each neighbour sends its parameters over the new edge, waits for one byte
 back, and from then on the edge is as any other.
 
 Where each steps at its own pace, and takes what others published:
@@ -20,6 +15,9 @@ Where each steps at its own pace, and takes what others published:
     entry/NODE/START/asks/PEER         NODE is ready to receive from a neighbour
 
 At the beginning of its next step the neighbour sends the number of that step and its parameters.
+
+Two nodes that both go on, and have lost each other, as their connection broke or both returned at the same time, look
+for each other in the same way. Neither begins anew: from a step on which they agree, the edge is as any other.
 """
 
 from __future__ import annotations
@@ -33,15 +31,21 @@ import torch
 
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.exchange.connections import Deadline
+from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.calls import Call, Calls
+from hf_diloco.gossip.mesh.edges import Edge, edge_life
 from hf_diloco.gossip.mesh.store import Board
 
 LOOK_SECONDS = 0.5
 """How often neighbours look for those that were lost."""
 
-Connect = Callable[[int, int], Edge]
-"""Makes the edge to a neighbour that was started so many times, and what else connects the two."""
+MAX_REST_SECONDS = 600.0
+"""A link that breaks again and again is let be for a second, two, four, and so on up to this."""
+
+Connect = Callable[[int, int, int], Edge]
+"""Makes the edge to a neighbour that was started so many times, and what else connects the two; 0, or which attempt
+this is of two that both go on."""
 
 
 def greeting_key(node: int, start: int, peer: int) -> str:
@@ -49,25 +53,26 @@ def greeting_key(node: int, start: int, peer: int) -> str:
     return f"greet/{node}/{start}/{peer}"
 
 
-def entry_key(node: int, start: int, what: str) -> str:
-    """Where `node` and its neighbours agree on the step at which it enters."""
-    return f"entry/{node}/{start}/{what}"
-
-
-def decide(board: Board, key: str, node: int, is_on: bool) -> bool:
-    """Writes a decision about the entry of `node` unless there is one; returns the one that is there."""
-    board.put_first(key, {"is_on": is_on})
-    return (board.read(key, node) or {}).get("is_on") is True
+def entry_prefix(node: int, start: int) -> str:
+    """Of the keys with which `node` and its neighbours agree on the step at which it enters."""
+    return f"entry/{node}/{start}"
 
 
 @dataclass
-class _Returning:
-    """A neighbour that is back and connected, but does not take part yet."""
+class Arrival:
+    """A neighbour that is connected again.
+
+    Attributes:
+        edge: to it.
+        is_new: it begins with its neighbours' mean; or else it has gone on, as this node has.
+        start: which of its starts this is.
+        agreement: on the step from which on it takes part, where nodes are in step.
+    """
 
     edge: Edge
+    is_new: bool
     start: int
-    round: int = 0
-    step: int | None = None
+    agreement: Answers | Proposals
 
 
 class Reception:
@@ -75,7 +80,10 @@ class Reception:
 
     Args:
         board: the mesh's.
+        calls: how this node says that it looks for them.
         node: this node.
+        start: which of its starts this is.
+        num_nodes: n.
         starts: how often each neighbour was started when its edge was made.
         connect: see `Connect`; called in the thread.
         timeout: seconds that an exchange may take.
@@ -84,16 +92,31 @@ class Reception:
         is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
     """
 
-    def __init__(self, board: Board, node: int, starts: dict[int, int], connect: Connect, timeout: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        calls: Calls,
+        node: int,
+        start: int,
+        num_nodes: int,
+        starts: dict[int, int],
+        connect: Connect,
+        timeout: float,
+    ) -> None:
         self.is_given_up = False
         self._board = board
+        self._calls = calls
         self._node = node
+        self._start = start
+        self._num_nodes = num_nodes
         self._starts = starts
         self._connect = connect
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._lost: set[int] = set()
-        self._returning: dict[int, _Returning] = {}
+        self._lost: dict[int, float] = {}  # and when they may be connected to again
+        self._num_again = dict.fromkeys(starts, 0)  # how often each was connected to again
+        self._attempts: dict[str, int] = {}  # of others to connect to this node again, which it has seen
+        self._arrivals: dict[int, Arrival] = {}
         self._thread: threading.Thread | None = None
         self._has_begun = False
         self._is_closed = False
@@ -106,8 +129,9 @@ class Reception:
 
     def look_for(self, peers: Collection[int]) -> None:
         """From now on these are looked for, too."""
+        now = time.monotonic()
         with self._lock:
-            self._lost.update(peers)
+            self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
             if self._thread is None and self._lost and self._has_begun:
                 self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
                 self._thread.start()
@@ -115,9 +139,9 @@ class Reception:
     @property
     def is_anyone_back(self) -> bool:
         """Whether `let_in` has anything to do."""
-        return bool(self._returning)
+        return bool(self._arrivals)
 
-    def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Edge]:
+    def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
         """Talks to those who are back.
 
         Args:
@@ -126,33 +150,33 @@ class Reception:
             is_in_step: whether nodes take their steps together; all then let a node in at the same one.
 
         Returns:
-            The edges to those who enter at this step.
+            Those who take part from this step on.
         """
-        entered: dict[int, Edge] = {}
-        for peer, one in list(self._returning.items()):
+        entered: dict[int, Arrival] = {}
+        for peer, one in list(self._arrivals.items()):
             try:
                 one.edge.check()
-                is_in = (self._talk if is_in_step else self._give_if_asked)(peer, one, x, step)
+                is_in = (self._is_let_in if is_in_step else self._is_free_to_enter)(peer, one, x, step)
             except DiLoCoError:  # gone again; or the store, which is said where it is needed
                 self.turn_away([peer])
                 continue
             if is_in:
-                entered[peer] = one.edge
-                del self._returning[peer]
+                entered[peer] = one
+                del self._arrivals[peer]
         return entered
 
     def turn_away(self, peers: Collection[int]) -> None:
-        """Those of them who are back, but do not take part yet, have to be started again."""
-        for peer in set(peers) & self._returning.keys():
-            self._returning.pop(peer).edge.close()
+        """Those of them who are connected, but do not take part yet, have to come again."""
+        for peer in set(peers) & self._arrivals.keys():
+            self._arrivals.pop(peer).edge.close()
             self.look_for([peer])
 
     def close(self) -> None:
         """Looks for nobody any more."""
         with self._lock:
             self._is_closed = True
-            returning, self._returning = self._returning, {}
-        for one in returning.values():
+            arrivals, self._arrivals = self._arrivals, {}
+        for one in arrivals.values():
             one.edge.close()
 
     # In the thread.
@@ -166,58 +190,75 @@ class Reception:
                 lost = sorted(self._lost)
             try:
                 self.is_given_up = self._board.has(lost_key(self._node))
+                self._calls.say(lost, is_in=True)
                 for peer in lost:
-                    self._greet(peer)
+                    self._look_for_one(peer)
             except DiLoCoError:  # without the store nobody finds the way back
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _greet(self, peer: int) -> None:
-        start = self._board.count(f"starts/{peer}")
-        if start <= self._starts[peer]:
+    def _look_for_one(self, peer: int) -> None:
+        call = self._calls.hear(peer, self._starts[peer])
+        if call is not None and not call.is_in:
+            self._greet(peer, call.start)
             return
+        if call is not None:
+            self._starts[peer] = call.start
+        self._meet_again(peer, call)
+
+    def _greet(self, peer: int, start: int) -> None:
+        """Connects to a neighbour that waits to be let in; once, as the neighbour tries once."""
         self._starts[peer] = start
-        self._board.put(greeting_key(peer, start, self._node), {})
+        greeting = greeting_key(peer, start, self._node)
+        if not self._board.has(greeting):
+            self._board.put(greeting, {})
+            answers = Answers(self._board, entry_prefix(peer, start), self._node, peer)
+            self._connect_to(peer, 0, answers)
+
+    def _meet_again(self, peer: int, call: Call | None) -> None:
+        """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
+        low, high = sorted((self._node, peer))
+        attempts = f"again/{low}-{high}/{edge_life({self._node: self._start, peer: self._starts[peer]})}"
+        agreement: Answers | Proposals
+        if self._node == low:
+            if call is None or self._node not in call.misses or time.monotonic() < self._lost[peer]:
+                return
+            attempt = self._board.count(attempts, 1)
+            agreement = Proposals(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)
+        else:
+            attempt = self._board.count(attempts)
+            if attempt == self._attempts.get(attempts, 0):
+                return
+            self._attempts[attempts] = attempt
+            agreement = Answers(self._board, f"{attempts}/{attempt}", self._node, peer)
+        if self._connect_to(peer, attempt, agreement):
+            self._num_again[peer] += 1
+
+    def _connect_to(self, peer: int, attempt: int, agreement: Answers | Proposals) -> bool:
+        start = self._starts[peer]
         try:
-            edge = self._connect(peer, start)
+            edge = self._connect(peer, start, attempt)
         except (DiLoCoError, RuntimeError):
-            return
+            return False
         with self._lock:
             if self._is_closed:
                 edge.close()
-                return
-            self._lost.discard(peer)
-            self._returning[peer] = _Returning(edge, start)
+                return False
+            self._lost.pop(peer, None)
+            self._arrivals[peer] = Arrival(edge, attempt == 0, start, agreement)
+            return True
 
     # At the beginning of a step.
 
-    def _talk(self, peer: int, one: _Returning, x: torch.Tensor, step: int) -> bool:
-        """Whether the node enters at this step."""
-        self._board.put(entry_key(peer, one.start, f"at/{self._node}"), {"step": step})
-        self._answer(peer, one, step)
-        while one.step is not None and one.step <= step:
-            if self._is_on(peer, one):
-                self._give(one.edge, x)
-                return True
-            one.step = None
-            self._answer(peer, one, step)
-        return False
-
-    def _answer(self, peer: int, one: _Returning, step: int) -> None:
-        proposal = self._board.read(entry_key(peer, one.start, "proposal"), peer)
-        if proposal is None or int(proposal["round"]) <= one.round:
-            return
-        one.round = int(proposal["round"])
-        is_to_come = int(proposal["step"]) > step
-        one.step = int(proposal["step"]) if is_to_come else None
-        self._board.put(entry_key(peer, one.start, f"{one.round}/{self._node}"), {"is_to_come": is_to_come})
-
-    def _is_on(self, peer: int, one: _Returning) -> bool:
-        """Whether all have said that the step is yet to come.
-
-        Where that is not decided by now, it is off: to wait here could be to wait for one who waits for this node.
-        """
-        return decide(self._board, entry_key(peer, one.start, f"{one.round}/decision"), peer, is_on=False)
+    def _is_let_in(self, peer: int, one: Arrival, x: torch.Tensor, step: int) -> bool:
+        """Whether it is the step on which they agreed; who is new then has the parameters."""
+        if not one.agreement.is_now(step):
+            return False
+        if one.is_new:
+            self._give(one.edge, x)
+        else:
+            self._board.remove(lost_key(peer))
+        return True
 
     def _give(self, edge: Edge, x: torch.Tensor) -> None:
         deadline = Deadline(self._timeout)
@@ -230,9 +271,12 @@ class Reception:
 
     # At the beginning of a step, where each node takes its own.
 
-    def _give_if_asked(self, peer: int, one: _Returning, x: torch.Tensor, step: int) -> bool:
-        """Whether the node was ready, and so has been given the parameters: nobody waits but for the wire."""
-        if not self._board.has(entry_key(peer, one.start, f"asks/{self._node}")):
+    def _is_free_to_enter(self, peer: int, one: Arrival, x: torch.Tensor, step: int) -> bool:
+        """Whether the node has gone on, or was ready and now has the parameters: nobody waits but for the wire."""
+        if not one.is_new:
+            self._board.remove(lost_key(peer))
+            return True
+        if not self._board.has(f"{entry_prefix(peer, one.start)}/asks/{self._node}"):
             return False
         host, transfers = x.cpu(), one.edge.begin()
         one.edge.send(torch.tensor([step]), transfers)
@@ -240,3 +284,7 @@ class Reception:
         one.edge.wait(transfers, Deadline(self._timeout))
         self._board.count("returned", 1)  # before this node's next average, which is with the one that is back
         return True
+
+
+def _rest_seconds(num_again: int) -> float:
+    return min(float(2 ** (num_again - 1)), MAX_REST_SECONDS) if num_again else 0.0

@@ -122,7 +122,14 @@ class Board:
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a number, from 0, which all can; returns the sum."""
-        return self._ask(lambda: self._store.add(self._path(key), more))
+        path = self._path(key)
+
+        def add() -> int:
+            if more == 0 and not self._store.check([path]):
+                return 0  # to add nothing would make it, and `has` find it
+            return self._store.add(path, more)
+
+        return self._ask(add)
 
     def await_all(self, keys: dict[int, str], seconds: float) -> Collection[int]:
         """Waits until every node's key is there; returns the nodes whose key is not after `seconds`."""
