@@ -14,6 +14,11 @@ def count(value: float | None) -> str:
     return MISSING if value is None else f"{value:,.0f}"
 
 
+def rate(value: float | None) -> str:
+    """A count a second: 12,815, or 0.57 where little happens."""
+    return number(value, 2) if value is not None and 0 < value < 9.5 else count(value)
+
+
 def short_count(value: float | None) -> str:
     """A count in three digits: 151M parameters."""
     return MISSING if value is None else _scaled(value, ("", "k", "M", "B", "T"), "")

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from hf_diloco.cli.progress import Progress as IslandProgress
+from hf_diloco.text import rate
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 LINE_EVERY = 5.0  # seconds between two progress lines of an island, without a terminal
@@ -192,7 +193,7 @@ def _figures(progress: IslandProgress) -> list[str]:
     if progress.loss is not None:
         figures.append(f"loss {progress.loss:.3f}")
     if progress.tokens_per_second is not None:
-        figures.append(f"{progress.tokens_per_second:,.0f} {progress.unit}/s")
+        figures.append(f"{rate(progress.tokens_per_second)} {progress.unit}/s")
     return figures
 
 

@@ -22,7 +22,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {text.count(report.eval_step)})"),
         ("evaluation loss", text.loss(report.eval_loss)),
-        ("images/s", text.count(report.images_per_second)),
+        ("images/s", text.rate(report.images_per_second)),
         ("bytes exchanged", traffic(report, "steps")),
         ("data parallel", _data_parallel(report)),
         ("time", _time(report.shares)),
@@ -40,7 +40,7 @@ def row(island: IslandReport) -> tuple[str, ...]:
         text.count(island.steps),
         text.loss(island.train_loss),
         text.loss(island.eval_loss),
-        text.count(island.images_per_second),
+        text.rate(island.images_per_second),
         text.size(island.bytes_sent),
         text.share(shares.computing),
         text.share(shares.exchanging),
@@ -54,7 +54,7 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
         ("Accuracy", text.share(report.eval_accuracy), f"mean of all nodes, step {text.count(report.eval_step)}"),
         ("Evaluation loss", text.loss(report.eval_loss), "of the mean of all nodes"),
         ("Sent", text.size(report.bytes_sent), f"data parallel: {text.size(report.bytes_per_step_sync)}"),
-        ("Images/s", text.count(report.images_per_second), "all nodes"),
+        ("Images/s", text.rate(report.images_per_second), "all nodes"),
         ("Exchanging", text.share(shares.exchanging), "of the time"),
         ("Consensus", text.number(report.consensus_distance), "nodes' distance from their mean"),
     ]

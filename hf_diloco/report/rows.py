@@ -80,7 +80,7 @@ def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
         text.count(island.steps),
         text.loss(island.train_loss),
         text.loss(island.eval_loss),
-        text.count(island.tokens_per_second),
+        text.rate(island.tokens_per_second),
         text.size(island.bytes_sent),
         text.share(shares.computing),
         text.share(shares.waiting),
@@ -101,7 +101,7 @@ def _throughput(report: Report) -> str:
         return text.MISSING
     num = len(report.covers)
     tokens = f", {text.short_count(report.num_tokens)} tokens" if report.num_tokens is not None else ""
-    return f"{text.count(report.tokens_per_second)}  ({num} {text.plural('island', num)}{tokens})"
+    return f"{text.rate(report.tokens_per_second)}  ({num} {text.plural('island', num)}{tokens})"
 
 
 def _per_step(report: Report) -> str:
@@ -160,7 +160,7 @@ def tiles(report: Report) -> list[Tile]:
         Tile("Evaluation loss", text.loss(report.eval_loss), f"outer weights, step {text.count(report.eval_step)}"),
         Tile("Perplexity", text.perplexity(report.perplexity), "of the outer weights"),
         Tile("Less traffic", text.ratio(report.traffic_ratio), f"{sent}; per-step sync: {would}"),
-        Tile("Tokens/s", text.count(report.tokens_per_second), f"{text.short_count(report.num_tokens)} tokens"),
+        Tile("Tokens/s", text.rate(report.tokens_per_second), f"{text.short_count(report.num_tokens)} tokens"),
         Tile("Waiting", text.share(shares.waiting), f"exchanging {text.share(shares.exchanging)}"),
         Tile("Rounds", f"{report.num_rounds:,}", _every(report)),
     ]

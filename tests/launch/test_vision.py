@@ -7,15 +7,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import psutil
 import pytest
 import torch
 import yaml
+from datasets import ClassLabel, Dataset, Features
+from PIL import Image
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from transformers import AutoModelForImageClassification
 
 from tests.processes import ROOT, Command, Process, Processes, find_free_port, run
 
@@ -122,6 +127,52 @@ def test_a_node_of_two_ranks(file: Path) -> None:
     assert [start["examples_per_step"] for start in starts] == [16, 16]
     assert all(len(events(folder, node, "eval")) == 1 for node in range(2))
     assert events(folder, 0, "eval")[0]["eval_accuracy"] == events(folder, 1, "eval")[0]["eval_accuracy"]
+
+
+def test_the_imagenet_recipe_in_small(tmp_path: Path) -> None:
+    """As it is but for its sizes, on files of the hub's format: its graph, augmentation, precision, and ResNet-50."""
+    for split, numbers in ("train", range(64)), ("validation", range(64, 80)):
+        write_photographs(tmp_path / "data" / f"{split}-00000-of-00001.parquet", numbers)
+    sizes = {
+        "data.path": tmp_path,
+        "training.max_steps": 3,
+        "training.warmup_steps": 1,
+        "training.per_device_train_batch_size": 2,
+        "training.per_device_eval_batch_size": 8,
+        "training.eval_steps": 3,
+        "training.save_steps": 3,
+        "training.logging_steps": 1,
+        "training.dataloader_num_workers": 1,
+        "gossip.num_islands": 2,
+        "launch.num_processes": 1,
+        "launch.use_cpu": "true",
+        "launch.threads": 1,
+    }
+    settings = [f"{key}={value}" for key, value in sizes.items()]
+    recipe = ROOT / "configs" / "vision" / "imagenet_resnet50.yaml"
+    run([*LAUNCH, recipe, *settings, "--output", tmp_path / "runs", "--name", "small"], timeout=PATIENCE)
+    folder = tmp_path / "runs" / "small"
+    model = AutoModelForImageClassification.from_pretrained(folder / "model")
+    assert model.config.id2label[9] == "9"
+    for node in range(2):
+        losses = [event["loss"] for event in events(folder, node, "train")]
+        assert len(losses) == 3
+        assert all(1 < loss < 5 for loss in losses), "some 2.3 for ten classes"
+        assert events(folder, node, "end")[0]["bytes_sent"] > 3 * 4 * model.num_parameters(), "to one neighbour"
+        assert 0 <= events(folder, node, "eval")[0]["eval_accuracy"] <= 1
+
+
+def write_photographs(path: Path, numbers: Iterable[int]) -> None:
+    """Digits as colour pictures of several sizes, in a parquet file with the columns of ImageNet's."""
+    digits = load_digits()
+    pictures = [Image.fromarray((15 * digits.images[n]).astype("uint8")).convert("RGB") for n in numbers]
+    columns = {
+        "image": [picture.resize((300 + 20 * (n % 7), 260)) for n, picture in enumerate(pictures)],
+        "label": [int(digits.target[n]) for n in numbers],
+    }
+    features = Features({"image": datasets.Image(), "label": ClassLabel(names=list("0123456789"))})
+    path.parent.mkdir(exist_ok=True)
+    Dataset.from_dict(columns, features=features).to_parquet(str(path))
 
 
 def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:

@@ -148,6 +148,14 @@ def test_sets_of_numbers(values: list[int], expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
+    [(12_815.4, "12,815"), (9.6, "10"), (9.4, "9.4"), (0.571, "0.57"), (0.0, "0"), (None, "—")],
+)
+def test_rate(value: float | None, expected: str) -> None:
+    assert text.rate(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
     [(None, "—"), (8.0, "8"), (26.6299, "26.63"), (4096.2, "4,096"), (1e9, "1.00e+09"), (float("inf"), "inf")],
 )
 def test_perplexities(value: float | None, expected: str) -> None:
