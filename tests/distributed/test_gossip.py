@@ -185,24 +185,9 @@ def test_a_connection_that_breaks_is_made_again(
     """Nobody is started again; from one step on, which both name, all is as if nothing had happened."""
     one, other, num_nodes = 1, 2, 4
     with Processes() as processes:
-        nodes = [
-            spawn(
-                processes,
-                store=store.port,
-                node=node,
-                num_nodes=num_nodes,
-                graph=graph,
-                result=str(tmp_path / f"{node}.pt"),
-                methods=[(method, {})],
-                steps=300,
-                size=1000,
-                pause=0.05,
-                payload=payload,
-                **({"cut": [20, other]} if node == one else {}),
-                **BEGINS.get(method, {}),
-            )
-            for node in range(num_nodes)
-        ]
+        settings = {"methods": [(method, {})], "steps": 300, "size": 1000, "pause": 0.05, "payload": payload}
+        settings |= {"cut": [one, 20, other], **BEGINS.get(method, {})}
+        nodes = start(processes, store, tmp_path, graph, num_nodes, **settings)
         outputs = [process.wait().output for process in nodes]
     steps = set()
     for node, output in enumerate(outputs):

@@ -3,8 +3,8 @@
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
 result (file); if need be: exchange_timeout (seconds), pause (seconds a step), payload, begins (whether exchanges
 begin before the pause, by `NodeNeighbours`, where the method allows it), end (a key of the store: steps are taken
-until it is there, however many), cut ([step, node]: after that step the connections to that node break). Each method
-begins anew. After the last step the mean over all nodes is taken.
+until it is there, however many), cut ([node, step, peer]: after that step of that node its connections to the peer
+break). Each method begins anew. After the last step the mean over all nodes is taken.
 Prints "step N" after each step, and what happened to other nodes.
 """
 
@@ -106,12 +106,12 @@ def main() -> None:
         neighbours = NodeNeighbours(neighbours, topology, mesh.node, IslandGroup())
 
     store.set(f"pid/{mesh.node}", str(os.getpid()))
-    cut_step, cut_node = settings.get("cut", [-1, -1])
+    cutter, cut_step, cut_off = settings.get("cut", [None, None, None])
 
     def after(step: int) -> None:
         print(f"step {step}", flush=True)
-        if step == cut_step:
-            cut_connections(int(store.get(f"pid/{cut_node}")))
+        if (mesh.node, step) == (cutter, cut_step):
+            cut_connections(int(store.get(f"pid/{cut_off}")))
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
 

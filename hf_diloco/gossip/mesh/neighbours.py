@@ -2,7 +2,7 @@
 
 A node that is lost takes nothing with it but itself: its neighbours leave it out of their sums, so that its weight
 stays with each of them, and go on. An average over all nodes is then over those that are left. Started again, it
-begins with the mean of its neighbours.
+begins with the mean of its neighbours. Two that go on, and have lost nothing but each other, connect again.
 """
 
 from __future__ import annotations
