@@ -56,3 +56,18 @@ def unpack_record(topic: str, node: int, packed: bytes) -> Record:
         f"what node {node} shows as {topic!r} is no record ({problem}): it runs another version, or something else "
         "writes to the rendezvous. Give all nodes the same version, and the rendezvous a port of its own"
     )
+
+
+def whole_number(record: Record, name: str, node: int) -> int:
+    """What a node's record gives under `name`.
+
+    Raises:
+        PayloadError: it is no whole number.
+    """
+    value = record.get(name)
+    if isinstance(value, int):
+        return value
+    raise PayloadError(
+        f"node {node} shows a record without a whole number {name!r} ({record}): give all nodes the same version, and "
+        "the rendezvous a port of its own"
+    )

@@ -112,3 +112,14 @@ def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> Non
     board.put("calls/1", record)
     with pytest.raises(PayloadError, match="node 1"):
         Calls(board, 0, 1).hear(1, 0)
+
+
+@pytest.mark.parametrize("record", [{}, {"round": 1}, {"round": 1, "step": "soon"}, {"round": None, "step": 3}])
+def test_a_proposal_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
+    board = Board(HashStore(), "test")
+    board.put("x/proposal", record)
+    with pytest.raises(PayloadError, match="node 0 shows a record without a whole number"):
+        Answers(board, "x", ASKED, ASKING).is_now(0)
+    board.put(f"x/at/{ASKED}", {"step": 1.5})
+    with pytest.raises(PayloadError, match="node 1 shows"):
+        Proposals(board, "x", ASKING, ASKED, MAX_GAP).is_now(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.records import whole_number
 
 FIRST_MARGIN = 2
 """Steps until the one that is proposed. Doubles with each round: where steps take no longer than asking, many pass."""
@@ -58,11 +59,11 @@ class Answers:
 
     def _answer(self, step: int) -> None:
         proposal = self._board.read(f"{self._prefix}/proposal", self._peer)
-        if proposal is None or int(proposal["round"]) <= self._round:
+        if proposal is None or (number := whole_number(proposal, "round", self._peer)) <= self._round:
             return
-        self._round = int(proposal["round"])
-        is_to_come = int(proposal["step"]) > step
-        self._step = int(proposal["step"]) if is_to_come else None
+        self._round, proposed = number, whole_number(proposal, "step", self._peer)
+        is_to_come = proposed > step
+        self._step = proposed if is_to_come else None
         self._board.put(f"{self._prefix}/{self._round}/{self._node}", {"is_to_come": is_to_come})
 
 
@@ -103,7 +104,7 @@ class Proposals:
         theirs = self._board.read(f"{self._prefix}/at/{self._peer}", self._peer)
         if theirs is None:
             return
-        their_step = int(theirs["step"])
+        their_step = whole_number(theirs, "step", self._peer)
         if abs(their_step - step) > self._max_gap or self._round == MAX_ROUNDS:
             raise IslandLostError(f"node {self._peer} is at step {their_step}, this one at {step}", [self._peer])
         self._step = max(their_step, step) + (FIRST_MARGIN << self._round)

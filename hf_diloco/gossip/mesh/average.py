@@ -22,8 +22,8 @@ from hf_diloco.errors import ExchangeError, IslandLostError, PayloadError, Unsup
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.mesh import MeshExchange
 from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board, SharedStore
-from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
+from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.text import numbers, plural
 
 MAX_ATTEMPTS = 5
@@ -149,7 +149,7 @@ class GroupAverage:
             Whether those at the earliest average that one of them is at have its mean.
         """
         if self._is_new and not self._attempt:
-            self._attempt = int((self._board.read("attempt") or {}).get("number", 0))
+            self._attempt = whole_number(self._board.read("attempt") or {"number": 0}, "number", KEEPER)
         while self._num_attempts < MAX_ATTEMPTS:
             self._num_attempts += 1
             self._attempt += 1
@@ -172,8 +172,8 @@ class GroupAverage:
 
     def _compare(self, records: list[Record]) -> bool:
         known = [record for record in records if record.get("average") is not None]  # not those who are back
-        first = min((int(record["average"]) for record in known), default=self._num_averages)
-        behind = [record for record in known if int(record["average"]) == first]
+        first = min((record["average"] for record in known), default=self._num_averages)
+        behind = [record for record in known if record["average"] == first]
         have_all = all(record.get("has_mean") is True for record in behind)
         if self._is_new:
             self._num_averages, self._is_new = (first + 1 if have_all and behind else first), False
@@ -235,7 +235,10 @@ class GroupAverage:
         return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
 
     def _read_record(self, member: int) -> Record:
-        return self._board.read(self._key(member), member) or {}
+        record = self._board.read(self._key(member), member) or {}
+        if record.get("average") is not None:
+            whole_number(record, "average", member)
+        return record
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"

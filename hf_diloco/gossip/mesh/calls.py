@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hf_diloco.errors import PayloadError
 from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.records import Record, whole_number
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Calls:
 
 
 def _read_call(record: Record, peer: int) -> Call:
-    try:
-        return Call(int(record["start"]), bool(record["is_in"]), frozenset(map(int, record["misses"])))
-    except (KeyError, TypeError, ValueError):
+    misses = record.get("misses")
+    if not isinstance(misses, list) or not all(isinstance(node, int) for node in misses):
         raise PayloadError(
-            f"what node {peer} says of itself is of another kind ({record}): give all nodes the same version, and the "
+            f"node {peer} shows no list of nodes that it misses ({record}): give all nodes the same version, and the "
             "rendezvous a port of its own"
-        ) from None
+        )
+    return Call(whole_number(record, "start", peer), record.get("is_in") is True, frozenset(misses))

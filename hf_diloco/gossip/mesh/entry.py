@@ -19,6 +19,7 @@ from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
+from hf_diloco.gossip.records import whole_number
 
 
 class Greetings:
@@ -164,7 +165,7 @@ class Entry:
             self._drop(peer, f"it did not answer within {2 * self._timeout:g} s")
         self._check_company()
         records = {peer: self._board.read(self._key(keys[peer]), peer) or {} for peer in self._edges}
-        return {peer: int(record[field]) for peer, record in records.items()}
+        return {peer: whole_number(record, field, peer) for peer, record in records.items()}
 
     def _drop(self, peer: int, reason: str) -> None:
         self._edges.pop(peer).close()
