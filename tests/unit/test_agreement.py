@@ -1,125 +1,603 @@
-"""Two nodes that go on agree on a step to come, however their steps and their questions fall."""
+"""The ledger over a store in memory and over a real TCP store; what a rendezvous says when it cannot be."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
-from torch.distributed import HashStore
+from hypothesis import given, settings, strategies as st
+from torch.distributed import HashStore, Store, TCPStore
 
-from hf_diloco.errors import IslandLostError, PayloadError
-from hf_diloco.gossip.mesh import agreement
-from hf_diloco.gossip.mesh.agreement import Answers, Proposals
-from hf_diloco.gossip.mesh.calls import Call, Calls
-from hf_diloco.gossip.mesh.store import Board
-
-ASKING, ASKED = 0, 1
-MAX_GAP = 5
-
-
-def sides() -> tuple[Proposals, Answers]:
-    board = Board(HashStore(), "test")
-    return Proposals(board, "x", ASKING, ASKED, MAX_GAP), Answers(board, "x", ASKED, ASKING)
-
-
-@given(first=st.tuples(st.integers(0, 50), st.integers(0, 5)), turns=st.lists(st.booleans(), max_size=200))
-def test_both_find_the_same_step_or_none(first: tuple[int, int], turns: list[bool]) -> None:
-    """Who has found its step waits there, as in an exchange, for the other one."""
-    proposals, answers = sides()
-    steps = [first[0], first[0] + first[1]]
-    found: list[int | None] = [None, None]
-    for is_asked in turns:
-        side = int(is_asked)
-        if found[side] is None:
-            asked = answers if is_asked else proposals
-            try:
-                if asked.is_now(steps[side]):
-                    found[side] = steps[side]
-            except IslandLostError:
-                break
-            steps[side] += 1
-    for side, other in (ASKING, ASKED), (ASKED, ASKING):
-        step = found[side]
-        if step is not None:
-            assert found[other] == step or (found[other] is None and steps[other] <= step), "it is still to come"
-
-
-@pytest.mark.parametrize("gap", range(-MAX_GAP + 1, MAX_GAP + 1))
-def test_it_comes_about_where_both_go_on_in_turn(gap: int) -> None:
-    """Who is ahead waits, once they have agreed."""
-    proposals, answers = sides()
-    asking, asked = 20, 20 + gap
-    for _ in range(40):
-        is_now = proposals.is_now(asking), answers.is_now(asked)
-        if all(is_now):
-            break
-        asking += not is_now[ASKING]
-        asked += not is_now[ASKED]
-    assert asking == asked <= 20 + 2 * MAX_GAP
-
-
-def test_who_never_hears_in_time_asks_for_later_and_later_steps_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "MAX_ROUNDS", 5)
-    proposals, answers = sides()
-    monkeypatch.setattr(answers, "_answer", lambda step: None)
-    proposed: list[int] = []
-
-    def go_on() -> None:
-        for step in range(1000):
-            assert not proposals.is_now(step)
-            assert not answers.is_now(step)
-            if proposals._step is not None and proposals._step not in proposed:
-                proposed.append(proposals._step)
-
-    with pytest.raises(IslandLostError, match="node 1 is at step"):
-        go_on()
-    assert len(proposed) == 5
-    margins = [later - earlier for earlier, later in pairwise(proposed)]
-    assert margins == sorted(set(margins)), "longer each time"
-
-
-def test_too_far_apart() -> None:
-    proposals, answers = sides()
-    answers.is_now(10 + MAX_GAP + 1)
-    with pytest.raises(IslandLostError, match="node 1 is at step 16, this one at 10"):
-        proposals.is_now(10)
-
-
-def test_only_what_changes_is_heard() -> None:
-    """What a node said before it was lost is there for good."""
-    board = Board(HashStore(), "test")
-    ours, theirs = Calls(board, 0, 1), Calls(board, 1, 3)
-    assert ours.hear(1, 3) is None
-    theirs.say([0, 2], is_in=True)
-    assert ours.hear(1, 3) is None, "it may be gone: nobody knows how old this is"
-    assert ours.hear(1, 3) is None
-    theirs.say([0, 2], is_in=True)
-    assert ours.hear(1, 3) == Call(3, True, frozenset({0, 2}))
-    assert ours.hear(1, 3) is None
-    Calls(board, 1, 4).say([], is_in=False)
-    assert ours.hear(1, 3) == Call(4, False, frozenset())
-    again = Calls(board, 0, 1)
-    assert again.hear(1, 3) == Call(4, False, frozenset()), "it was not there before"
-    assert Calls(board, 0, 1).hear(1, 4) is None
-
-
-@pytest.mark.parametrize(
-    "record", [{}, {"start": "x", "is_in": 1, "misses": []}, {"start": 1, "is_in": 1, "misses": 3}]
+from hf_diloco.agreement import ledger
+from hf_diloco.agreement.ledger import Ledger
+from hf_diloco.agreement.patience import call_within
+from hf_diloco.agreement.records import (
+    ArrivalRecord,
+    CheckpointsRecord,
+    JoinRecord,
+    StateRecord,
+    VoteRecord,
+    parse_records,
 )
-def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
-    board = Board(HashStore(), "test")
-    board.put("calls/1", record)
-    with pytest.raises(PayloadError, match="node 1"):
-        Calls(board, 0, 1).hear(1, 0)
+from hf_diloco.agreement.rendezvous import connect_store, find_address
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
+from tests.islands import run_islands, try_islands
+
+Stores = Callable[[int], Store]
 
 
-@pytest.mark.parametrize("record", [{}, {"round": 1}, {"round": 1, "step": "soon"}, {"round": None, "step": 3}])
-def test_a_proposal_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
-    board = Board(HashStore(), "test")
-    board.put("x/proposal", record)
-    with pytest.raises(PayloadError, match="node 0 shows a record without a whole number"):
-        Answers(board, "x", ASKED, ASKING).is_now(0)
-    board.put(f"x/at/{ASKED}", {"step": 1.5})
-    with pytest.raises(PayloadError, match="node 1 shows"):
-        Proposals(board, "x", ASKING, ASKED, MAX_GAP).is_now(0)
+@pytest.fixture(params=["memory", "tcp"])
+def stores(request: pytest.FixtureRequest) -> Stores:
+    """Gives each island its access to one common store."""
+    if request.param == "memory":
+        memory = HashStore()
+        return lambda island: memory
+    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    opened: dict[int, Store] = {0: keeper}
+
+    def open_one(island: int) -> Store:
+        if island not in opened:
+            opened[island] = TCPStore("127.0.0.1", keeper.port, wait_for_workers=False)
+        return opened[island]
+
+    return open_one
+
+
+def ok(digest: str = "ab") -> dict[str, Any]:
+    return {"ok": True, "digest": digest}
+
+
+# Joining
+
+
+def test_an_island_number_can_be_taken_once(stores: Stores) -> None:
+    Ledger(stores(0), 0, 2).claim()
+    Ledger(stores(1), 1, 2).claim()
+    with pytest.raises(DuplicateIslandError, match=r"already joined this run as island 1: give every island its own"):
+        Ledger(stores(1), 1, 2).claim()
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 5])
+def test_all_islands_read_all_records_in_order(stores: Stores, num_islands: int) -> None:
+    def run(island: int) -> list[Any]:
+        return Ledger(stores(island), island, num_islands).share("topic", {"island": island}, 20)
+
+    expected = [{"island": island} for island in range(num_islands)]
+    assert run_islands(num_islands, run) == [expected] * num_islands
+
+
+def test_who_does_not_share_in_time_is_named(stores: Stores) -> None:
+    started = time.monotonic()
+    with pytest.raises(IslandLostError, match=r"islands \[0, 2\] are missing after 0.3 s") as caught:
+        Ledger(stores(1), 1, 3).share("topic", {}, 0.3)
+    assert caught.value.islands == (0, 2)
+    assert 0.3 <= time.monotonic() - started < 5
+
+
+def test_a_wish_to_stop_ends_a_wait(stores: Stores) -> None:
+    with pytest.raises(StopRequested):
+        Ledger(stores(0), 0, 2, should_stop=lambda: True).share("topic", {}, 20)
+
+
+def test_a_farewell_is_waited_for_in_spite_of_a_wish_to_stop(stores: Stores) -> None:
+    def run(island: int) -> int:
+        time.sleep(0.3 * island)
+        return len(Ledger(stores(island), island, 2, lambda: True).share("done", {}, 20, interruptible=False))
+
+    assert run_islands(2, run) == [2, 2]
+
+
+# A round
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 4])
+def test_rounds_that_go_well(stores: Stores, num_islands: int) -> None:
+    def run(island: int) -> None:
+        book = Ledger(stores(island), island, num_islands)
+        for number in (1, 2, 3):
+            arrived = book.arrive(number, {"weight": island, "round": number}, 20)
+            assert arrived == [{"weight": other, "round": number} for other in range(num_islands)]
+            committed, votes = book.settle(number, ok(f"{number}"), 20)
+            assert committed
+            assert votes == {str(other): ok(f"{number}") for other in range(num_islands)}
+
+    run_islands(num_islands, run)
+
+
+def test_who_does_not_arrive_in_time_is_named_to_all(stores: Stores) -> None:
+    def run(island: int) -> None:
+        if island != 1:
+            Ledger(stores(island), island, 3).arrive(4, {}, 0.5 if island == 0 else 20)
+
+    outcomes = try_islands(3, run)
+    for island in (0, 2):
+        outcome = outcomes[island]
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (1,)
+        assert "island 1 did not reach round 4" in str(outcome)
+        assert "sync_timeout" in str(outcome)
+        assert "start all islands again" in str(outcome)
+
+
+def assert_both_lose_island_2_at_once(run: Callable[[int], None], text: str) -> None:
+    started = time.monotonic()
+    outcomes = try_islands(3, run)
+    assert time.monotonic() - started < 5
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (2,)
+        assert text in str(outcome)
+
+
+def test_who_leaves_wakes_those_who_wait(stores: Stores) -> None:
+    def run(island: int) -> None:
+        book = Ledger(stores(island), island, 3)
+        if island == 2:
+            time.sleep(0.3)
+            book.leave(1)
+        else:
+            book.arrive(1, {}, 60)
+
+    assert_both_lose_island_2_at_once(run, "island 2 left the run before round 1")
+
+
+def test_who_is_asked_to_stop_while_waiting_leaves(stores: Stores) -> None:
+    def run(island: int) -> None:
+        asked = time.monotonic() + 0.3 if island == 0 else float("inf")
+        if island != 2:
+            Ledger(stores(island), island, 3, lambda: time.monotonic() > asked).arrive(1, {}, 60)
+
+    first, second, _ = try_islands(3, run)
+    assert isinstance(first, StopRequested)
+    assert isinstance(second, IslandLostError)
+    assert second.islands == (0,)
+
+
+def test_once_all_have_arrived_it_is_too_late_to_leave(stores: Stores) -> None:
+    """Island 0 reads the plan "go", which island 1 wrote, after it was asked to stop: it must take part."""
+    book = Ledger(stores(0), 0, 2, should_stop=lambda: True)
+    other = Ledger(stores(1), 1, 2)
+    other._post("round/1/arrived/1", {"weight": 1})
+    assert other._decide("round/1/plan", "go") == "go"
+    assert book.arrive(1, {"weight": 0}, 5) == [{"weight": 0}, {"weight": 1}]
+
+
+def test_who_is_gone_is_not_waited_for(stores: Stores) -> None:
+    """Island 2's connection breaks; island 0's breaks as well, but it is there."""
+
+    def run(island: int) -> None:
+        if island != 2:
+            Ledger(stores(island), island, 3, find_broken=lambda: {0, 2}).arrive(1, {}, 60)
+
+    assert_both_lose_island_2_at_once(run, "island 2 lost before round 1: the connection broke")
+
+
+def test_a_connection_that_is_broken_once_is_no_reason(stores: Stores) -> None:
+    looks = iter([{1}, set(), {1}, set()])
+
+    def run(island: int) -> None:
+        if island == 0:
+            Ledger(stores(0), 0, 2, find_broken=lambda: next(looks, set())).arrive(1, {}, 60)
+        else:
+            time.sleep(4.5 * ledger.LOOK_SECONDS)
+            Ledger(stores(1), 1, 2).arrive(1, {}, 60)
+
+    run_islands(2, run)
+    assert next(looks, None) is None, "it has looked four times"
+
+
+def test_who_is_gone_cannot_vote(stores: Stores) -> None:
+    def run(island: int) -> bool:
+        if island == 2:
+            return False
+        committed, votes = Ledger(stores(island), island, 3, find_broken=lambda: {2}).settle(1, ok(), 60)
+        assert "2" not in votes
+        return committed
+
+    started = time.monotonic()
+    assert run_islands(3, run) == [False] * 3
+    assert time.monotonic() - started < 5
+
+
+def test_different_digests_abort(stores: Stores) -> None:
+    def run(island: int) -> tuple[bool, int]:
+        committed, votes = Ledger(stores(island), island, 3).settle(1, ok("ab" if island else "cd"), 20)
+        return committed, len(votes)
+
+    assert run_islands(3, run) == [(False, 3)] * 3
+
+
+def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
+    def run(island: int) -> bool:
+        vote = ok() if island else {"ok": False, "digest": "", "reason": "link cut"}
+        committed, votes = Ledger(stores(island), island, 3).settle(1, vote, 60)
+        assert votes["0"].get("reason") == "link cut"
+        return committed
+
+    started = time.monotonic()
+    assert run_islands(3, run) == [False] * 3
+    assert time.monotonic() - started < 5
+
+
+def test_one_who_does_not_vote_aborts_in_time(stores: Stores) -> None:
+    def run(island: int) -> bool:
+        if island == 2:
+            return False
+        committed, votes = Ledger(stores(island), island, 3).settle(1, ok(), 0.4)
+        assert "2" not in votes
+        return committed
+
+    assert run_islands(3, run) == [False] * 3
+
+
+class JitteryStore:
+    """Begins late, and lets other threads in between any two operations."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self._store = store
+        self._random = random.Random(seed)
+        time.sleep(self._random.choice([0, 0.005, 0.01, 0.02]))
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
+            result = operation(*arguments)
+            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
+            return result
+
+        return call
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    patience=st.lists(st.sampled_from([0.0, 0.003, 0.01, 5.0]), min_size=2, max_size=4),
+    failing=st.sampled_from([None, None, None, 0, 1]),
+)
+@settings(max_examples=60)
+def test_giving_up_races_with_committing_and_all_read_one_outcome(
+    seed: int, patience: list[float], failing: int | None
+) -> None:
+    store = HashStore()
+
+    def run(island: int) -> bool:
+        jittery = JitteryStore(store, seed + island)
+        book = Ledger(jittery, island, len(patience))  # type: ignore[arg-type]
+        vote = {"ok": False, "digest": ""} if island == failing else ok()
+        committed, _ = book.settle(1, vote, patience[island])
+        return committed
+
+    outcomes = set(run_islands(len(patience), run))
+    assert len(outcomes) == 1
+    if failing is not None:
+        assert outcomes == {False}
+    if failing is None and min(patience) == 5.0:
+        assert outcomes == {True}
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    patience=st.lists(st.sampled_from([0.0, 0.003, 0.01, 5.0]), min_size=2, max_size=4),
+    stopping=st.sampled_from([None, 0.0, 0.005, 0.015]),
+)
+@settings(max_examples=60)
+def test_leaving_races_with_arriving_and_all_go_or_none(
+    seed: int, patience: list[float], stopping: float | None
+) -> None:
+    store = HashStore()
+
+    def run(island: int) -> bool:
+        asked = time.monotonic() + stopping if stopping is not None and island == 0 else float("inf")
+        jittery = JitteryStore(store, seed + island)
+        book = Ledger(jittery, island, len(patience), lambda: time.monotonic() > asked)  # type: ignore[arg-type]
+        try:
+            return len(book.arrive(1, {"island": island}, patience[island])) == len(patience)
+        except (StopRequested, IslandLostError):
+            return False
+
+    assert len(set(run_islands(len(patience), run))) == 1
+
+
+# Strange records
+
+
+BAD_JSON = [b"", b"\xff\xfe", b"{", b"[1, 2]", b'"text"', b"null", b"7", b"[" * 100_000, b"9" * 10_000]
+
+
+@pytest.mark.parametrize("raw", BAD_JSON, ids=[raw[:10].decode(errors="replace") for raw in BAD_JSON])
+def test_what_is_no_record_is_refused(stores: Stores, raw: bytes) -> None:
+    stores(1).set("topic/1", raw)  # type: ignore[arg-type]  # bytes will do
+    with pytest.raises(RendezvousError, match="the record topic/1 is not JSON of this package"):
+        Ledger(stores(0), 0, 2).share("topic", {}, 5)
+
+
+def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MAX_RECORD_BYTES", 1000)
+    store = HashStore()
+    store.set("topic/1", json.dumps({"x": "y" * 1000}))
+    with pytest.raises(RendezvousError, match=r"topic/1 has 10\d\d bytes, more than the 1000 allowed"):
+        Ledger(store, 0, 2).share("topic", {}, 5)
+
+
+@pytest.mark.parametrize("plan", [b"\xff\xff", b"late x y", b"leaves", b"{}", b"late 99999999999999999999", b" "])
+def test_a_strange_plan_ends_the_round(stores: Stores, plan: bytes) -> None:
+    stores(1).set("round/1/plan", plan)  # type: ignore[arg-type]
+    with pytest.raises(IslandLostError):
+        Ledger(stores(0), 0, 2).arrive(1, {}, 5)
+
+
+@pytest.mark.parametrize("vote", [b"{", b"[]", b'{"ok": 1}', b'{"ok": true}', b'{"ok": "yes", "digest": "ab"}'])
+def test_a_strange_vote_commits_nothing(stores: Stores, vote: bytes) -> None:
+    stores(1).set("round/1/vote/1", vote)  # type: ignore[arg-type]
+    try:
+        committed, _ = Ledger(stores(0), 0, 2).settle(1, ok(), 5)
+    except RendezvousError:
+        committed = False
+    assert not committed
+    assert not stores(1).check(["round/1/outcome"]) or stores(1).get("round/1/outcome") != b"commit"
+
+
+JOIN = {
+    "host": "h",
+    "folder": "/f",
+    "fingerprint": {"sync_every": 5, "payload": "fp32", "outer_lr": 0.7, "nesterov": True, "x": None},
+    "layout": {"ranks": ["ab", "cd"], "replicated": False},
+}
+RECORDS: list[tuple[Any, dict[str, Any]]] = [
+    (JoinRecord, JOIN),
+    (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
+    (ArrivalRecord, {"weight": 2.5, "digest": "ab12"}),
+    (VoteRecord, {"ok": True, "digest": "ab12", "reason": ""}),
+    (CheckpointsRecord, {"rounds": [1, 2]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "record"), RECORDS)
+def test_good_records_are_understood(kind: Any, record: dict[str, Any]) -> None:
+    sent = json.loads(json.dumps(record))
+    assert [parsed.model_dump() for parsed in parse_records(kind, [sent, sent])] == [record, record]
+
+
+@pytest.mark.parametrize(("kind", "record"), RECORDS)
+@pytest.mark.parametrize("wrong", [None, [], {}, "text", -1, float("nan"), float("inf"), 10**400, {"deep": [[[]]]}])
+def test_records_of_wrong_types_are_refused_with_the_island(kind: Any, record: dict[str, Any], wrong: object) -> None:
+    for key, right in record.items():
+        changed = {**record, key: wrong}
+        if isinstance(wrong, type(right)) and wrong != -1:  # of the right type, if nothing else
+            continue
+        with pytest.raises(RendezvousError, match=rf"^island 1 sent a {kind.__name__} .*install the same version"):
+            parse_records(kind, [record, changed])
+
+
+@pytest.mark.parametrize(("kind", "record"), RECORDS)
+def test_records_with_more_or_fewer_keys_are_refused(kind: Any, record: dict[str, Any]) -> None:
+    with pytest.raises(RendezvousError, match=r"island 0 sent a .*extra"):
+        parse_records(kind, [{**record, "extra": 1}])
+    first = next(iter(record))
+    with pytest.raises(RendezvousError, match=rf"island 0 sent a .*{first}"):
+        parse_records(kind, [{key: value for key, value in record.items() if key != first}])
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=8,
+    )
+)
+def test_no_record_crashes(content: Any) -> None:
+    store = HashStore()
+    store.set("topic/1", json.dumps(content))
+    for kind, good in RECORDS:
+        store.set("topic/0", json.dumps(good))
+        try:
+            parse_records(kind, Ledger(store, 0, 2).share("topic", good, 5))
+        except RendezvousError:
+            continue
+        assert isinstance(content, dict)
+
+
+@pytest.mark.parametrize("digest", ["", "xyz", "AB", "a" * 65, "ab\n"])
+def test_a_digest_is_hexadecimal(digest: str) -> None:
+    with pytest.raises(RendezvousError, match="digest"):
+        parse_records(ArrivalRecord, [{"weight": 1.0, "digest": digest}])
+
+
+# The store is gone
+
+
+def test_a_dead_store_means_island_0_is_lost() -> None:
+    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    book = Ledger(TCPStore("127.0.0.1", keeper.port, wait_for_workers=False), 1, 2)
+    book.claim()
+    ended = threading.Timer(0.3, keeper_ends := [keeper].clear)
+    del keeper
+    ended.start()
+    with pytest.raises(
+        IslandLostError, match=r"rendezvous, which island 0 keeps, does not answer .*Start all islands again"
+    ) as caught:
+        book.arrive(1, {}, 30)
+    assert caught.value.islands == (0,)
+    for call in (lambda: book.settle(1, ok(), 5), lambda: book.leave(2), lambda: book.share("done", {}, 5)):
+        with pytest.raises(IslandLostError):
+            call()
+    assert keeper_ends is not None
+
+
+class SilentStore(HashStore):
+    """A machine that has stopped: connections stay open and nothing answers."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        raise AssertionError
+
+
+def test_a_store_that_does_not_answer_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "ANSWER_SECONDS", 0.3)
+    book = Ledger(SilentStore(), 1, 2)
+    started = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(IslandLostError, match="does not answer") as caught:
+            book.share("topic", {}, 30)
+        assert caught.value.islands == (0,)
+    assert time.monotonic() - started < 3
+
+
+def test_a_call_has_its_time() -> None:
+    assert call_within(5, lambda: 7) == 7
+    with pytest.raises(ValueError, match="invalid literal"):
+        call_within(5, lambda: int("x"))
+    with pytest.raises(TimeoutError, match=r"no answer for 0.1 s"):
+        call_within(0.1, lambda: time.sleep(5))
+    assert call_within(5, lambda: None) is None
+
+
+# Rendezvous
+
+
+def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
+    return DiLoCoConfig(**{"num_islands": 2, "island": island, "rendezvous": url, "join_timeout": 0.5, **more})
+
+
+@pytest.fixture
+def listener() -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
+    """Opens a port where something else answers; returns its URL."""
+    opened: list[socket.socket] = []
+
+    def open_port(behave: Callable[[socket.socket], object]) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        opened.append(server)
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                opened.append(connection)
+                behave(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+    yield open_port
+    for one in opened:
+        one.close()
+
+
+def test_both_ends_meet(free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    opened: list[Store] = []
+
+    def run(island: int) -> str:
+        time.sleep(0.5 * (1 - island))  # island 1 knocks before anybody is there
+        store, address = connect_store(settings_for(url, island, join_timeout=10), is_host=island == 0)
+        opened.append(store)
+        store.set(str(island), address)
+        return store.get(str(1 - island)).decode()
+
+    assert run_islands(2, run) == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_a_machine_may_be_told_its_own_address(free_port: int) -> None:
+    config = settings_for(f"tcp://localhost:{free_port}", 0, bind_address="127.0.0.1")
+    assert connect_store(config, is_host=True)[1] == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_addresses_of_version_6_work(free_port: int) -> None:
+    config = settings_for(f"tcp://[::1]:{free_port}", 0)
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6 loopback ({error})")
+    assert connect_store(config, is_host=True)[1] == "::1"
+
+
+@pytest.mark.parametrize("setting", ["rendezvous", "bind_address"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_a_public_address_is_refused_unless_it_is_wanted(address: str, setting: str) -> None:
+    host = f"[{address}]" if ":" in address else address
+    url = f"tcp://{host}:29400" if setting == "rendezvous" else "tcp://127.0.0.1:29400"
+    changes: dict[str, Any] = {} if setting == "rendezvous" else {"bind_address": address}
+    with pytest.raises(RendezvousError, match=r"is a public address.*VPN.*allow_public_address"):
+        connect_store(settings_for(url, 0, **changes), is_host=True)
+    if ":" not in address:  # a machine need not speak version 6
+        with pytest.raises(RendezvousError, match="is not an address of this machine"):
+            connect_store(settings_for(url, 0, allow_public_address=True, **changes), is_host=True)
+
+
+def test_a_port_in_use_is_told(listener: Callable[..., str]) -> None:
+    url = listener(lambda connection: None)
+    with pytest.raises(RendezvousError, match=r"port \d+ on 127.0.0.1 is in use.*choose another port"):
+        connect_store(settings_for(url, 0), is_host=True)
+
+
+def test_a_host_that_is_another_machine_is_told() -> None:
+    with pytest.raises(
+        RendezvousError, match=r"198.51.100.1 is not an address of this machine.*start island 0 on that"
+    ):
+        connect_store(settings_for("tcp://198.51.100.1:29400", 0), is_host=True)
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_host_without_an_address_is_told(is_host: bool) -> None:
+    url = "tcp://no-such-host.invalid:29400"
+    with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*([Cc]orrect it|Check the rendezvous)"):
+        connect_store(settings_for(url, 0 if is_host else 1), is_host=is_host)
+
+
+def test_nobody_there_is_told_in_time(free_port: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(
+        RendezvousError, match=rf"nobody answers at tcp://127.0.0.1:{free_port} after 0.5 s \(join_timeout\)"
+    ):
+        connect_store(settings_for(f"tcp://127.0.0.1:{free_port}"), is_host=False)
+    assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_a_machine_that_cannot_be_reached_is_told_in_time() -> None:
+    """A documentation address: nobody answers, or a proxy of this network does."""
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"nobody answers at|is not the rendezvous"):
+        connect_store(settings_for("tcp://198.51.100.1:29400"), is_host=False)
+    assert time.monotonic() - started < 10
+
+
+def answer_http(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+    connection.close()
+
+
+@pytest.mark.parametrize("behave", [answer_http, socket.socket.close, lambda connection: None])
+def test_something_else_on_the_port_is_told(listener: Callable[..., str], behave: Callable[..., object]) -> None:
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"is not the rendezvous of a run .*choose another port"):
+        connect_store(settings_for(listener(behave)), is_host=False)
+    assert time.monotonic() - started < 10
+
+
+# Where an island listens that has met the others in an object store
+
+
+def test_an_island_listens_at_bind_address_or_where_the_network_is() -> None:
+    settings: dict[str, Any] = {"rendezvous": "memory://here", "exchange": "mesh"}
+    assert find_address(DiLoCoConfig(**settings, bind_address="127.0.0.3")) == "127.0.0.3"
+    found = find_address(DiLoCoConfig(**settings, allow_public_address=True))
+    socket.create_server((found, 0)).close()  # an address of this machine
+
+
+def test_an_island_does_not_listen_at_a_public_address() -> None:
+    settings: dict[str, Any] = {"rendezvous": "memory://here", "exchange": "mesh", "bind_address": "8.8.8.8"}
+    with pytest.raises(RendezvousError, match=r"8\.8\.8\.8 .*public address.*allow_public_address"):
+        find_address(DiLoCoConfig(**settings))
+    assert find_address(DiLoCoConfig(**settings, allow_public_address=True)) == "8.8.8.8"
