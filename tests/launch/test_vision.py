@@ -159,7 +159,7 @@ def test_the_imagenet_recipe_in_small(tmp_path: Path) -> None:
         assert len(losses) == 3
         assert all(1 < loss < 5 for loss in losses), "some 2.3 for ten classes"
         assert events(folder, node, "end")[0]["bytes_sent"] > 3 * 4 * model.num_parameters(), "to one neighbour"
-        assert 0 <= events(folder, node, "eval")[0]["eval_accuracy"] <= 1
+        assert events(folder, node, "eval")[-1]["step"] == 3
 
 
 def write_photographs(path: Path, numbers: Iterable[int]) -> None:

@@ -240,3 +240,22 @@ def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
     assert [line.split(" (")[0] for line in nodes.news[one]][:1] == [f"node {other} was lost"]
     assert [line.split(" (")[0] for line in nodes.news[other]][:1] == [f"node {one} was lost"]
     assert nodes.news[1] == []
+
+
+def test_one_that_makes_no_sense_keeps_nobody_else_apart() -> None:
+    nodes, one, other, senseless = Nodes(make_topology("full", 4)), 1, 2, 0
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours, x = nodes.join(node), start(node)
+        for step in range(4):
+            if node == one and step == 2:
+                neighbours._board.put(f"calls/{senseless}", {})
+                neighbours._reception.look_for([senseless])
+                give_up(neighbours, other)
+                nodes.trouble()
+            x = nodes.step(neighbours, x, step)
+        return nodes.go_on(neighbours, x, 4)
+
+    nodes.run(live)
+    nodes.check_averages()
+    nodes.check_pair(one, other)

@@ -25,11 +25,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DiLoCoError, PayloadError
 from hf_diloco.exchange.connections import Deadline
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.average import lost_key
@@ -192,7 +193,8 @@ class Reception:
                 self.is_given_up = self._board.has(lost_key(self._node))
                 self._calls.say(lost, is_in=True)
                 for peer in lost:
-                    self._look_for_one(peer)
+                    with suppress(PayloadError):  # from one of them: the others are looked for all the same
+                        self._look_for_one(peer)
             except DiLoCoError:  # without the store nobody finds the way back
                 return
             time.sleep(LOOK_SECONDS)
