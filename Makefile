@@ -30,7 +30,7 @@ demo: $(INSTALLED) ## train a small Llama on two islands of this machine
 	$(BIN)/hf-diloco launch configs/quickstart.yaml $(ARGS)
 
 test: $(INSTALLED_DEV) ## run all tests: fast ones first, then those of several processes
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 style: $(INSTALLED_DEV) ## check format and lint
 	$(BIN)/ruff format --check .

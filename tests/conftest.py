@@ -12,9 +12,20 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
+from hf_diloco.cli.devices import num_cores
 from tests.processes import ROOT, find_free_port
 
+MAX_WORKERS = 8  # a test may start four processes of a gigabyte each
+GROUPS = {  # tests that share a costly fixture run in the same worker
+    re.compile(r".*::test_(shards_are_the_masters|gather_and_scatter)\[(\d)"): r"matrix on \2 ranks",
+    re.compile(r"tests/distributed/test_shards\.py"): "refusals",
+    re.compile(r"tests/docs/test_commands\.py"): "commands",
+    re.compile(r"tests/equivalence/test_equivalence\.py"): "equivalence",
+    re.compile(r"tests/unit/test_gossip_run\.py"): "gossip run",
+}
 DISTRIBUTED_TIMEOUT = 300  # seconds; a test's own `timeout` mark comes first
 
 # Before any library is imported, and inherited by every process that a test starts.
@@ -48,6 +59,25 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler, unlike SIG_IGN, is not inherited
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a worker for each core; none for a few chosen tests, which start sooner in this process."""
+    chosen = config.option.keyword or config.option.lf or config.option.usepdb or config.args_source.name == "ARGS"
+    return 0 if chosen else min(num_cores(), MAX_WORKERS)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Two workers share the tests one by one, but for those that share a costly fixture."""
+    return GroupScheduling(config, log) if config.option.dist == "load" else None
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Sends the tests of one of `GROUPS` to one worker; every other test is a unit of its own."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        matches = ((pattern.match(nodeid), name) for pattern, name in GROUPS.items())
+        return next((match.expand(name) for match, name in matches if match), nodeid)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

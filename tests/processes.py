@@ -16,6 +16,7 @@ or several at once:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -184,5 +185,21 @@ def run(
 
 
 def find_free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    return free_ports(1)[0]
+    """A TCP port of this machine that nothing listens on, and that no other test is given while this session runs."""
+    port = free_ports(1)[0]
+    while not _claim(port):
+        port = free_ports(1)[0]
+    return port
+
+
+def _claim(port: int) -> bool:
+    """Locks a file named after the port until this process ends: other workers and sessions pass it over."""
+    folder = Path(tempfile.gettempdir(), f"hf-diloco-test-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    file = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return False
+    return True
