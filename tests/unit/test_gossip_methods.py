@@ -203,7 +203,7 @@ CASES: list[tuple[str, Reference, dict[str, Any]]] = [
     ("qg-dmsgd", qg_dmsgd, {"momentum": 0.9}),
     ("qg-dmsgd", qg_dmsgd, {"momentum": 0.9, "average_momentum": 0.5, "nesterov": True}),
     ("d2", d2, {}),
-    ("momentum-consensus", momentum_consensus, {"momentum": 0.9, "omega": 1.0}),
+    ("momentum-consensus", momentum_consensus, {"momentum": 0.8, "omega": 1.0}),
     ("momentum-consensus", momentum_consensus, {"momentum": 0.9, "omega": 0.3}),
     ("pmsgd", pmsgd, {"momentum": 0.9}),
     ("pmsgd", pmsgd, {"momentum": 0.9, "nesterov": True}),

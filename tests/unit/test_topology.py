@@ -621,7 +621,7 @@ def test_the_page_has_every_graph_and_its_rho() -> None:
 
 
 def test_the_page_has_the_largest_stable_momenta() -> None:
-    rows = rows_of_page("Momentum")
+    rows = rows_of_page("Momentum: where DecentLaM is stable")
     assert rows.keys() == DIRECTED | CHANGING
     for name, shown in rows.items():
         topologies = [make_topology(name, num_nodes) for num_nodes in (4, 8, 16, 32)]

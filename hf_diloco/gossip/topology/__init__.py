@@ -4,7 +4,7 @@ from hf_diloco.gossip.topology.base import PeriodicTopology, Topology
 from hf_diloco.gossip.topology.matching import RandomMatching
 from hf_diloco.gossip.topology.own import from_file, from_graph, from_weights
 from hf_diloco.gossip.topology.registry import GRAPHS, make_topology
-from hf_diloco.gossip.topology.stability import check_decentlam, largest_stable_beta
+from hf_diloco.gossip.topology.stability import check_decentlam, check_momentum_consensus, largest_stable_beta
 
 __all__ = [
     "GRAPHS",
@@ -12,6 +12,7 @@ __all__ = [
     "RandomMatching",
     "Topology",
     "check_decentlam",
+    "check_momentum_consensus",
     "from_file",
     "from_graph",
     "from_weights",
