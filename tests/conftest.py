@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from hf_diloco.cli.devices import num_cores
+from tests import forks
 from tests.processes import ROOT, find_free_port
 
 MAX_WORKERS = 8  # a test may start four processes of a gigabyte each
@@ -72,7 +74,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return GroupScheduling(config, log) if config.option.dist == "load" else None
 
 
-class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+class GroupScheduling(LoadScopeScheduling):
     """Sends the tests of one of `GROUPS` to one worker; every other test is a unit of its own."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -86,6 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("distributed") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(DISTRIBUTED_TIMEOUT))
     items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("distributed"))))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests marked `real_start` start interpreters as a user does; others fork theirs."""
+    with forks.real_processes() if item.get_closest_marker("real_start") else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

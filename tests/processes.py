@@ -1,5 +1,7 @@
 """Real processes in tests: started in their own session, their output kept, none of them left behind.
 
+Python processes are forked, with everything heavy imported (`tests/forks.py`), but for tests marked `real_start`.
+
 Either to the end, an `AssertionError` with the output unless the exit code is 0:
 
     completed = run([sys.executable, "train_lm.py", run_file], timeout=60)
@@ -33,6 +35,7 @@ from typing import Self
 import psutil
 
 from hf_diloco.cli.devices import free_ports
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT_LINES_SHOWN = 150
@@ -141,6 +144,7 @@ class Processes:
 
     def spawn(self, command: Command, *, env: Env | None = None, cwd: Path = ROOT) -> Process:
         """Starts `command` with this process' environment, changed by `env`, in a session of its own."""
+        forks.install()
         changed = {**os.environ, **(env or {}), _MARK: self._mark}
         clean = {name: str(value) for name, value in changed.items() if value is not None}
         process = Process(command, clean, cwd)

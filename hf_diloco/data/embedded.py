@@ -2,19 +2,27 @@
 
 About 2 MB of prose, so that a first run downloads nothing. Deterministic for one version of Python; it differs a
 little between versions, which the islands notice when they compare their tokenizers.
+
+Parsing takes seconds: the result is kept in the user's cache folder, under a name that changes with the sources.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import hashlib
 import inspect
+import json
+import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.files import write_whole
 
 MIN_CHARACTERS = 100
 
@@ -35,7 +43,7 @@ def embedded_documents() -> list[str]:
     Raises:
         ConfigError: when this Python comes without its sources.
     """
-    kept = list(_documents(_standard_library()))
+    kept = list(_documents(_standard_library(), _cache_folder()))
     if len(kept) < 500:
         raise ConfigError(
             f"data.source: embedded: found {len(kept)} documents in {_standard_library()}: this Python comes without "
@@ -45,8 +53,49 @@ def embedded_documents() -> list[str]:
 
 
 @functools.cache
-def _documents(folder: Path) -> tuple[str, ...]:
-    """Found once: parsing the standard library takes seconds, and tokenizer and data both want it."""
+def _documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
+    """Found once: tokenizer and data both want them."""
+    return cached_documents(folder, cache)
+
+
+def cached_documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
+    """The documents of the Python sources below `folder`, and of the language reference.
+
+    Args:
+        folder: what `_sources` finds there is parsed.
+        cache: a folder, made if need be, that keeps them for other processes; a file there that is damaged, or that
+            cannot be written, costs the time to parse.
+    """
+    if cache is None:
+        return _parse(folder)
+    file = cache / f"embedded-{_fingerprint(folder)}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept and isinstance(kept, list) and all(isinstance(text, str) for text in kept):
+            return tuple(kept)
+    documents = _parse(folder)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(documents), durable=False)
+    return documents
+
+
+def _cache_folder() -> Path | None:
+    with contextlib.suppress(RuntimeError):  # no home folder
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-diloco"
+    return None
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes with the version of Python, the parsed files' names, sizes and times, and this module."""
+    digest = hashlib.sha256(f"{sys.version}\0".encode() + Path(__file__).read_bytes())
+    for path in _sources(folder):
+        state = path.stat()
+        digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _parse(folder: Path) -> tuple[str, ...]:
     documents = dict.fromkeys(clean(text) for text in [*_topics(), *_docstrings(folder)])
     return tuple(text for text in documents if len(text) >= MIN_CHARACTERS)
 
@@ -72,9 +121,17 @@ def _topics() -> Iterator[str]:
 
 def _docstrings(folder: Path) -> Iterator[str]:
     """All docstrings of the modules below a folder, without importing any."""
-    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-        if _LEFT_OUT.isdisjoint(path.relative_to(folder).parts):
-            yield from _docstrings_of(path.read_text(encoding="utf-8", errors="replace"))
+    for path in _sources(folder):
+        yield from _docstrings_of(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The modules below a folder that are Python's own, in an order that depends on their names alone."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(parent, name) for name in files if name.endswith(".py") and name not in _LEFT_OUT]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _docstrings_of(source: str) -> Iterator[str]:
