@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.advice import warn_about_plan
+from hf_diloco.checkpoint import complete_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     ConfigError,
@@ -31,13 +32,13 @@ from hf_diloco.meeting import Facts
 from hf_diloco.outer import OuterState
 from hf_diloco.outer_view import OuterView
 from hf_diloco.record import IslandRecord
-from hf_diloco.retention import Retention
+from hf_diloco.saving import Saving
 from hf_diloco.schedule import count_rounds, step_of
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_arguments, examples_per_step, floats, folder_of, tokens_per_step
-from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
+from hf_diloco.trainer_frames import count_evaluations, find_trainer, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
 
@@ -89,7 +90,7 @@ class DiLoCoCallback(TrainerCallback):
         self._session: BaseSession | None = None
         self._record: IslandRecord | None = None
         self._failure: DiLoCoError | None = None
-        self._retention: Retention | None = None
+        self._saving: Saving | None = None
         self._tokens_seen = 0
         self._view: OuterView | None = None
         self._shown: OuterView | None = None
@@ -111,6 +112,14 @@ class DiLoCoCallback(TrainerCallback):
             CheckpointError: the islands hold checkpoints, but of no common round.
         """
         return self._connect().common_checkpoint(Path(output_dir))
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Reads every file of a checkpoint that this island is to resume from, whichever it is.
+
+        Raises:
+            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+        """
+        self._connect().check_checkpoint(Path(checkpoint))
 
     def stop(self) -> None:
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
@@ -165,7 +174,10 @@ class DiLoCoCallback(TrainerCallback):
         self._view = OuterView(session.outer)
         self._tokens_seen = state.num_input_tokens_seen
         self._stop.install(session.island, during=Trainer.train)
-        self._retention = Retention(args, folder_of(args))
+        if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
+            self._saving.end()
+        trainer = find_trainer(frame.f_back if frame else None)
+        self._saving = Saving(args, session.island, _find_whole, trainer)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
@@ -222,13 +234,12 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
-        checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self._settle(state)
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
-        self._outer.save(checkpoint, state.global_step, position)
-        self._need_record().write("save", state.global_step, path=checkpoint.name)
-        if self._retention:
-            self._retention.rotate(state)
+        assert self._saving is not None, "on_train_begin has not run"
+        if self._saving.complete(state, lambda checkpoint: self._outer.save(checkpoint, state.global_step, position)):
+            name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self._need_record().write("save", state.global_step, path=name)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -237,8 +248,9 @@ class DiLoCoCallback(TrainerCallback):
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
         self._stop.uninstall()
-        if self._retention:
-            self._retention.end()
+        if self._saving:
+            self._saving.end()
+            self._saving = None
         if not self._outer.on_boundary and not (self._failure or self.stopped):
             logger.warning(
                 "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
@@ -421,3 +433,7 @@ class DiLoCoCallback(TrainerCallback):
             params_hash=self._outer.outer_hash,
         )
         return record
+
+
+def _find_whole(folder: Path) -> list[Path]:
+    return [path for path, _ in complete_checkpoints(folder)]

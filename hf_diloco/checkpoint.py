@@ -2,17 +2,19 @@
 
     checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum", "residual")
     checkpoint-N/diloco/fragment-00001-rank-...  its part of a further fragment, where the model is cut into fragments
-    checkpoint-N/diloco/outer.json               round, steps since it, and each file's size, digest and intervals
+    checkpoint-N/diloco/outer.json               round, steps since it, each file's intervals; size and digest of every
+                                                 file of the checkpoint, the Trainer's and DeepSpeed's too
 
-Files are written under another name, flushed, then renamed; `outer.json` comes last, so a checkpoint that has it is
-whole. Each file says which intervals of the canonical index space it holds, so that an island of another number of
-ranks can read it.
+Files are written under another name, flushed, then renamed. `outer.json` comes last, when all else is on the disk: a
+checkpoint is whole that has it, and the files that it lists. Each file of the outer state says which intervals of the
+canonical index space it holds, so that an island of another number of ranks can read it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_diloco.errors import CheckpointError
-from hf_diloco.files import flush, write_whole
+from hf_diloco.files import flush, telling, write_whole
 from hf_diloco.island import IslandGroup
+from hf_diloco.manifest import FileRecord, find_damage, first_sound, lacks_files, record_files, recover_replaced
+
+logger = logging.getLogger("hf_diloco")
 
 FOLDER = "diloco"
 _INDEX = "outer.json"
-_FORMAT = 1
+_FORMAT = 2
+_READ_FORMATS = (1, 2)  # 1: without the Trainer's files
 
 Interval = tuple[int, int]
 
@@ -84,6 +90,7 @@ class OuterIndex(BaseModel):
         data: how far the island had read.
         fragments: how far each is; for the one whose round is next, the same as above.
         files: what each rank wrote.
+        checkpoint: every file of the checkpoint; empty where others write it, who call `save_state` of a loop.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -101,31 +108,64 @@ class OuterIndex(BaseModel):
     data: dict[str, Any]
     fragments: list[FragmentIndex] = []
     files: list[OuterFile] = []
+    checkpoint: list[FileRecord] = []
 
 
-def save_outer(checkpoint: Path, island: IslandGroup, parts: Sequence[OuterPart], index: OuterIndex) -> None:
+def save_outer(
+    checkpoint: Path, island: IslandGroup, parts: Sequence[OuterPart], index: OuterIndex, is_last: bool = True
+) -> None:
     """Writes outer state into the folder of a checkpoint. Collective over the island's ranks.
 
     Args:
         checkpoint: the Trainer's `checkpoint-N`.
         island: the ranks that write.
         parts: this rank's outer state, one a fragment.
-        index: everything but `files`.
+        index: everything but `files` and `checkpoint`.
+        is_last: everything else is there already: all files are recorded.
+
+    Raises:
+        CheckpointError: a rank cannot write, or the disk is full; on every rank. The checkpoint is not whole.
     """
     folder = checkpoint / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [_write_part(folder / _file_name(number, island.rank), part) for number, part in enumerate(parts)]
-    files = island.gather([file.model_dump() for file in written])  # all have written before any old file goes
-    if island.is_leader:
-        (folder / _INDEX).unlink(missing_ok=True)  # from here to its return this checkpoint counts as incomplete
-    island.barrier()
-    for file in written:
-        os.replace(_temporary(folder / file.name), folder / file.name)
-    island.barrier()
-    if island.is_leader:
-        all_files = [OuterFile(**file) for rank in files for file in rank]
-        whole = index.model_copy(update={"files": all_files})
-        write_whole(folder / _INDEX, whole.model_dump_json(indent=1))
+    parts_files = island.on_all(lambda: _write_parts(folder, island.rank, parts))
+    files = island.gather([file.model_dump() for file in parts_files])  # all have written before any old file goes
+    island.on_leader(lambda: _forget_index(checkpoint))
+    island.on_all(lambda: _give_names(checkpoint, parts_files))
+    everything = record_files(checkpoint, island, [f"{FOLDER}/{_INDEX}"]) if is_last else []
+    all_files = [OuterFile(**file) for rank in files for file in rank]
+    whole = index.model_copy(update={"files": all_files, "checkpoint": everything})
+    island.on_leader(lambda: _write_index(checkpoint, whole))
+
+
+def _write_parts(folder: Path, rank: int, parts: Sequence[OuterPart]) -> list[OuterFile]:
+    """Writes one rank's files under their temporary names."""
+    paths = [folder / _file_name(number, rank) for number in range(len(parts))]
+    try:
+        with telling(folder.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            return [_write_part(path, part) for path, part in zip(paths, parts, strict=True)]
+    except CheckpointError:
+        for path in paths:
+            _temporary(path).unlink(missing_ok=True)  # its space may be what others lack
+        raise
+
+
+def _forget_index(checkpoint: Path) -> None:
+    """From here until `_write_index` the checkpoint counts as incomplete."""
+    with telling(checkpoint):
+        (checkpoint / FOLDER / _INDEX).unlink(missing_ok=True)
+
+
+def _give_names(checkpoint: Path, files: Sequence[OuterFile]) -> None:
+    with telling(checkpoint):
+        for file in files:
+            path = checkpoint / FOLDER / file.name
+            os.replace(_temporary(path), path)
+
+
+def _write_index(checkpoint: Path, index: OuterIndex) -> None:
+    with telling(checkpoint):
+        write_whole(checkpoint / FOLDER / _INDEX, index.model_dump_json(indent=1))
 
 
 def _file_name(fragment: int, rank: int) -> str:
@@ -167,13 +207,34 @@ def read_index(checkpoint: Path) -> OuterIndex:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
         ) from None
-    if index.format != _FORMAT:
-        raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads {_FORMAT}")
+    if index.format not in _READ_FORMATS:
+        raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads up to {_FORMAT}")
     for file in index.files:
         part = checkpoint / FOLDER / file.name
         if not part.is_file() or part.stat().st_size != file.num_bytes:
             raise CheckpointError(f"{part} is missing or cut short: resume from an earlier checkpoint")
+    if lack := lacks_files(checkpoint, index.checkpoint):
+        raise CheckpointError(f"{lack}: resume from an earlier checkpoint")
     return index
+
+
+def check_checkpoint(checkpoint: Path, island: IslandGroup) -> None:
+    """Reads every file of a checkpoint. Collective over the island's ranks.
+
+    Raises:
+        CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+    """
+    index = island.on_all(lambda: read_index(checkpoint))
+    if damage := find_damage(checkpoint, index.checkpoint, island):
+        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+
+
+def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | None:
+    """The last of some checkpoints whose files all hold what was written to them; damaged ones are told.
+
+    Collective over the island's ranks; what the leader passes counts.
+    """
+    return first_sound(checkpoints[::-1], lambda path: read_index(path).checkpoint, island)
 
 
 def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval]) -> dict[str, torch.Tensor]:
@@ -192,7 +253,7 @@ def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
-    """All whole checkpoints of a run, oldest first."""
+    """All whole checkpoints of a run, oldest first. Their files are there and as long as they were; none is read."""
     found = []
     for path in Path(output_dir).glob("checkpoint-*"):
         try:
@@ -202,6 +263,36 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
         if (path / "trainer_state.json").is_file():
             found.append((path, index))
     return sorted(found, key=lambda item: item[1].global_step)
+
+
+def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, int]]:
+    """Path and round of the whole checkpoints that a run may go on from, oldest first, on every rank.
+
+    As `complete_checkpoints`; newer ones that are not whole are told.
+    """
+
+    def look() -> list[tuple[str, int]]:
+        recover_replaced(output_dir, lambda folder: [path for path, _ in complete_checkpoints(folder)])
+        found = [(str(path), index.round) for path, index in complete_checkpoints(output_dir)]
+        for text in _broken_after(output_dir, found[-1][0] if found else ""):
+            logger.warning("%s", text)
+        return found
+
+    return [(Path(path), number) for path, number in island.on_leader(look)]
+
+
+def _broken_after(output_dir: Path, newest: str) -> Iterator[str]:
+    """What is wrong with checkpoints of later steps than `newest`."""
+    numbered = [path for path in output_dir.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    last = int(newest.rpartition("-")[2]) if newest else -1
+    for path in numbered:
+        if int(path.name.rpartition("-")[2]) > last:
+            try:
+                read_index(path)
+                reason = f"{path} has no trainer_state.json"
+            except CheckpointError as error:
+                reason = str(error).partition(": ")[0]
+            yield f"{reason}: {path.name} is passed over"
 
 
 def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:

@@ -1,11 +1,23 @@
-"""Small text files that are replaced whole: a reader, or a crash, sees the old contents or the new, never a part."""
+"""Small text files that are replaced whole: a reader, or a crash, sees the old contents or the new, never a part.
+
+And what a disk that is full, or fails, says to those who write to it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hf_diloco.errors import CheckpointError
+
+_WRITE_FAILURE = re.compile(
+    r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not"
+)
 
 
 def write_whole(path: Path, text: str, durable: bool = True) -> None:
@@ -17,10 +29,14 @@ def write_whole(path: Path, text: str, durable: bool = True) -> None:
         durable: returns once they are on disk; without it, a machine that loses power may lose them.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    if durable:
-        flush(temporary)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        if durable:
+            flush(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         flush(path.parent)
 
@@ -38,3 +54,41 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_write_json(path: Path, value: Any) -> str:
+    """As `write_json`, for what training can do without; returns why it was not written, empty if it was."""
+    try:
+        write_json(path, value, durable=False)
+    except OSError as error:
+        return f"{path} cannot be written ({reason_of(error)})"
+    return ""
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """Whether a disk that is full, or fails, is behind it.
+
+    Libraries in C++ and Rust have types of their own for it: `SafetensorError`, torch's `RuntimeError` from its zip
+    writer, a bare `Exception` of tokenizers.
+    """
+    return isinstance(error, OSError) or (
+        isinstance(error, Exception) and _WRITE_FAILURE.search(str(error)) is not None
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something could not be written, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+@contextmanager
+def telling(checkpoint: Path) -> Iterator[None]:
+    """Raises `CheckpointError`, which ranks can tell each other, where the disk does not take `checkpoint`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_write_failure(error):
+            raise
+        raise CheckpointError(f"{checkpoint} cannot be written ({reason_of(error)})") from error

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.checkpoint import (
     GossipIndex,
+    check_files,
     check_index,
     newest_common,
     save_index,
+    sound_checkpoints,
     whole_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
@@ -31,9 +34,10 @@ from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
 from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.meeting import Facts, compare_facts
+from hf_diloco.saving import Saving
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_gossip_arguments, examples_per_step, floats, folder_of
-from hf_diloco.trainer_frames import count_evaluations, move_before_trackers
+from hf_diloco.trainer_frames import count_evaluations, find_trainer, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
 
@@ -99,6 +103,7 @@ class GossipCallback(TrainerCallback):
         self._combined: dict[str, float] = {}
         self._record: NodeRecord | None = None
         self._num_shown = 0  # evaluations until the model holds the node's own parameters again
+        self._saving: Saving | None = None
 
     @property
     def node(self) -> NodeNeighbours:
@@ -107,6 +112,10 @@ class GossipCallback(TrainerCallback):
             ranks = IslandGroup(timeout=self.config.longest_wait)
             self._node = open_node(self.config, self.topology, ranks)
         return self._node
+
+    @cached_property
+    def _ranks(self) -> IslandGroup:
+        return IslandGroup(timeout=self.config.longest_wait)
 
     @property
     def optimizer(self) -> GossipOptimizer:
@@ -155,7 +164,7 @@ class GossipCallback(TrainerCallback):
         Raises:
             CheckpointError: the nodes hold checkpoints, but of no common step.
         """
-        mine = whole_checkpoints(Path(output_dir))
+        mine = sound_checkpoints(Path(output_dir), self._ranks)
         if (
             self.node.is_returning
         ):  # the others go on meanwhile: from here come only the position in the data, and such
@@ -166,6 +175,14 @@ class GossipCallback(TrainerCallback):
             return mine[max(mine)]
         step = newest_common(steps)
         return None if step is None else mine[step]
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Reads every file of a checkpoint that this node is to resume from.
+
+        Raises:
+            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+        """
+        check_files(Path(checkpoint), self._ranks)
 
     def stop(self) -> None:
         """Asks for a clean end: all nodes finish a step, and write a checkpoint. May be called from any thread."""
@@ -202,7 +219,11 @@ class GossipCallback(TrainerCallback):
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
         self.stopped = False
-        self._stop.install(IslandGroup(timeout=self.config.longest_wait), during=Trainer.train)
+        self._stop.install(self._ranks, during=Trainer.train)
+        if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
+            self._saving.end()
+        trainer = find_trainer(frame.f_back if frame else None)
+        self._saving = Saving(args, self._ranks, lambda folder: whole_checkpoints(folder).values(), trainer)
         self._open_record(args, state, optimizer)
 
     def on_step_begin(
@@ -280,18 +301,21 @@ class GossipCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""
-        checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.node.wait_for_ranks()
-        self.node.rekey()  # as who resumes from here does
-        if state.is_world_process_zero:
-            save_index(checkpoint, self._index(state))
-            self._need_record().write("save", state.global_step, path=checkpoint.name)
+        self.node.rekey()  # as who resumes from here does, and as neighbours do whose checkpoint was written
+        assert self._saving is not None, "on_train_begin has not run"
+        if self._saving.complete(state, lambda checkpoint: save_index(checkpoint, self._index(state), self._ranks)):
+            name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self._need_record().write("save", state.global_step, path=name)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._stop.uninstall()
+        if self._saving:
+            self._saving.end()
+            self._saving = None
         self._need_record().end(state.global_step)
 
     # Steps of the above

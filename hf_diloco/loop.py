@@ -166,10 +166,14 @@ class OuterLoop:
         return self._need_session().is_over
 
     def save_state(self, folder: str | Path) -> None:
-        """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`."""
+        """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank. Training can go on.
+        """
         for report in self._need_session().settle():
             self._note(report)
-        self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step})
+        self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step}, is_last=False)
 
     def _advance(self, is_last: bool = False) -> SyncReport | None:
         reports = self._need_session().advance(is_last)

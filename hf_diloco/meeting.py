@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from hf_diloco.agreement.records import CheckpointsRecord, JoinRecord, parse_records
-from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.agreement.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
+from hf_diloco.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, FingerprintError, RendezvousError
+from hf_diloco.island import IslandGroup
 from hf_diloco.shards.base import Shards
 
 PROTOCOL = 3
@@ -88,22 +91,46 @@ def check_folders(records: Sequence[JoinRecord]) -> None:
             )
 
 
-def find_common(output_dir: Path, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> str | None:
+def find_common(
+    output_dir: Path, island: IslandGroup, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+) -> Path | None:
     """This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+
+    All its files have been read: one that is damaged is told, and an older round is taken. Collective over the
+    island's ranks.
 
     Args:
         output_dir: where this island's checkpoints are.
-        share: posts this island's record under a topic and returns all islands'.
+        island: its ranks.
+        share: posts this island's record under a topic and returns all islands'; called on the leader.
 
     Raises:
         CheckpointError: the islands hold checkpoints, but of no common round.
     """
-    mine = complete_checkpoints(output_dir)
-    held = share("checkpoints", {"rounds": sorted({index.round for _, index in mine})})
+    mine = whole_checkpoints(output_dir, island)
+    for attempt in itertools.count():
+        held = {number for _, number in mine}
+        common = island.on_leader(partial(_common_round, share, f"checkpoints{attempt or ''}", sorted(held)))
+        if common is None:
+            return None
+        newest = [path for path, number in mine if number == common][-1:]
+        sound = newest_sound(newest, island)
+        votes = island.on_leader(partial(share, f"sound{attempt or ''}", {"sound": sound is not None}))
+        if all(record.sound for record in parse_records(SoundRecord, votes)):
+            return sound
+        mine = [(path, number) for path, number in mine if sound is not None or path not in newest]
+    return None
+
+
+def _common_round(
+    share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: list[int]
+) -> int | None:
+    """The newest round that all islands hold."""
+    held = share(topic, {"rounds": mine})
     rounds = [set(record.rounds) for record in parse_records(CheckpointsRecord, held)]
     common = set.intersection(*rounds)
     if common:
-        return str([path for path, index in mine if index.round == max(common)][-1])
+        return max(common)
     if any(rounds):
         listing = ", ".join(f"island {island}: {sorted(some) or 'none'}" for island, some in enumerate(rounds))
         raise CheckpointError(

@@ -3,33 +3,72 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from hf_diloco.measure import SyncReport
 
+logger = logging.getLogger("hf_diloco")
+
+
+_LONGEST_BACKLOG = 1 << 22  # bytes
+
 
 class MetricsWriter:
-    """Appends events to a `metrics.jsonl`. Each line is flushed, so a killed process loses at most one."""
+    """Appends events to a `metrics.jsonl`. Each line is written at once, so a killed process loses at most one.
+
+    A disk that is full, or fails, is a warning: the events wait in memory, up to 4 MB, until it takes them.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = path.open("a", encoding="utf-8")
-        if torn:  # a line that a killed process left unfinished must not swallow the next one
-            self._file.write("\n")
+        self._path = path
+        self._file: FileIO | None = None
+        self._waiting = b""
+        self._is_failing = False
+        self._append()
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Appends one event. Numbers that are not finite, which JSON does not have, become null."""
         record = {"event": event, "time": time.time(), "step": step, **values}
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
-        self._file.flush()
+        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
+            self._waiting += line
+        self._append()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self) -> None:
+        try:
+            if self._file is None:
+                self._file = self._open()
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning(
+                    "%s cannot be written (%s): training goes on, and its events wait in memory until it can",
+                    self._path,
+                    error.strerror,
+                )
+            self._is_failing = True
+
+    def _open(self) -> FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(self._path, "ab+")
+        size = self._path.stat().st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            self._waiting = b"\n" + self._waiting  # a line that a killed process left unfinished must not swallow it
+        return file
 
 
 class RunTotals:

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 import xxhash
 
-from hf_diloco.checkpoint import FragmentIndex, OuterIndex, OuterPart, load_outer, read_index, save_outer
+from hf_diloco.checkpoint import (
+    FragmentIndex,
+    OuterIndex,
+    OuterPart,
+    check_checkpoint,
+    load_outer,
+    read_index,
+    save_outer,
+)
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.eager import EagerFragment
@@ -45,6 +53,7 @@ class OuterState:
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
         run: id of the run in its object store; empty without one.
         num_steps: inner steps counted, of all rounds.
+        checked: a checkpoint of which every file has been read already.
     """
 
     fragments: list[Fragment]
@@ -60,6 +69,7 @@ class OuterState:
         self.outer_hash = ""
         self.run = ""
         self.num_steps = 0
+        self.checked: Path | None = None
 
     def number_of(self, round_number: int) -> int:
         """Which fragment a round is of."""
@@ -324,13 +334,17 @@ class OuterState:
 
     # Checkpoints
 
-    def save(self, checkpoint: Path, global_step: int, data: Mapping[str, Any]) -> None:
+    def save(self, checkpoint: Path, global_step: int, data: Mapping[str, Any], is_last: bool = True) -> None:
         """Writes the outer state into a checkpoint folder, whole or not at all.
 
         Args:
             checkpoint: the folder.
             global_step: optimizer steps of the whole training.
             data: how far the island had read.
+            is_last: everything else is in the folder already.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
         """
         index = OuterIndex(
             round=self.round,
@@ -355,7 +369,7 @@ class OuterState:
             ],
         )
         parts = [OuterPart(fragment.state_dict(), fragment.intervals) for fragment in self.fragments]
-        save_outer(checkpoint, self.island, parts, index)
+        save_outer(checkpoint, self.island, parts, index, is_last)
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the outer state of a checkpoint. The masters must have been restored already.
@@ -363,6 +377,8 @@ class OuterState:
         Raises:
             CheckpointError: on every rank, where one rank cannot read it, or it is of another model.
         """
+        if checkpoint != self.checked:
+            check_checkpoint(checkpoint, self.island)
         self.island.on_all(lambda: self._load(checkpoint))
         for fragment in self.fragments:
             fragment.make_digest()

@@ -36,10 +36,15 @@ def move_before_trackers(callback: TrainerCallback, frame: Any) -> None:
 
 def count_evaluations(frame: Any) -> int | None:
     """How often one evaluation calls `on_evaluate`: once a data set; None if that cannot be found out."""
-    trainer = _find_caller(frame, Trainer)
+    trainer = find_trainer(frame)
     if trainer is None:
         return None
     return len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else 1
+
+
+def find_trainer(frame: Any) -> Trainer | None:
+    """The Trainer that calls a callback; None if it is not found."""
+    return _find_caller(frame, Trainer)
 
 
 def _find_caller(frame: Any, kind: type[T]) -> T | None:

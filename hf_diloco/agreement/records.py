@@ -22,6 +22,12 @@ class CheckpointsRecord(_Record):
     rounds: list[int]
 
 
+class SoundRecord(_Record):
+    """Whether every file of the checkpoint that an island would resume from holds what was written to it."""
+
+    sound: bool
+
+
 class LayoutRecord(_Record):
     """How an island's ranks hold the masters: a digest of each rank's segments, and whether all hold everything."""
 

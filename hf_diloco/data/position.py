@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.data.stream import PackedStream, Position
 from hf_diloco.errors import CheckpointError
 from hf_diloco.files import write_whole
+from hf_diloco.trainer_frames import move_before_trackers
+
+logger = logging.getLogger("hf_diloco")
 
 FILE_NAME = "data_position.json"
 
@@ -36,8 +41,10 @@ class DataPositionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Notes the step at which the stream begins."""
+        """Notes the step at which the stream begins. Comes before who records what a checkpoint holds."""
         self._first_step = state.global_step
+        frame = inspect.currentframe()
+        move_before_trackers(self, frame.f_back if frame else None)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -57,9 +64,16 @@ class DataPositionCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the position of the first block that this checkpoint has not seen."""
-        if args.process_index == 0:
-            checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_position(checkpoint, self._position(args, state))
+        checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if args.process_index == 0 and checkpoint.is_dir():  # if not, the Trainer could not write it
+            try:
+                write_position(checkpoint, self._position(args, state))
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be written (%s): resumed from this checkpoint, the stream is read from its beginning",
+                    checkpoint / FILE_NAME,
+                    error.strerror,
+                )
 
     def _position(self, args: TrainingArguments, state: TrainerState) -> Position:
         per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size

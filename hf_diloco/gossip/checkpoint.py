@@ -1,20 +1,26 @@
 """Which checkpoints of a node are whole, and from which one all nodes go on.
 
 The Trainer's checkpoint holds everything: this node's parameters, the method's vectors with the optimizer's state, and
-the random generators. What is added is a record of who wrote it, last, so that a checkpoint without it is not whole.
+the random generators. What is added is a record of who wrote it, with size and digest of every file, last: a
+checkpoint without it, or without one of the files, is not whole.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hf_diloco.errors import CheckpointError
-from hf_diloco.files import write_whole
+from hf_diloco.files import telling, write_whole
+from hf_diloco.island import IslandGroup
+from hf_diloco.manifest import FileRecord, find_damage, lacks_files, record_files, recover_replaced
 
 _INDEX = "gossip.json"
+
+logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
@@ -28,22 +34,33 @@ class GossipIndex(BaseModel):
     num_nodes: int
     method: str
     facts: dict[str, str | int | float | bool | None]
+    files: list[FileRecord] = []
 
 
-def save_index(checkpoint: Path, index: GossipIndex) -> None:
-    """Marks a checkpoint as whole."""
-    write_whole(checkpoint / _INDEX, index.model_dump_json(indent=1))
+def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None:
+    """Marks a checkpoint as whole, when all else is on the disk. Collective over the node's ranks.
+
+    Raises:
+        CheckpointError: the disk does not take it; on every rank.
+    """
+    whole = index.model_copy(update={"files": record_files(checkpoint, ranks, [_INDEX])})
+
+    def write() -> None:
+        with telling(checkpoint):
+            write_whole(checkpoint / _INDEX, whole.model_dump_json(indent=1))
+
+    ranks.on_leader(write)
 
 
 def read_index(checkpoint: Path) -> GossipIndex:
     """The record of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or it lists a file that is missing or cut short.
     """
     path = checkpoint / _INDEX
     try:
-        return GossipIndex.model_validate_json(path.read_text(encoding="utf-8"))
+        index = GossipIndex.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} has no {_INDEX}: it was not written by a node of a graph, or the run was killed while "
@@ -53,6 +70,9 @@ def read_index(checkpoint: Path) -> GossipIndex:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
         ) from None
+    if lack := lacks_files(checkpoint, index.files):
+        raise CheckpointError(f"{lack}: resume from an earlier checkpoint")
+    return index
 
 
 def check_index(checkpoint: Path, mine: GossipIndex) -> None:
@@ -78,6 +98,47 @@ def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
         if (path / "trainer_state.json").is_file():
             found[index.step] = path
     return found
+
+
+def sound_checkpoints(output_dir: Path, ranks: IslandGroup, num_read: int = 2) -> dict[int, Path]:
+    """The whole checkpoints of a node by step, without those of the newest that are damaged, which are told.
+
+    Collective over the node's ranks; all get the leader's.
+
+    Args:
+        output_dir: where they are.
+        ranks: of the node, who share the reading.
+        num_read: how many sound ones are read, the newest first; what is older is taken for sound.
+    """
+
+    def look() -> list[tuple[int, str]]:
+        recover_replaced(output_dir, lambda folder: list(whole_checkpoints(folder).values()))
+        return [(step, str(path)) for step, path in whole_checkpoints(output_dir).items()]
+
+    held = {step: Path(path) for step, path in ranks.on_leader(look)}
+    num_sound = 0
+    for step in sorted(held, reverse=True):
+        if num_sound >= num_read:
+            break
+        damage = find_damage(held[step], read_index(held[step]).files, ranks)
+        if damage is None:
+            num_sound += 1
+        else:
+            if ranks.is_leader:
+                logger.warning("%s: %s is passed over", damage, held[step].name)
+            del held[step]
+    return held
+
+
+def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
+    """Reads every file of a checkpoint. Collective over the node's ranks.
+
+    Raises:
+        CheckpointError: one is missing, or does not hold what was written to it; on every rank.
+    """
+    index = ranks.on_all(lambda: read_index(checkpoint))
+    if damage := find_damage(checkpoint, index.files, ranks):
+        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
 
 
 def newest_common(steps: Sequence[Sequence[int]]) -> int | None:

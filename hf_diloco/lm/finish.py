@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_diloco.files import write_json
+from hf_diloco.files import try_write_json
 from hf_diloco.lm.runfile import RunFile, SampleBlock
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger("hf_diloco")
 
 
 def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
@@ -65,5 +65,6 @@ def write_summary(run: RunFile, evaluation: dict[str, float], sample: str | None
         "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
         "sample": sample,
     }
-    write_json(run.island_folder() / "summary.json", summary)
+    if problem := try_write_json(run.island_folder() / "summary.json", summary):
+        logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
     return summary

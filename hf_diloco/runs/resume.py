@@ -29,12 +29,19 @@ class Agreeing(Protocol):
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
         """This island's checkpoint of the newest point that all hold."""
 
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
+
 
 def find_checkpoint(run: BaseRun, callback: Agreeing) -> Path | None:
     """Where training goes on from, as `launch.resume` says; None: from the beginning."""
     if run.launch.resume == "auto":
         return callback.common_checkpoint(run.island_folder())
-    return None if run.launch.resume == "never" else given_checkpoint(run)
+    if run.launch.resume == "never":
+        return None
+    checkpoint = given_checkpoint(run)
+    callback.check_checkpoint(checkpoint)
+    return checkpoint
 
 
 def given_checkpoint(run: BaseRun) -> Path:

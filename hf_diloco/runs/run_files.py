@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections import deque
@@ -13,8 +14,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import hf_diloco
-from hf_diloco.files import write_json
+from hf_diloco.files import try_write_json, write_json
 from hf_diloco.runs.base import BaseRun
+
+logger = logging.getLogger("hf_diloco")
 
 STOP_FILE = "stop"
 PROGRESS_FILE = "progress.json"
@@ -30,6 +33,7 @@ class Progress:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
         self._written = 0.0
+        self._is_failing = False
         self._values: dict[str, Any] = {
             "state": "starting",
             "step": 0,
@@ -48,7 +52,10 @@ class Progress:
         now = time.monotonic()
         if self._enabled and (urgent or now - self._written >= SECONDS_BETWEEN_WRITES):
             self._written = now
-            write_json(self._path, self._values, durable=False)  # it is soon out of date
+            problem = try_write_json(self._path, self._values)
+            if problem and not self._is_failing:
+                logger.warning("%s: training goes on, and what is shown of it is out of date", problem)
+            self._is_failing = bool(problem)
 
 
 class RunFilesCallback(TrainerCallback):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_diloco.checkpoint import check_checkpoint
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.island import IslandGroup
@@ -68,6 +69,16 @@ class BaseSession(ABC):
         Raises:
             CheckpointError: the islands hold checkpoints that do not go together.
         """
+
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """Reads every file of a checkpoint that this island is to resume from.
+
+        Raises:
+            CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+        """
+        with self._leave_on_error():
+            check_checkpoint(checkpoint, self.island)
+        self.outer.checked = checkpoint
 
     @abstractmethod
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:

@@ -23,7 +23,7 @@ from hf_diloco.agreement.members import Members, Phase
 from hf_diloco.agreement.objects import ObjectStore, open_object_store
 from hf_diloco.agreement.run import RunRecord, enter_run, open_log
 from hf_diloco.agreement.seal import load_key
-from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -112,12 +112,9 @@ class ElasticSession(BaseSession):
     # Joining
 
     def common_checkpoint(self, output_dir: Path) -> Path | None:
-        def newest() -> str | None:
-            found = complete_checkpoints(output_dir)
-            return str(found[-1][0]) if found else None
-
-        path = self.island.on_leader(newest)
-        return Path(path) if path else None
+        found = whole_checkpoints(Path(output_dir), self.island)
+        self.outer.checked = newest_sound([path for path, _ in found], self.island)
+        return self.outer.checked
 
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():

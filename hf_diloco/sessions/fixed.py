@@ -105,8 +105,9 @@ class FixedSession(BaseSession):
             CheckpointError: the islands hold checkpoints, but of no common round.
         """
         with self._leave_on_error():
-            path = self.island.on_leader(lambda: find_common(Path(output_dir), self._share))
-        return Path(path) if path else None
+            path = find_common(Path(output_dir), self.island, self._share)
+        self.outer.checked = path
+        return path
 
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from hf_diloco.files import write_json
+from hf_diloco.files import try_write_json
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 from hf_diloco.vision.runfile import VisionRun
+
+logger = logging.getLogger("hf_diloco")
 
 
 def write_summary(run: VisionRun, evaluation: dict[str, float]) -> dict[str, Any]:
@@ -30,5 +33,6 @@ def write_summary(run: VisionRun, evaluation: dict[str, float]) -> dict[str, Any
         "seconds": sum(figures.seconds.parts().values()) if figures.seconds else None,
         "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
     }
-    write_json(run.island_folder() / "summary.json", summary)
+    if problem := try_write_json(run.island_folder() / "summary.json", summary):
+        logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
     return summary

@@ -1,0 +1,300 @@
+"""Checkpoints of real trainings that are damaged, cut short or out of order: the newest whole one is always used."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_diloco import DiLoCoCallback
+from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, save_outer
+from hf_diloco.errors import CheckpointError
+from hf_diloco.gossip.checkpoint import GossipIndex, save_index, sound_checkpoints, whole_checkpoints
+from hf_diloco.island import IslandGroup
+from hf_diloco.lm.plain import PlainCallback
+from hf_diloco.lm.runfile import DiLoCoBlock
+from hf_diloco.meeting import find_common
+from tests.programs.trainer_island import Tokens, make_model
+
+MAX_STEPS = 6
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+
+
+def make_trainer(folder: Path, callback: TrainerCallback, *more: TrainerCallback, **arguments: Any) -> Trainer:
+    chosen: dict[str, Any] = {
+        "max_steps": MAX_STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 3e-3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 7,
+        **SAVING,
+        **arguments,
+    }
+    return Trainer(
+        make_model(lora=False, tied=True, seed=1),
+        TrainingArguments(output_dir=str(folder), **chosen),
+        train_dataset=Tokens(0),
+        callbacks=[callback, *more],
+    )
+
+
+def weights_of(trainer: Trainer) -> torch.Tensor:
+    assert trainer.model is not None
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A run with whole checkpoints of steps 2, 4 and 6, and its last weights."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    trainer = make_trainer(folder, DiLoCoCallback(sync_every=3))
+    trainer.train()
+    return folder, weights_of(trainer)
+
+
+@pytest.fixture
+def run(trained: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained[0], tmp_path / "run"))
+
+
+def half(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"half": half, "a bit": flip, "gone": Path.unlink}
+FILES = (
+    "model.safetensors",
+    "config.json",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "diloco/rank-00000.safetensors",
+    "diloco/outer.json",
+)
+
+
+def test_these_are_all_files(run: Path) -> None:
+    """What the Trainer writes besides is not needed to resume, and is watched as well."""
+    found = {path.relative_to(run / "checkpoint-6").as_posix() for path in (run / "checkpoint-6").rglob("*.*")}
+    assert set(FILES) <= found
+    ((_, index),) = [item for item in complete_checkpoints(run) if item[1].global_step == 6]
+    assert {file.name for file in index.checkpoint} == found - {"diloco/outer.json"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_makes_the_older_checkpoint_count(
+    run: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if (name, damage) == ("diloco/outer.json", "a bit"):
+        pytest.skip("the record itself: a bit may be one of a word that nobody reads")
+    DAMAGES[damage](run / "checkpoint-6" / name)
+    with caplog.at_level(logging.WARNING, "hf_diloco"):
+        assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-4"
+    assert "checkpoint-6 is passed over" in caplog.text
+    assert name.rpartition("/")[2] in caplog.text
+
+
+def test_from_there_the_run_ends_as_it_would_have(run: Path, trained: tuple[Path, torch.Tensor]) -> None:
+    flip(run / "checkpoint-6" / "optimizer.pt")
+    callback = DiLoCoCallback(sync_every=3)
+    checkpoint = callback.common_checkpoint(run)
+    trainer = make_trainer(run, callback)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert torch.equal(weights_of(trainer), trained[1])
+    assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-6", "it has been written again"
+
+
+def test_where_all_are_damaged_there_is_none(run: Path) -> None:
+    for step in (2, 4, 6):
+        flip(run / f"checkpoint-{step}" / "scheduler.pt")
+    assert DiLoCoCallback(sync_every=3).common_checkpoint(run) is None
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
+def test_one_that_is_named_and_damaged_is_an_error_that_names_the_file(run: Path, name: str) -> None:
+    flip(run / "checkpoint-4" / name)
+    with pytest.raises(CheckpointError, match=rf"checkpoint-4/{re.escape(name)} does not hold what was written to it"):
+        DiLoCoCallback(sync_every=3).check_checkpoint(run / "checkpoint-4")
+    (run / "checkpoint-4" / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"checkpoint-4/{re.escape(name)} is missing: resume from an earlier"):
+        DiLoCoCallback(sync_every=3).check_checkpoint(run / "checkpoint-4")
+
+
+def test_a_damage_that_the_trainer_does_not_see_ends_the_resume(run: Path) -> None:
+    """The Trainer would go on from other weights."""
+    flip(run / "checkpoint-4" / "model.safetensors")
+    trainer = make_trainer(run, DiLoCoCallback(sync_every=3))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not hold what was written"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+
+
+def test_a_checkpoint_of_the_format_before_is_gone_on_from(run: Path) -> None:
+    path = run / "checkpoint-6" / "diloco" / "outer.json"
+    text = re.sub(r',\n "checkpoint": \[.*\]', "", path.read_text(), flags=re.DOTALL).replace(
+        '"format": 2', '"format": 1'
+    )
+    path.write_text(text)
+    assert "model.safetensors" not in text
+    assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-6"
+
+
+# Which ones stay
+
+
+def ahead_by(path: Path, seconds: float) -> None:
+    when = time.time() + seconds
+    os.utime(path, (when, when))
+
+
+@pytest.mark.parametrize("kind", ["island", "plain"])
+def test_the_clock_does_not_decide_which_checkpoints_stay(kind: str, run: Path) -> None:
+    """As after a clock that was set back: the old checkpoint looks newer than all that come."""
+    make: Callable[[], Any] = lambda: (  # noqa: E731
+        DiLoCoCallback(sync_every=3)
+        if kind == "island"
+        else PlainCallback(DiLoCoBlock(enabled=False), 16, run / "stop")
+    )
+    shutil.rmtree(run)
+    make_trainer(run, make(), max_steps=2).train()
+    ahead_by(run / "checkpoint-2", 3600.0)
+    trainer = make_trainer(run, make(), save_total_limit=1)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
+    assert make().common_checkpoint(run) == run / "checkpoint-6"
+    assert trainer.args.save_total_limit == 1
+
+
+def test_the_limit_counts_whole_checkpoints_alone_and_spares_copies(run: Path) -> None:
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-kept")
+    for step in (3, 5):  # left by runs that were killed
+        shutil.copytree(run / "checkpoint-2", run / f"checkpoint-{step}")
+        (run / f"checkpoint-{step}" / "diloco" / "outer.json").unlink()
+    for step in (4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    trainer = make_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=2, max_steps=4)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    names = {path.name for path in run.iterdir() if path.is_dir()}
+    assert names == {"checkpoint-2-kept", "checkpoint-2", "checkpoint-4", "checkpoint-5"}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def test_a_whole_checkpoint_stays_until_the_new_one_of_its_step_is_whole(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from step 2 writes 4 again: killed meanwhile, it has the old one."""
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    trainer = make_trainer(run, DiLoCoCallback(sync_every=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_save_rng_state", die)
+        with pytest.raises(Killed):
+            trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert not (run / "checkpoint-4" / "trainer_state.json").exists()
+    shutil.rmtree(run / "checkpoint-6")
+    assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-4"
+    assert not list(run.glob("replaced-*"))
+
+
+# The plain Trainer of a run file, and nodes of a graph
+
+
+def test_a_damaged_checkpoint_of_a_plain_run_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def callback() -> PlainCallback:
+        return PlainCallback(DiLoCoBlock(enabled=False), 16, tmp_path / "stop")
+
+    make_trainer(tmp_path, callback()).train()
+    assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+    half(tmp_path / "checkpoint-6" / "optimizer.pt")
+    flip(tmp_path / "checkpoint-4" / "optimizer.pt")
+    assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert "checkpoint-4 is passed over" in caplog.text
+    with pytest.raises(CheckpointError, match=r"checkpoint-4/optimizer\.pt does not hold what was written"):
+        callback().check_checkpoint(tmp_path / "checkpoint-4")
+    for step in (2, 4, 6):  # as an earlier version of the package left them
+        (tmp_path / f"checkpoint-{step}" / "files.json").unlink()
+    half(tmp_path / "checkpoint-6" / "trainer_state.json")
+    assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = IslandGroup()
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
+            (folder / name).write_bytes(os.urandom(1000))
+        save_index(folder, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd", facts={}), ranks)
+    assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4, 6, 8}
+    half(tmp_path / "checkpoint-8" / "optimizer.pt")
+    assert set(whole_checkpoints(tmp_path)) == {2, 4, 6}
+    flip(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4}
+    assert "model.safetensors does not hold what was written to it: checkpoint-6 is passed over" in caplog.text
+
+
+# Islands that agree on a round
+
+
+def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None:
+    """Island 1 holds a damaged checkpoint of the newest common round: both take the one before."""
+    index = OuterIndex(
+        round=0,
+        steps_since_sync=0,
+        weight_since_sync=0.0,
+        global_step=0,
+        num_parameters=4,
+        model="ab",
+        outer_digest="cd",
+        settings={},
+        data={},
+    )
+    for island, number in itertools.product(range(2), range(1, 5)):
+        path = tmp_path / str(island) / f"checkpoint-{number}"
+        path.mkdir(parents=True)
+        (path / "trainer_state.json").write_text("{}")
+        part = OuterPart({"anchor": torch.full((4,), float(number))}, [(0, 4)])
+        save_outer(path, IslandGroup(), [part], index.model_copy(update={"round": number, "global_step": number}))
+    flip(tmp_path / "1" / "checkpoint-4" / "trainer_state.json")
+    flip(tmp_path / "0" / "checkpoint-3" / "diloco" / "rank-00000.safetensors")
+    posted: dict[str, dict[int, Any]] = {}
+    barrier = threading.Barrier(2)
+
+    def common(island: int) -> Path | None:
+        def share(topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+            posted.setdefault(topic, {})[island] = record
+            barrier.wait(10)
+            return [posted[topic][number] for number in range(2)]
+
+        return find_common(tmp_path / str(island), IslandGroup(), share)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(common, range(2)))
+    assert found == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
