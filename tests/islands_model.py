@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_diloco.agreement.council import Attempt, Council, Rules
@@ -17,7 +17,7 @@ from hf_diloco.agreement.members import Members
 from hf_diloco.agreement.objects import ObjectStore
 from hf_diloco.agreement.round_records import OfferRecord, PlanRecord
 from hf_diloco.agreement.seal import Seal
-from hf_diloco.errors import DuplicateIslandError, IslandLostError
+from hf_diloco.errors import DuplicateIslandError, IslandLostError, PayloadError, StoreError
 
 OPERATION_SECONDS = 0.01
 BEAT, LEASE = 1.0, 4.0
@@ -102,20 +102,30 @@ class World:
     failures: list[BaseException] = field(default_factory=list)
     num_missed: int = 0
     num_aborted: int = 0
+    num_skipped: int = 0
 
-    def run(self, choices: Iterator[int], kills: dict[int, int], max_turns: int = 40_000) -> None:
+    def run(
+        self,
+        choices: Iterator[int],
+        kills: dict[int, int],
+        max_turns: int = 40_000,
+        junk: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
         """Runs all islands to the last round.
 
         Args:
             choices: which of the islands that can act does so, turn by turn.
             kills: turn -> island to kill then; it is started again at once, from its last checkpoint.
             max_turns: more is a failure to make progress.
+            junk: turn -> paths that then hold what is no record, whether there was one or not.
         """
         disks = [Disk() for _ in range(self.num_islands)]
         turns = [self._start(island, disks[island]) for island in range(self.num_islands)]
         if self.with_stranger:
             turns.append(self._start(self.num_islands, Disk()))
         for number in range(max_turns):
+            for path in (junk or {}).get(number, ()):
+                self.store.put(path, b"")
             if kills.get(number, self.num_islands) < self.num_islands:
                 island = kills[number]
                 self._kill(turns[island])
@@ -212,14 +222,20 @@ class Life:
 
     def _try_round(self) -> None:
         self._stand("syncing")
-        attempt = self._council.current(self.round + 1)
-        if attempt.plan is None:
-            try:
+        try:
+            attempt = self._council.current(self.round + 1)
+            if attempt.plan is None:
                 attempt = self._council.convene(attempt, self._offer())
-            except IslandLostError:
-                self._world.num_missed += 1
-                return
-        self._carry_out(attempt)
+            self._carry_out(attempt)
+        except PayloadError:  # a decision that is damaged: the others' state is in a snapshot
+            self._world.num_skipped += 1
+            newest = max(self._world.states, default=0)
+            if newest > self.round:
+                self.round, (self.state,) = newest, self._world.states[newest]
+            self._sleep(1.0)
+        except (IslandLostError, StoreError):
+            self._world.num_missed += 1
+            self._sleep(0.1)
 
     def _offer(self) -> OfferRecord:
         return OfferRecord(
@@ -238,11 +254,13 @@ class Life:
         assert plan is not None
         world.decided.setdefault(f"{attempt.path}/plan", set()).add(plan.model_dump_json())
         assert plan.state == self.state
-        assert {offer.state for offer in self._council.offers_of(plan)} == {self.state}
+        offers = self._council.offers_of(attempt)
+        if offers is None:
+            return
+        assert {offer.state for offer in offers} == {self.state}
         mean = _hash("".join(participant.offer for participant in plan.participants))
         outcome = attempt.outcome
         if world.rules.needs_presence and outcome is None:
-            offers = self._council.offers_of(plan)
             if (self._island, self._members.claim) not in {(offer.island, offer.claim) for offer in offers}:
                 try:
                     self._council.await_outcome(attempt, offers, patience=20.0)
@@ -255,7 +273,8 @@ class Life:
         if outcome is None and world.faults(self._island, attempt):
             outcome = self._council.abort(attempt, plan.participants[-1].offer, "unreadable")
         outcome = outcome or self._council.commit(attempt, mean)
-        world.decided.setdefault(f"{attempt.path}/outcome", set()).add(outcome.model_dump_json())
+        decision = outcome.model_dump_json(include={"kind", "mean"})
+        world.decided.setdefault(f"{attempt.path}/outcome", set()).add(decision)
         if outcome.kind == "abort":
             world.num_aborted += 1
             return

@@ -25,15 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_diloco.agreement.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
 from hf_diloco.agreement.voting import Voting
-from hf_diloco.errors import ExchangeError, IslandLostError, StopRequested
+from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
 
 logger = logging.getLogger("hf_diloco")
 
-MAX_ATTEMPTS = 16
+MAX_ABORTED = 16
 _TRIES = 2
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
 _RETRY_SECONDS = 0.5
@@ -122,31 +123,50 @@ class Council:
         self._usual_norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(rules.num_fragments)]
         self._last_participants: frozenset[int] = frozenset()
         self._offers: dict[str, OfferRecord] = {}
-        self._voting = Voting(log, members, rules.grace, should_stop, clock, sleep)
+        self._decisions = Decisions(log, members.island, sleep)
+        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock, sleep)
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
 
         Raises:
             ExchangeError: too many attempts were aborted.
-            ForgedError, StoreError: see `RunLog.read`.
+            PayloadError: the round is committed, but its plan can no longer be read.
+            StoreError: the store does not answer, or holds too much rubbish.
         """
         unusable: tuple[str, ...] = ()
         reason = ""
         for number in range(MAX_ATTEMPTS):
             attempt = Attempt(round_number, number, unusable=unusable)
-            plan = self._log.read(f"{attempt.path}/plan.json", PlanRecord)
+            try:
+                plan = self._decisions.plan(attempt.path)
+            except ForgedError as error:
+                self._void(attempt, error)
+                continue
             if plan is None:
                 return attempt
-            outcome = self._log.read(f"{attempt.path}/outcome.json", OutcomeRecord)
+            outcome = self._decisions.outcome(attempt.path)
             if outcome is None or outcome.kind == "commit":
                 return Attempt(round_number, number, plan, outcome, unusable)
             unusable += (_who(outcome.unusable),)
             reason = outcome.reason
-        raise ExchangeError(
-            f"round {round_number} was aborted {MAX_ATTEMPTS} times, the last time because: {reason}. Look at "
-            "the islands named there and at the store, then start all islands again"
+            if len(unusable) == MAX_ABORTED:
+                raise ExchangeError(
+                    f"round {round_number} was aborted {MAX_ABORTED} times, the last time because: {reason}. Look at "
+                    "the islands named there and at the store, then start all islands again"
+                )
+        raise StoreError(
+            f"{MAX_ATTEMPTS} attempts of round {round_number} have plans that cannot be read: keep others away from "
+            "the store, and see `hf-diloco store check`"
         )
+
+    def _void(self, attempt: Attempt, error: ForgedError) -> None:
+        """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""
+        if self._decisions.void(attempt.path, f"its plan cannot be read: {error}").kind == "commit":
+            raise PayloadError(
+                f"round {attempt.round} is committed, but its plan can no longer be read ({error})",
+                f"{attempt.path}/plan.json",
+            )
 
     def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt:
         """Offers, and waits until it is decided who takes part; returns the attempt with its plan.
@@ -157,7 +177,7 @@ class Council:
             IslandLostError: no quorum within `Rules.patience` seconds, or not so many islands alive.
             DuplicateIslandError: another process has taken this island's number.
             StopRequested: this island was asked to stop; the others may use what it has offered.
-            ForgedError, StoreError: see `RunLog.read`.
+            PayloadError, StoreError: as `current`.
         """
         self._members.check_claim()
         self.offer(attempt, offer)
@@ -165,9 +185,14 @@ class Council:
         quorum_at: float | None = None
         pause = _MIN_POLL_SECONDS
         while True:
-            plan = self._log.read(f"{attempt.path}/plan.json", PlanRecord)
+            try:
+                plan = self._decisions.plan(attempt.path)
+            except ForgedError:
+                attempt = self.current(attempt.round)  # the next one, or one that others have come to
+                self.offer(attempt, offer)
+                plan = attempt.plan
             if plan is not None:
-                return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
+                return Attempt(attempt.round, attempt.number, plan, attempt.outcome, attempt.unusable)
             if self._should_stop():
                 raise StopRequested
             offers = self._offers_to(attempt, offer.state)
@@ -178,8 +203,9 @@ class Council:
                 quorum_at = self._clock() if quorum_at is None else quorum_at
                 waited = self._clock() - quorum_at
                 if waited >= self._rules.grace or not self._awaited(attempt, alive, waited) - offers.keys():
-                    written = self._log.decide(f"{attempt.path}/plan.json", self._plan(attempt, offers, offer.state))
-                    return Attempt(attempt.round, attempt.number, written, unusable=attempt.unusable)
+                    if self._log.create(f"{attempt.path}/plan.json", plan := self._plan(attempt, offers, offer.state)):
+                        return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
+                    continue  # to read what was written first
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
                 raise self._no_quorum(attempt, offers, "the others give no sign of life")
             elif self._clock() - started >= self._rules.patience:
@@ -197,20 +223,28 @@ class Council:
 
     def offer(self, attempt: Attempt, offer: OfferRecord) -> None:
         """Announces this island's pseudo-gradient, without waiting for anybody."""
-        self._log.create(_offer_path(attempt, offer), offer)
+        self._log.place(_offer_path(attempt, offer), offer)
 
-    def offers_of(self, plan: PlanRecord) -> list[OfferRecord]:
-        """The offers that a plan takes, in its order.
+    def offers_of(self, attempt: Attempt) -> list[OfferRecord] | None:
+        """The offers that an attempt's plan takes, in its order.
+
+        Returns:
+            None if one is gone or cannot be read, and the attempt is therefore aborted: look for the current one.
 
         Raises:
-            ExchangeError: one is gone.
-            ForgedError: one was not written by an island of this run.
+            PayloadError: the same, but the round is committed.
+            StoreError: the store does not answer.
         """
+        assert attempt.plan is not None
         offers = []
-        for participant in plan.participants:
-            offer = self._offers.get(participant.offer) or self._log.read(participant.offer, OfferRecord)
+        for participant in attempt.plan.participants:
+            path = participant.offer
+            offer = self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
             if offer is None or offer.island != participant.island:
-                raise ExchangeError(f"{participant.offer}, which a plan names, is gone or of another island")
+                reason = f"{path}, which the plan of round {attempt.round} names, is gone or cannot be read"
+                if (attempt.outcome or self.abort(attempt, path, reason)).kind == "commit":
+                    raise PayloadError(reason, path)
+                return None
             offers.append(offer)
         return offers
 
@@ -218,18 +252,18 @@ class Council:
         """Votes for an average, and commits it with another island that agrees; returns what was decided.
 
         Raises:
-            ForgedError, StoreError: see `RunLog.decide`.
+            StoreError: see `Decisions.decide`.
         """
         assert attempt.plan is not None
         participants = {participant.island for participant in attempt.plan.participants}
         self._voting.vote(attempt.path, participants, mean, is_unanimous=self._rules.needs_presence)
         record = OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
-        return self._log.decide(f"{attempt.path}/outcome.json", record)
+        return self._decisions.decide(attempt.path, record)
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
         """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""
         record = OutcomeRecord(by=self._members.island, kind="abort", unusable=offer, reason=reason)
-        return self._log.decide(f"{attempt.path}/outcome.json", record)
+        return self._decisions.decide(attempt.path, record)
 
     def processes(self) -> dict[int, int]:
         """Islands that take part or are about to, each with the claim of its process."""
@@ -245,7 +279,7 @@ class Council:
         """
         deadline = self._clock() + patience
         seen_at = self._clock()
-        while not self._log.has(f"{attempt.path}/outcome.json"):
+        while self._decisions.outcome(attempt.path) is None:
             alive = self._members.alive()
             others = [offer for offer in offers if offer.island != self._members.island]
             if any(self._waits(offer.island, offer, alive) for offer in others):

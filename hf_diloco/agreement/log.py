@@ -7,7 +7,7 @@
     rounds/R/A/offers/I-N-S.json      what island I brings to attempt A of round R: the last one counts
     rounds/R/A/plan.json              who takes part
     rounds/R/A/votes/I-N.json         island I holds the average
-    rounds/R/A/outcome.json           whether it happened
+    rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
     links/KEY.json                    how the participants of a direct exchange find each other
     snapshots/R/I-N/rank-K.json       where one rank's part of the outer state after round R is
@@ -63,15 +63,15 @@ class RunLog:
         """Writes a record in place of what is there."""
         self.store.put(path, self.seal.wrap(path, _dump(record)))
 
-    def read(self, path: str, kind: type[R]) -> R | None:
-        """A record, or None if there is none.
+    def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
+        """A record, or None if there is none. One of more than `limit` bytes is not downloaded.
 
         Raises:
             ForgedError: what lies there was not written for this place with the run's key, or is no such record.
             StoreError: the store does not answer.
         """
         try:
-            data = self.store.get(path, MAX_RECORD_BYTES)
+            data = self.store.get(path, limit)
         except TooLargeError as error:
             raise ForgedError(str(error)) from None
         if data is None:
@@ -85,19 +85,24 @@ class RunLog:
                 f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}): install the same version on all islands"
             ) from None
 
-    def has(self, path: str) -> bool:
-        """Whether there is anything."""
-        return self.store.get(path, MAX_RECORD_BYTES) is not None
-
-    def read_or_refuse(self, path: str, kind: type[R]) -> R | None:
+    def read_or_refuse(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
         """As `read`, but what is not of this run is reported once and then ignored."""
         try:
-            return self.read(path, kind)
+            return self.read(path, kind, limit)
         except ForgedError as error:
-            if path not in self.refused:
-                logger.warning("refused an object in the store: %s", error)
-            self.refused[path] = str(error)
+            self.refuse(path, error)
             return None
+
+    def refuse(self, path: str, error: ForgedError) -> None:
+        """Reports, once, what is ignored from now on."""
+        if path not in self.refused:
+            logger.warning("refused an object in the store: %s", error)
+        self.refused[path] = str(error)
+
+    def place(self, path: str, record: Record) -> None:
+        """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""
+        if not self.create(path, record) and self.read_or_refuse(path, type(record)) is None:
+            self.put(path, record)
 
     def decide(self, path: str, record: R) -> R:
         """Create if absent: returns the record that was written first.

@@ -6,9 +6,11 @@ clock.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -29,6 +31,9 @@ BEAT_SECONDS = 2.0
 LEASE_SECONDS = 12.0
 """An island whose beat has not changed for so long counts as gone."""
 _LOOK_SECONDS = 0.5
+
+_BEAT_PATH = re.compile(r"beats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
+_CLAIM_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
 
@@ -111,6 +116,7 @@ class Members:
         self._clock = clock
         self._sleep = sleep
         self._seen: dict[int, tuple[int, BeatRecord, float]] = {}
+        self._claims: set[str] = set()
         self._count = 0
         self._is_cut_off = False
         self._reached_at = -math.inf
@@ -135,13 +141,23 @@ class Members:
                     "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
                 )
             record = ClaimRecord(host=socket.gethostname(), machine=_machine(), pid=os.getpid(), folder=self._folder)
-            if self._log.create(f"claims/{self.island}/{newest + 1:06d}.json", record):
-                self.claim = newest + 1
-                return self.claim
+            for number in itertools.count(newest + 1):
+                if self._log.create(path := _claim_path(self.island, number), record):
+                    self.claim = number
+                    return number
+                if self._is_claim(path):  # another process was faster
+                    break
 
     def newest_claim(self, island: int) -> int:
-        """The number of the newest process of an island; 0 if there was none."""
-        return max((_number(path) for path in self._log.list(f"claims/{island}/")), default=0)
+        """The number of the newest process of an island; 0 if there was none. What is no claim does not count."""
+        names = [path.rpartition("/")[2] for path in self._log.list(f"claims/{island}/")]
+        numbers = sorted((int(name[:-5]) for name in names if _CLAIM_NAME.fullmatch(name)), reverse=True)
+        return next((number for number in numbers if self._is_claim(_claim_path(island, number))), 0)
+
+    def _is_claim(self, path: str) -> bool:
+        if path not in self._claims and self._log.read_or_refuse(path, ClaimRecord) is not None:
+            self._claims.add(path)
+        return path in self._claims
 
     def check_claim(self) -> None:
         """Raises `DuplicateIslandError` if a newer process has taken this island's number."""
@@ -207,19 +223,21 @@ class Members:
 
     def look(self) -> dict[int, BeatRecord]:
         """The newest beat of every island that has given one."""
-        newest: dict[int, str] = {}
+        paths: dict[int, list[tuple[int, str]]] = {}
         for path in self._log.list("beats"):
-            number = path.split("/")[1]
-            if number.isdecimal():
-                newest[int(number)] = path  # sorted by claim
-        for island, path in newest.items():
-            beat = self._log.read_or_refuse(path, BeatRecord)
-            if beat is None:
-                continue
-            claim = _number(path)
+            if match := _BEAT_PATH.fullmatch(path):
+                paths.setdefault(int(match[1]), []).append((int(match[2]), path))
+        for island, of_island in paths.items():
             known = self._seen.get(island)
-            if known is None or known[:2] != (claim, beat):
-                self._seen[island] = claim, beat, self._clock()
+            for claim, path in sorted(of_island, reverse=True):
+                if known and claim < known[0]:
+                    break
+                beat = self._log.read_or_refuse(path, BeatRecord)
+                if beat is None:
+                    continue  # what lies there is no sign of life, but an earlier process may have given one
+                if known is None or known[:2] != (claim, beat):
+                    self._seen[island] = claim, beat, self._clock()
+                break
         return {island: beat for island, (_, beat, _) in self._seen.items()}
 
     def alive(self) -> dict[int, BeatRecord]:
@@ -245,7 +263,7 @@ class Members:
 
     def _lives(self, claim: int) -> bool:
         """Whether the process of an earlier claim gives signs of life; may take as long as the lease."""
-        record = self._log.read_or_refuse(f"claims/{self.island}/{claim:06d}.json", ClaimRecord)
+        record = self._log.read_or_refuse(_claim_path(self.island, claim), ClaimRecord)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
         path = f"beats/{self.island}/{claim:06d}.json"
@@ -266,7 +284,7 @@ class Members:
         return False
 
     def _where(self, claim: int) -> str:
-        record = self._log.read_or_refuse(f"claims/{self.island}/{claim:06d}.json", ClaimRecord)
+        record = self._log.read_or_refuse(_claim_path(self.island, claim), ClaimRecord)
         return f"process {record.pid} on {record.host}" if record else "unknown"
 
 
@@ -286,6 +304,5 @@ def _machine() -> str:
         return ""
 
 
-def _number(path: str) -> int:
-    stem = path.rpartition("/")[2].removesuffix(".json")
-    return int(stem) if stem.isdecimal() else 0
+def _claim_path(island: int, number: int) -> str:
+    return f"claims/{island}/{number:06d}.json"

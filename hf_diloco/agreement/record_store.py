@@ -13,10 +13,10 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from hf_diloco.agreement.log import Record, RunLog
-from hf_diloco.errors import ForgedError, IslandLostError
+from hf_diloco.errors import IslandLostError
 
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.3
 _MAX_BYTES = 1 << 16
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.3
 
 
 class BytesRecord(Record):
@@ -46,12 +46,10 @@ class RecordStore(Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        found = self._log.read(_path(key), BytesRecord)
-        assert found is not None
-        try:
-            return base64.b64decode(found.value, validate=True)
-        except ValueError:
-            raise ForgedError(f"{_path(key)} does not hold base64") from None
+        found = self._find(key)
+        if found is None:
+            raise IslandLostError(f"{_path(key)} was written and can no longer be read")
+        return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns once all keys are there.
@@ -68,7 +66,15 @@ class RecordStore(Store):
             pause = min(_MAX_POLL_SECONDS, pause * 1.5)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._log.store.get(_path(key), _MAX_BYTES) is not None for key in keys)
+        return all(self._find(key) is not None for key in keys)
+
+    def _find(self, key: str) -> bytes | None:
+        """The value of a key; what is not of this run counts as absent."""
+        found = self._log.read_or_refuse(_path(key), BytesRecord, _MAX_BYTES)
+        try:
+            return base64.b64decode(found.value, validate=True) if found else None
+        except ValueError:
+            return None
 
 
 def _path(key: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 from pydantic import Field
 
+from hf_diloco.agreement.decisions import Decisions, is_outcome
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.agreement.members import Members
 
@@ -35,6 +36,7 @@ class Voting:
 
     Args:
         log: of the run.
+        decisions: of the run.
         members: this island and the others.
         patience: seconds to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
@@ -45,6 +47,7 @@ class Voting:
     def __init__(
         self,
         log: RunLog,
+        decisions: Decisions,
         members: Members,
         patience: float,
         should_stop: Callable[[], bool],
@@ -52,6 +55,7 @@ class Voting:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._log = log
+        self._decisions = decisions
         self._members = members
         self._patience = patience
         self._should_stop = should_stop
@@ -74,7 +78,7 @@ class Voting:
             StoreError: the store does not answer.
         """
         own = self._members.island
-        self._log.create(f"{folder}/votes/{own:05d}-{self._members.claim:06d}.json", VoteRecord(island=own, mean=mean))
+        self._log.place(f"{folder}/votes/{own:05d}-{self._members.claim:06d}.json", VoteRecord(island=own, mean=mean))
         deadline = self._clock() + self._patience
         pause = _MIN_POLL_SECONDS
         while not self._is_settled(folder, participants, mean, is_unanimous):
@@ -85,7 +89,7 @@ class Voting:
 
     def _is_settled(self, folder: str, participants: Collection[int], mean: str, is_unanimous: bool) -> bool:
         paths = self._log.list(f"{folder}/")
-        if f"{folder}/outcome.json" in paths:
+        if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
             return True
         votes = {}
         for path in paths:

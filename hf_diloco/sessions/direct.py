@@ -154,7 +154,7 @@ class DirectEngine(Engine):
         store = RecordStore(
             self._log,
             min(self._config.grace, self._config.exchange_timeout),
-            should_give_up=lambda: self._log.has(outcome),
+            should_give_up=lambda: self._log.read_or_refuse(outcome, OutcomeRecord) is not None,
         )
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout

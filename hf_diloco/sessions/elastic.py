@@ -212,7 +212,7 @@ class ElasticSession(BaseSession):
 
     def _catch_up(self, is_resuming: bool = False) -> None:
         """Carries out the rounds that have a plan. What this island had contributed to one is then not its own."""
-        while (planned := self._rounds.find()) is not None:
+        while (planned := self._rounds.find(is_resuming)) is not None:
             self._rounds.carry_out(planned, SyncClock(), is_resuming)
 
     def _offer_start(self) -> None:

@@ -101,6 +101,10 @@ class Offers:
         """Whether what was announced last is for round `number`, with so many inner steps."""
         return (self._announced.round, self._announced.steps) == (number, steps)
 
+    def has_offered(self, number: int) -> bool:
+        """Whether what was announced last is for round `number`."""
+        return self._announced.round == number
+
     def is_newest(self, offer: OfferRecord) -> bool:
         """Whether an offer is this process's last."""
         return (offer.claim, offer.serial) == (self._claim, self._announced.serial)

@@ -82,9 +82,35 @@ class Recovery:
                 "folder once there is one, and raise keep_rounds"
             )
         self._give_up(planned, Part.WHOLE if is_resuming else part)
-        last = min(self.outer.round, planned.number + len(self.outer.fragments) - 1)
-        for number in range(planned.number + 1, last + 1 if is_resuming else 0):
+        if is_resuming:
+            self._drop_after(planned.number)
+
+    def skip(self, number: int, error: PayloadError, is_resuming: bool, may_be_used: bool) -> None:
+        """As `pass_over`, where a record of the committed round `number` is damaged: nobody knows who took part.
+
+        Args:
+            number: of the round.
+            error: what is damaged.
+            is_resuming: see `pass_over`.
+            may_be_used: this island had offered; what it offered must not count twice.
+
+        Raises:
+            IslandLostError: there is no later snapshot yet.
+        """
+        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
+            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
+        if self.island.is_leader:
+            logger.warning("round %d is passed over: %s", number, error)
+        if may_be_used:
             self.outer.drop_progress(self.outer.fragment_of(number))
+        if is_resuming:
+            self._drop_after(number)
+
+    def _drop_after(self, number: int) -> None:
+        """Drops progress from a checkpoint that rounds after `number` may have used."""
+        last = min(self.outer.round, number + len(self.outer.fragments) - 1)
+        for later in range(number + 1, last + 1):
+            self.outer.drop_progress(self.outer.fragment_of(later))
 
     def _give_up(self, planned: PlannedRound, part: Part) -> None:
         """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""

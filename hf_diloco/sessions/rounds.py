@@ -77,32 +77,51 @@ class Rounds:
 
     # Which round
 
-    def find(self) -> PlannedRound | None:
-        """The next round, if it has a plan already."""
+    def find(self, is_resuming: bool = False) -> PlannedRound | None:
+        """The next round, if it has a plan already. One whose records are damaged is passed over; see `Recovery.skip`.
+
+        Args:
+            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+        """
 
         def find() -> dict[str, Any] | None:
-            attempt = self._need_council().current(self.outer.round + 1)
-            return self._with_offers(attempt).dump() if attempt.plan else None
+            council = self._need_council()
+            while (attempt := council.current(number)).plan:
+                if planned := self._with_offers(attempt):
+                    return planned.dump()
+            return None
 
-        raw = self.island.on_leader(find)
-        return PlannedRound.load(raw) if raw else None
+        while True:
+            number = self.outer.round + 1
+            try:
+                raw = self.island.on_leader(find)
+            except PayloadError as error:
+                self.recovery.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
+            else:
+                return PlannedRound.load(raw) if raw else None
 
     def convene(self, offer: OfferRecord) -> PlannedRound:
         """Offers, and waits for the plan."""
 
         def convene() -> dict[str, Any]:
             council = self._need_council()
-            attempt = council.current(offer_round)
-            if attempt.plan is None:
-                attempt = council.convene(attempt, offer)
-            return self._with_offers(attempt).dump()
+            while True:
+                attempt = council.current(offer_round)
+                if attempt.plan is None:
+                    attempt = council.convene(attempt, offer)
+                if planned := self._with_offers(attempt):
+                    return planned.dump()
 
         offer_round = self.outer.round + 1
-        return PlannedRound.load(self.island.on_leader(convene))
+        try:
+            return PlannedRound.load(self.island.on_leader(convene))
+        except PayloadError as error:  # committed meanwhile, and damaged: `find` passes over it
+            raise IslandLostError(str(error)) from None
 
-    def _with_offers(self, attempt: Attempt) -> PlannedRound:
-        assert attempt.plan is not None
-        offers = self._need_council().offers_of(attempt.plan)
+    def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
+        offers = self._need_council().offers_of(attempt)
+        if attempt.plan is None or offers is None:
+            return None
         return PlannedRound(attempt.round, attempt.number, attempt.plan, attempt.outcome, offers)
 
     def publish(self, clock: SyncClock) -> OfferRecord:

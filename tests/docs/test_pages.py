@@ -172,7 +172,7 @@ def test_every_record_in_an_object_store_is_explained() -> None:
     assert not [path for path in paths if f"| `{path}` |" not in text]
     kinds = get_args(round_records.OutcomeRecord.model_fields["kind"].annotation)
     assert not [kind for kind in kinds if f"`{kind}`" not in text]
-    assert f"After {council.MAX_ATTEMPTS} attempts" in text
+    assert f"After {council.MAX_ABORTED} attempts" in text
     assert f"every {members.BEAT_SECONDS:g} s" in text
     assert f"for {members.LEASE_SECONDS:g} s (the lease)" in text
 

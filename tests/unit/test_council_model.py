@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -25,12 +25,16 @@ def explore(
     kills: dict[int, int],
     with_stranger: bool = False,
     is_direct: bool = False,
+    junk: Mapping[int, Sequence[str]] | None = None,
 ) -> World:
     """Runs islands under a schedule: `prefix` first, then at random; checks what must hold in any case."""
     rules = Rules(min_islands=min_islands, grace=2.0, patience=8.0, needs_presence=is_direct)
     world = World(open_object_store(f"memory://{uuid.uuid4().hex}"), num_islands, rules, TARGET, with_stranger)
-    world.run(_choices(prefix, seed), kills)
-    assert all(len(seen) == 1 for seen in world.decided.values()), "a plan or an outcome was seen with two contents"
+    world.run(_choices(prefix, seed), kills, junk=junk)
+    if not junk:
+        assert all(len(seen) == 1 for seen in world.decided.values()), (
+            "a plan or an outcome was seen with two contents"
+        )
     assert sorted(world.states) == list(range(1, TARGET + 1))
     assert all(len(states) == 1 for states in world.states.values()), "islands differ after a committed round"
     assert all(len(plan.participants) >= 1 for plan in world.plans.values())
@@ -87,3 +91,67 @@ def test_the_model_meets_what_it_is_meant_to_explore() -> None:
     assert any(len(present) < 3 for world in worlds for present in world.exchanging.values())
     assert sum(world.num_aborted for world in worlds) > 0
     assert any(len(plan.participants) < 3 for world in worlds for plan in world.plans.values())
+
+
+# Records that somebody has written, or a disk damaged, at any time
+
+DECISIONS = [
+    f"rounds/{number:08d}/{attempt:02d}/{name}.json"
+    for number in range(1, TARGET + 1)
+    for attempt in (0, 1)
+    for name in ("plan", "outcome", "outcome-2")
+]
+RUBBISH = [
+    "claims/0/999999.json",
+    "claims/1/000002.json",
+    f"claims/1/{'9' * 498}.json",
+    "beats/0/999999.json",
+    "beats/1/000001.json",
+    f"beats/1/{'9' * 498}.json",
+    "beats/00/000001.json",
+    "rounds/00000002/00/offers/00000-000001-000000.json",
+    "rounds/00000003/00/offers/zzz.json",
+    "rounds/00000002/00/votes/00001-000001.json",
+]
+
+
+@settings(max_examples=80)
+@given(
+    num_islands=st.integers(1, 4),
+    seed=st.integers(0, 1 << 32),
+    junk=st.dictionaries(st.integers(0, 1500), st.lists(st.sampled_from(DECISIONS), max_size=2), max_size=3),
+    is_direct=st.booleans(),
+    data=st.data(),
+)
+def test_decisions_that_are_damaged_at_any_time_divide_nobody(
+    num_islands: int, seed: int, junk: dict[int, list[str]], is_direct: bool, data: st.DataObject
+) -> None:
+    """An abort that was read while it was whole may become a commit, but all carry out one plan, with one average."""
+    explore(num_islands, data.draw(st.integers(1, num_islands)), seed, [], {}, is_direct=is_direct, junk=junk)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 32),
+    paths=st.lists(st.sampled_from(DECISIONS + RUBBISH), max_size=12),
+    kills=st.dictionaries(st.integers(0, 2000), st.integers(0, 2), max_size=4),
+)
+def test_rubbish_where_records_will_be_stops_no_run_in_which_islands_die(
+    seed: int, paths: list[str], kills: dict[int, int]
+) -> None:
+    explore(3, 1, seed, [], kills, junk={0: paths})
+
+
+@pytest.mark.parametrize("name", ["plan", "outcome"])
+def test_an_empty_decision_is_decided_under_another_name(name: str) -> None:
+    world = explore(2, 2, 7, [], {}, junk={0: [f"rounds/00000002/00/{name}.json"]})
+    assert "rounds/00000002/00/outcome" in world.decided or name == "plan"
+    paths = {path for path, _ in world.store.list("rounds/00000002")}
+    assert (f"rounds/00000002/00/{name}-2.json" in paths) == (name == "outcome")
+    assert ("rounds/00000002/01/plan.json" in paths) == (name == "plan")
+
+
+def test_rubbish_among_claims_and_beats_makes_nobody_dead_or_double() -> None:
+    """Two islands that need each other: no round is missed, though rubbish looks newer than each of their records."""
+    world = explore(2, 2, 3, [], {}, junk=dict.fromkeys((0, 200, 400), RUBBISH))
+    assert world.num_missed == 0
