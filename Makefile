@@ -1,8 +1,8 @@
-# make demo | test | style | typecheck | clean
+# make demo | test | test-unit | test-all | style | typecheck | clean
 #
 #   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
 #   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
-#   ARGS="..."      further arguments of `make demo` and `make test`, e.g. ARGS="-k zero"
+#   ARGS="..."      further arguments of `make demo` and `make test...`, e.g. ARGS="-k zero"
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -14,6 +14,7 @@ ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n auto
 INSTALLED := $(VENV)/.hf-diloco
 INSTALLED_DEV := $(VENV)/.hf-diloco-dev
 
@@ -21,7 +22,7 @@ export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export DS_BUILD_OPS := 0
 
-.PHONY: help install install-dev demo test style format typecheck clean
+.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,8 +30,17 @@ help: ## list the targets
 demo: $(INSTALLED) ## train a small Llama on two islands of this machine
 	$(BIN)/hf-diloco launch configs/quickstart.yaml $(ARGS)
 
-test: $(INSTALLED_DEV) ## run all tests: fast ones first, then those of several processes
-	$(BIN)/python -m pytest -n auto $(ARGS)
+test: $(INSTALLED_DEV) ## run the tests, but for those marked slow; ARGS="-k zero" runs a few
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-unit: $(INSTALLED_DEV) ## run the tests of one process
+	$(PYTEST) -m "not slow and not distributed" $(ARGS)
+
+test-slow: $(INSTALLED_DEV) ## run the tests that `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(INSTALLED_DEV) ## run all tests
+	$(PYTEST) $(ARGS)
 
 style: $(INSTALLED_DEV) ## check format and lint
 	$(BIN)/ruff format --check .

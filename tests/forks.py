@@ -93,7 +93,7 @@ def parse(command: Sequence[str], executable: str) -> Program | None:
     match arguments:
         case ["-m", module, *rest]:
             return Program([module, *rest], unbuffered, module=module)
-        case ["-c", code, *rest]:
+        case ["-c", code, *rest] if "sys.modules" not in code:  # it looks at what its interpreter has imported
             return Program(["-c", *rest], unbuffered, code=code)
         case [file, *rest] if not file.startswith("-") and os.path.isfile(file):
             return Program([file, *rest], unbuffered, file=file)

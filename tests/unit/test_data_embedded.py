@@ -34,6 +34,7 @@ def test_is_english_in_quantity(documents: list[str]) -> None:
     assert len(set(documents)) == len(documents)
 
 
+@pytest.mark.real_start  # hash seeds differ
 def test_is_the_same_in_a_fresh_process_with_an_empty_cache(documents: list[str], tmp_path: Path) -> None:
     names = "from hf_diloco.data.embedded import embedded_documents; from tests.unit.test_data_embedded import digest"
     command = [sys.executable, "-c", f"{names}; print(digest(embedded_documents()))"]

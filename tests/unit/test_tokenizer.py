@@ -42,6 +42,7 @@ def write_run(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.real_start  # hash seeds differ
 def test_fresh_processes_of_different_islands_train_the_same(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     outputs = []

@@ -100,6 +100,7 @@ def test_the_seed_decides() -> None:
         assert first != other
 
 
+@pytest.mark.real_start  # hash seeds differ
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
 def test_is_the_same_in_a_fresh_process(kind: str) -> None:
     names = "from tests.unit.test_vision_shares import LABELS, assign_shares, digest"
