@@ -18,8 +18,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from hf_diloco.cli.devices import num_cores
 from tests import forks
-from tests.processes import ROOT, find_free_port
+from tests.processes import ROOT, STARTED, find_free_port
 
+PROCESS_LINES_SHOWN = 60  # of each process of a test that failed
 MAX_WORKERS = 8  # a test may start four processes of a gigabyte each
 GROUPS = {  # tests that share a costly fixture run in the same worker
     re.compile(r".*::test_(shards_are_the_masters|gather_and_scatter)\[(\d)"): r"matrix on \2 ranks",
@@ -91,10 +92,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows the end of the output of every process that the test started."""
+    report = yield
+    if report.failed:
+        for number, process in enumerate(STARTED):
+            title = f"process {number}, {process.state}: {process.command[:200]}"
+            report.sections.append((title, process.tail(PROCESS_LINES_SHOWN)))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Tests marked `real_start` start interpreters as a user does; others fork theirs."""
     with forks.real_processes() if item.get_closest_marker("real_start") else contextlib.nullcontext():
-        return (yield)
+        if item.get_closest_marker("distributed"):
+            forks.install()  # also for those that benchmarks start
+        try:
+            return (yield)
+        finally:
+            STARTED.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,9 @@ _MARK = "HF_DILOCO_TEST_PROCESSES"  # an inherited variable that finds descendan
 Command = Sequence[str | os.PathLike[str]]
 Env = Mapping[str, object]  # None removes a variable
 
+STARTED: list[Process] = []
+"""All that the test which is running has started: tests/conftest.py shows their output when it fails."""
+
 
 @dataclass(frozen=True)
 class Completed:
@@ -128,11 +131,19 @@ class Process:
         """SIGKILL to the whole process group: a machine that is lost."""
         os.killpg(self.pid, signal.SIGKILL)
 
-    def _failure(self, what: str) -> str:
+    @property
+    def state(self) -> str:
+        code = self.popen.poll()
+        return "still runs" if code is None else f"exit code {code}"
+
+    def tail(self, num_lines: int = OUTPUT_LINES_SHOWN) -> str:
+        """The last lines of the output, after a line that says how many were left out."""
         lines = self.output.splitlines()
-        skipped = len(lines) - OUTPUT_LINES_SHOWN
-        head = [f"... {skipped} lines ..."] if skipped > 0 else []
-        return "\n".join([f"{what}: {self.command}", *head, *lines[-OUTPUT_LINES_SHOWN:]])
+        head = [f"... {len(lines) - num_lines} lines ..."] if len(lines) > num_lines else []
+        return "\n".join([*head, *lines[-num_lines:]])
+
+    def _failure(self, what: str) -> str:
+        return f"{what}: {self.command}\n{self.tail()}"
 
 
 class Processes:
@@ -149,6 +160,7 @@ class Processes:
         clean = {name: str(value) for name, value in changed.items() if value is not None}
         process = Process(command, clean, cwd)
         self._started.append(process)
+        STARTED.append(process)
         return process
 
     def alive(self) -> list[psutil.Process]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.processes import Processes, run
+from tests.processes import ROOT, Processes, run
 
 SLEEP = "import time; print('asleep', flush=True); time.sleep(60)"
 DETACH = f"""
@@ -51,3 +53,26 @@ def test_kills_descendants_in_sessions_of_their_own() -> None:
 def test_wait_for_fails_when_the_process_ends_without() -> None:
     with Processes() as processes, pytest.raises(AssertionError, match=r"exit code 0 without 'round 1'"):
         processes.spawn([sys.executable, "-c", "print('round 0')"]).wait_for("round 1")
+
+
+FAILING = """
+import sys
+from tests.processes import Processes
+
+def test_it():
+    with Processes() as processes:
+        processes.spawn([sys.executable, "-c", "print('said by one')"]).wait()
+        processes.spawn([sys.executable, "-c", "print('said by two'); raise SystemExit(3)"]).wait(expect=3)
+        raise AssertionError("the reason")
+"""
+
+
+def test_a_failed_test_shows_the_end_of_every_process(tmp_path: Path) -> None:
+    hooks = "from tests.conftest import pytest_runtest_makereport, pytest_runtest_protocol"
+    (tmp_path / "conftest.py").write_text(hooks)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    (tmp_path / "test_it.py").write_text(FAILING)
+    pytest_here = [sys.executable, "-m", "pytest", tmp_path, "-p", "no:cacheprovider"]
+    output = run(pytest_here, env={"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0}, cwd=tmp_path, expect=1).output
+    assert re.search(r"(?s)the reason.*process 0, exit code 0: .*\nsaid by one\n", output), output
+    assert re.search(r"(?s)process 1, exit code 3: .*\nsaid by two\n", output), output
