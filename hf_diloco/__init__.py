@@ -30,6 +30,7 @@ _HOME = {
     "RendezvousError": "hf_diloco.errors",
     "StopRequested": "hf_diloco.errors",
     "StoreError": "hf_diloco.errors",
+    "StoreFullError": "hf_diloco.errors",
     "UnsupportedError": "hf_diloco.errors",
 }
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         RendezvousError,
         StopRequested,
         StoreError,
+        StoreFullError,
         UnsupportedError,
     )
     from hf_diloco.gossip.config import GossipConfig
@@ -77,6 +79,7 @@ __all__ = [
     "RendezvousError",
     "StopRequested",
     "StoreError",
+    "StoreFullError",
     "UnsupportedError",
 ]
 

@@ -10,6 +10,7 @@
      │    ├── IslandLostError        an island is missing or late; names it
      │    ├── MissedRoundError       a round passes without this island, which goes on training
      │    ├── StoreError             the object store did not answer, or refused
+     │    │    └── StoreFullError        it has no space left
      │    └── PayloadError           an object is gone, or does not hold what its island announced
      ├── ForgedError            a record was not written by an island of this run, for this place
      ├── DivergedError          islands that should hold equal outer parameters do not
@@ -72,6 +73,10 @@ class StoreError(ExchangeError):
     """The object store did not answer in time, or refused."""
 
 
+class StoreFullError(StoreError):
+    """The object store has no space left."""
+
+
 class PayloadError(ExchangeError):
     """An object is gone, or does not hold what the island that wrote it announced: cut short, altered, misshapen.
 
@@ -115,5 +120,6 @@ __all__ = [
     "RendezvousError",
     "StopRequested",
     "StoreError",
+    "StoreFullError",
     "UnsupportedError",
 ]

@@ -1,19 +1,29 @@
-"""The object_store client behind each kind of address: time limits, retries, what the environment says."""
+"""What stands behind each kind of address: a folder, or an object_store client with its time limits and retries."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from obstore.store import LocalStore, MemoryStore, from_url
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import MemoryStore, from_url
+
+from hf_diloco.agreement.folder import Entry, Folder, cut
+from hf_diloco.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore as Backend, RetryConfig
+    from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
+
+PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
+PARTS_IN_FLIGHT = 4
+DELETES_AT_ONCE = 1000
 
 ENVIRONMENT_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _LONGEST_REQUEST = timedelta(hours=1)
@@ -22,20 +32,87 @@ _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
 
+class Backend(Protocol):
+    """What `ObjectStore` asks of it; see `Folder` for what each does."""
+
+    def create(self, path: str, data: bytes) -> None: ...
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None: ...
+    def read(self, path: str, limit: int) -> bytes: ...
+    def read_range(self, path: str, start: int, end: int) -> Any: ...
+    def find(self, prefix: str = "") -> list[Entry]: ...
+    def delete(self, paths: Sequence[str]) -> None: ...
+    def move(self, path: str, target: str) -> None: ...
+    def unfinished(self) -> list[Entry]: ...
+    def drop(self, path: str) -> None: ...
+    def links(self) -> list[str]: ...
+
+
+class Cloud:
+    """Objects behind an object_store client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(self, path: str, data: bytes) -> None:
+        try:
+            obstore.put(self._client, path, data, mode="create")
+        except AlreadyExistsError:
+            raise FileExistsError(path) from None
+
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None:
+        source = cut(data, pace) if pace else data
+        obstore.put(self._client, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
+
+    def read(self, path: str, limit: int) -> bytes:
+        result = obstore.get(self._client, path)
+        if (size := result.meta["size"]) > limit:
+            raise OverflowError(size)
+        return bytes(result.bytes())
+
+    def read_range(self, path: str, start: int, end: int) -> Any:
+        return obstore.get_range(self._client, path, start=start, end=end)
+
+    def find(self, prefix: str = "") -> list[Entry]:
+        listed = obstore.list(self._client, prefix or None).collect()
+        return [Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in listed]
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for first in range(0, len(paths), DELETES_AT_ONCE):
+            batch = list(paths[first : first + DELETES_AT_ONCE])
+            try:
+                obstore.delete(self._client, batch)
+            except FileNotFoundError:  # some stores stop at the first that is absent
+                for path in batch:
+                    with contextlib.suppress(FileNotFoundError):
+                        obstore.delete(self._client, [path])
+
+    def move(self, path: str, target: str) -> None:
+        obstore.copy(self._client, path, target)
+        obstore.delete(self._client, [path])
+
+    def unfinished(self) -> list[Entry]:
+        return []
+
+    def drop(self, path: str) -> None:
+        pass
+
+    def links(self) -> list[str]:
+        return []
+
+
 def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
     """A client for a checked URL; see `ObjectStore` for the rest."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
         with _memory_lock:
-            return _memory.setdefault(rest, MemoryStore())
+            return Cloud(_memory.setdefault(rest, MemoryStore()))
     if scheme == "file":
         folder = Path(unquote(rest))
-        if read_only:
-            return _open_to_look(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(f"no permission to read and write in {folder}")
-        return LocalStore(folder)
+        return _open_to_look(folder) if read_only else _open_folder(folder, url)
     half = timedelta(seconds=timeout / 2)
     client: ClientConfig = {
         "connect_timeout": min(half, timedelta(seconds=5)),
@@ -52,7 +129,20 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
             "base": 2,
         },
     }
-    return from_url(url, client_options=client, retry_config=retry)
+    return Cloud(from_url(url, client_options=client, retry_config=retry))
+
+
+def _open_folder(folder: Path, url: str) -> Folder:
+    if not folder.parent.exists():
+        raise RendezvousError(
+            f"the rendezvous {url} cannot be opened: there is no folder {folder.parent}. If a shared file system is "
+            "to be there, mount it; else make the folder on the islands' machines. It is not made for you, because "
+            "an island that does not see the others' folder would start a run of its own"
+        )
+    folder.mkdir(exist_ok=True)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"no permission to read and write in {folder}")
+    return Folder(folder)
 
 
 def _open_to_look(folder: Path) -> Backend:
@@ -60,7 +150,7 @@ def _open_to_look(folder: Path) -> Backend:
         raise FileNotFoundError(f"there is no folder {folder}")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise PermissionError(f"no permission to read in {folder}")
-    return LocalStore(folder)
+    return Folder(folder)
 
 
 def client_options(prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hf_diloco.agreement.objects import ObjectStore, TooLargeError
+from hf_diloco.agreement.objects import ObjectStore, TooLargeError, UnreadableError
 from hf_diloco.agreement.seal import Seal
 from hf_diloco.errors import ForgedError
 
@@ -59,9 +59,9 @@ class RunLog:
         """Writes a record unless there is one; whether this one is there now."""
         return self.store.create(path, self.seal.wrap(path, _dump(record)))
 
-    def put(self, path: str, record: Record) -> None:
-        """Writes a record in place of what is there."""
-        self.store.put(path, self.seal.wrap(path, _dump(record)))
+    def put(self, path: str, record: Record, is_lasting: bool = True) -> None:
+        """Writes a record in place of what is there; see `ObjectStore.put`."""
+        self.store.put(path, self.seal.wrap(path, _dump(record)), None, is_lasting)
 
     def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
         """A record, or None if there is none. One of more than `limit` bytes is not downloaded.
@@ -72,7 +72,7 @@ class RunLog:
         """
         try:
             data = self.store.get(path, limit)
-        except TooLargeError as error:
+        except (TooLargeError, UnreadableError) as error:
             raise ForgedError(str(error)) from None
         if data is None:
             return None

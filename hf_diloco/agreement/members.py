@@ -173,7 +173,8 @@ class Members:
         with self._lock:
             self._count += 1
             record = BeatRecord(count=self._count, **asdict(self.standing))
-            self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record)
+            # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
+            self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record, is_lasting=False)
 
     def start_beating(self, refresh: Callable[[], None] = lambda: None) -> None:
         """Beats in a thread until `leave`. A store that does not answer is tried again at the next beat.

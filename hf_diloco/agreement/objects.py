@@ -8,44 +8,28 @@
 
 Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*), or are what the provider gives to the machine.
 
-A reader sees an object whole or not at all. A folder's files are written under another name (`NAME#1`) and then
-renamed or linked: a writer that is killed leaves at most such a file, which no list shows. Files are not flushed to
-the disk: when the power fails, the newest may be left empty or cut short, and only digests of their contents tell.
+A reader sees an object whole or not at all, and it stays when the power fails; `folder` says how files do that.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-)
+from obstore.exceptions import BaseError
 
-from hf_diloco.agreement.backends import open_backend
-from hf_diloco.agreement.store_failures import Failures, lacks_bucket, reason_of
-from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.agreement.backends import PART_BYTES, open_backend
+from hf_diloco.agreement.folder import Entry, NoFileError
+from hf_diloco.agreement.store_failures import Failures, is_full, lacks_bucket, reason_of
+from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
 from hf_diloco.store_url import OBJECT_PATH, check_store_url
 
-if TYPE_CHECKING:
-    pass
-
 T = TypeVar("T")
-
-PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
-PARTS_IN_FLIGHT = 4
-_PIECE_BYTES = 1 << 18
-DELETES_AT_ONCE = 1000
 
 _MAX_PATH = 512
 _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid range|starting at \d+, but object")
@@ -59,13 +43,8 @@ class TooLargeError(StoreError):
     """An object is larger than what it is to be read as."""
 
 
-@dataclass(frozen=True, order=True)
-class Entry:
-    """An object as a list shows it: its path, its size in bytes, and when it was written, by the store's clock."""
-
-    path: str
-    size: int
-    modified: datetime
+class UnreadableError(StoreError):
+    """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
 
 
 class _Absent(Exception):
@@ -100,7 +79,7 @@ class ObjectStore:
         self._failures = Failures(self._scheme, timeout, read_only)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
-            self._call("list", "", lambda: next(iter(obstore.list(self._backend, chunk_size=1)), None))
+            self._call("list", "checks", lambda: self._backend.find("checks"))
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:
@@ -142,15 +121,19 @@ class ObjectStore:
 
         def attempt() -> bool:
             try:
-                obstore.put(self._backend, path, data, mode="create")
+                self._backend.create(path, data)
                 return True
-            except AlreadyExistsError:
+            except FileExistsError:
                 return self._holds(path, data)
 
         return self._write("create", path, attempt)
 
     def put(
-        self, path: str, data: bytes | bytearray | memoryview[Any], pace: Callable[[int], None] | None = None
+        self,
+        path: str,
+        data: bytes | bytearray | memoryview[Any],
+        pace: Callable[[int], None] | None = None,
+        is_lasting: bool = True,
     ) -> None:
         """Writes an object, in place of an earlier one. Large ones travel in parts, and appear when the last is there.
 
@@ -158,18 +141,15 @@ class ObjectStore:
             path: relative to the store's root.
             data: what it holds.
             pace: called with a number of bytes before so many go; returns when they may.
+            is_lasting: it must outlast a loss of power; a folder's file is then flushed to the disk.
 
         Raises:
+            StoreFullError: there is no space left.
             StoreError: no answer, or access is denied.
         """
         _check_path(path)
         view = memoryview(data).cast("B")
-
-        def attempt() -> object:
-            source = _paced(view, pace) if pace else view
-            return obstore.put(self._backend, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
-
-        self._write("write", path, attempt)
+        self._write("write", path, lambda: self._backend.put(path, view, pace, is_lasting))
 
     def get(self, path: str, limit: int) -> bytes | None:
         """Returns an object, None if there is none.
@@ -179,20 +159,19 @@ class ObjectStore:
 
         Raises:
             TooLargeError: the object is larger than `limit`.
+            UnreadableError: it is a symbolic link or device in a folder.
             StoreError: no answer, or access is denied.
         """
         _check_path(path)
 
-        def attempt() -> bytes:
-            result = obstore.get(self._backend, path)
-            if (size := result.meta["size"]) > limit:
-                raise TooLargeError(f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have")
-            return bytes(result.bytes())
-
         try:
-            return self._call("read", path, attempt)
+            return self._call("read", path, lambda: self._backend.read(path, limit))
         except _Absent:
             return None
+        except OverflowError as size:
+            raise TooLargeError(
+                f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have"
+            ) from None
 
     def get_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
         """Returns the bytes [start, end) of an object, for every pair. Neighbouring ranges travel in one request.
@@ -217,11 +196,11 @@ class ObjectStore:
     def _get_run(self, path: str, start: int, end: int) -> memoryview:
         """One range; obstore's own function for several ends the process if the object is shorter than expected."""
         try:
-            run = memoryview(
-                self._call("read", path, lambda: obstore.get_range(self._backend, path, start=start, end=end))
-            )
+            run = memoryview(self._call("read", path, lambda: self._backend.read_range(path, start, end)))
         except _Absent:
             raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
+        except UnreadableError as error:
+            raise CutShortError(str(error)) from None
         except StoreError as error:
             if _BEYOND_END.search(str(error)):
                 raise CutShortError(f"{self.url}: {path} ends before byte {start}") from None
@@ -250,12 +229,10 @@ class ObjectStore:
         if prefix:
             _check_path(prefix)
         try:
-            found = self._call("list", prefix, lambda: obstore.list(self._backend, prefix or None).collect())
+            found = self._call("list", prefix, lambda: self._backend.find(prefix))
         except _Absent:  # a folder that was removed meanwhile
             return []
-        return sorted(
-            Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in found if _is_path(meta["path"])
-        )
+        return sorted(entry for entry in found if _is_path(entry.path))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes objects; those that are absent already are fine.
@@ -265,29 +242,45 @@ class ObjectStore:
         """
         for path in paths:
             _check_path(path)
-        for first in range(0, len(paths), DELETES_AT_ONCE):
-            batch = list(paths[first : first + DELETES_AT_ONCE])
-            try:
-                self._delete(batch)
-            except _Absent:  # some stores stop at the first that is absent
-                for path in batch:
-                    with contextlib.suppress(_Absent):
-                        self._delete([path])
+        if paths:
+            self._write("delete", paths[0], lambda: self._backend.delete(paths))
 
-    def _delete(self, batch: Sequence[str]) -> None:
-        self._call("delete", batch[0], lambda: obstore.delete(self._backend, batch))
+    def unfinished(self) -> Sequence[Entry]:
+        """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /)."""
+        return sorted(self._call("list", "", self._backend.unfinished))
+
+    def drop(self, unfinished: Sequence[Entry]) -> None:
+        """Removes what `unfinished` has returned; nobody may be writing it any more."""
+        for entry in unfinished:
+            self._call("delete", entry.path, lambda: self._backend.drop(entry.path))  # noqa: B023 - called at once
+
+    def links(self) -> Sequence[str]:
+        """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
+        return self._call("list", "", self._backend.links)
+
+    def move(self, path: str, target: str) -> None:
+        """Gives an object another path; a link is moved, not followed.
+
+        Raises:
+            StoreError: no answer, access is denied, or there is no such object.
+        """
+        _check_path(target)
+        self._write("move", path, lambda: self._backend.move(path, target))
 
     def _holds(self, path: str, data: bytes) -> bool:
         """Whether an object that exists holds these bytes."""
         try:
-            result = obstore.get(self._backend, path)
+            return self._backend.read(path, len(data)) == data
         except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
             raise _Unsettled from None
-        return result.meta["size"] == len(data) and bytes(result.bytes()) == data
+        except (OverflowError, NoFileError):
+            return False
 
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
         try:
             return self._call(verb, path, attempt)
+        except UnreadableError as error:
+            raise StoreError(str(error)) from None
         except _Absent:
             raise StoreError(
                 f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
@@ -312,6 +305,8 @@ class ObjectStore:
                 if self._scheme != "file" and lacks_bucket(error):
                     raise self._failure(verb, path, error) from None
                 raise _Absent from None
+            except NoFileError as error:
+                raise UnreadableError(f"{self.url}: {error.filename} {error.strerror}: remove it") from None
             except (BaseError, OSError, _Unsettled) as error:
                 if not self._may_pass(error) or time.monotonic() - begun >= 0.6 * self.timeout:
                     raise self._failure(verb, path, error) from None
@@ -324,7 +319,8 @@ class ObjectStore:
     def _failure(self, verb: str, path: str, error: Exception) -> StoreError:
         reason = "it says that the object exists, but does not show it" if isinstance(error, _Unsettled) else None
         what = f"{self.url} does not {verb} {path}" if path else f"{self.url} does not {verb} its objects"
-        return StoreError(f"{what} ({reason or reason_of(error)}): {self._failures.remedy(error)}")
+        kind = StoreFullError if is_full(error) else StoreError
+        return kind(f"{what} ({reason or reason_of(error)}): {self._failures.remedy(error)}")
 
 
 def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) -> ObjectStore:
@@ -334,13 +330,6 @@ def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) 
 
 def _is_path(path: str) -> bool:
     return len(path) <= _MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
-
-
-def _paced(view: memoryview[Any], pace: Callable[[int], None]) -> Iterator[memoryview[Any]]:
-    for low in range(0, len(view), _PIECE_BYTES):
-        piece = view[low : low + _PIECE_BYTES]
-        pace(len(piece))
-        yield piece
 
 
 def _check_path(path: str) -> None:
@@ -362,4 +351,12 @@ def _joined(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-__all__ = ["CutShortError", "Entry", "ObjectStore", "TooLargeError", "open_object_store"]
+__all__ = [
+    "PART_BYTES",
+    "CutShortError",
+    "Entry",
+    "ObjectStore",
+    "TooLargeError",
+    "UnreadableError",
+    "open_object_store",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does n
 _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
+_PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # a network file system's
 _LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429}  # answers that asking again does not change
 
 
@@ -37,6 +39,8 @@ class Failures:
 
     def may_pass(self, error: Exception) -> bool:
         """Whether asking again may help."""
+        if self.scheme == "file" and isinstance(error, OSError) and error.errno in _PASSING:
+            return True
         if self.scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return False
         if "builder error" in str(error):  # http where only https is allowed
@@ -65,6 +69,13 @@ class Failures:
         return f"no success within {self.timeout:g} s; check the network, the endpoint and the store's state"
 
 
+def is_full(error: Exception) -> bool:
+    """Whether there is no space left, or a quota is used up."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return re.search(r"status code: 507|QuotaExceeded|InsufficientStorage|XMinioStorageFull", str(error)) is not None
+
+
 def lacks_bucket(error: Exception) -> bool:
     """Whether it is the bucket that does not exist, and not an object."""
     return _NO_BUCKET.search(str(error)) is not None
@@ -72,6 +83,8 @@ def lacks_bucket(error: Exception) -> bool:
 
 def reason_of(error: Exception) -> str:
     """The store's own words in one line, without the request's address, which may hold a signature."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error)
     code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:

@@ -1,0 +1,198 @@
+"""Objects as files of a folder: what outlasts a loss of power, what is not followed, what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.seal import Seal
+from hf_diloco.errors import ForgedError, RendezvousError, StoreError, StoreFullError
+
+
+class Word(Record):
+    text: str
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> ObjectStore:
+    return open_object_store(f"file://{root}")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    folder = tmp_path / "elsewhere"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "file").write_bytes(b"precious")
+    (folder / "deep" / "file").write_bytes(b"precious")
+    return folder
+
+
+def precious(elsewhere: Path) -> list[bytes]:
+    return [(elsewhere / "file").read_bytes(), (elsewhere / "deep" / "file").read_bytes()]
+
+
+# Symbolic links
+
+
+def test_a_linked_folder_is_neither_listed_nor_emptied(store: ObjectStore, root: Path, elsewhere: Path) -> None:
+    store.put("payloads/00000001/a", b"x")
+    (root / "payloads" / "00000002").symlink_to(elsewhere)
+    assert [path for path, _ in store.list("payloads")] == ["payloads/00000001/a"]
+    assert store.list("payloads/00000002") == []
+    for path in ("payloads/00000002/file", "payloads/00000002/deep/file"):
+        with pytest.raises(StoreError, match="symbolic link"):
+            store.delete([path])
+    assert precious(elsewhere) == [b"precious", b"precious"]
+    assert store.links() == ["payloads/00000002"]
+
+
+def test_nothing_is_read_or_written_through_a_link(store: ObjectStore, root: Path, elsewhere: Path) -> None:
+    (root / "folder").symlink_to(elsewhere)
+    (root / "plan.json").symlink_to(elsewhere / "file")
+    for path in ("folder/file", "plan.json"):
+        with pytest.raises(StoreError, match=r"symbolic link.*remove it"):
+            store.get(path, 100)
+        with pytest.raises(StoreError):
+            store.get_ranges(path, [0], [2])
+    for write in (store.put, store.create):
+        with pytest.raises(StoreError, match="symbolic link"):
+            write("folder/new", b"new")
+    assert not store.create("plan.json", b"mine")
+    store.put("plan.json", b"mine")  # in place of the link
+    assert precious(elsewhere) == [b"precious", b"precious"]
+    assert sorted(os.listdir(elsewhere)) == ["deep", "file"]
+
+
+def test_a_link_in_place_of_a_record_counts_as_forged(store: ObjectStore, root: Path, elsewhere: Path) -> None:
+    """So that whatever passes over damaged records passes over it."""
+    log = RunLog(store, Seal(b"", "run"))
+    (root / "a.json").symlink_to(elsewhere / "file")
+    (root / "b.json").mkdir()
+    os.mkfifo(root / "c.json")
+    for name in ("a", "b", "c"):
+        with pytest.raises(ForgedError):
+            log.read(f"{name}.json", Word)
+        assert log.read_or_refuse(f"{name}.json", Word) is None
+
+
+def test_deleting_a_link_deletes_the_link(store: ObjectStore, root: Path, elsewhere: Path) -> None:
+    (root / "a").symlink_to(elsewhere / "file")
+    store.delete(["a"])
+    assert not (root / "a").is_symlink()
+    assert precious(elsewhere) == [b"precious", b"precious"]
+
+
+# Loss of power
+
+
+def test_contents_and_names_are_flushed_before_a_write_returns(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the file, then the folder that has got its name; and the folders that were made."""
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    store.create("rounds/1/plan.json", b"who")
+    names = [Path(path).relative_to(root).as_posix() for path in flushed]
+    assert names[:2] == [".", "rounds"]
+    assert names[2].startswith("rounds/1/plan.json#")
+    assert names[3:] == ["rounds/1"]
+    flushed.clear()
+    store.put("rounds/1/plan.json", b"again")
+    assert len(flushed) == 2
+    flushed.clear()
+    store.put("beats/0/1.json", b"alive", is_lasting=False)
+    assert flushed == []
+
+
+def test_what_is_created_gets_its_name_when_it_is_whole(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers and other writers look at the moment before the name is given, and the one after."""
+    seen: list[bytes | None] = []
+    link = os.link
+
+    def look_and_link(*args: object, **kwargs: object) -> None:
+        seen.append(store.get("plan.json", 10))
+        assert store.list() == []
+        link(*args, **kwargs)  # type: ignore[arg-type]
+        seen.append(store.get("plan.json", 10))
+
+    monkeypatch.setattr(os, "link", look_and_link)
+    assert store.create("plan.json", b"whole")
+    assert seen == [None, b"whole"]
+    assert not store.create("plan.json", b"other")
+
+
+# What is left behind
+
+
+def test_deleting_the_last_object_removes_the_folders_above(store: ObjectStore, root: Path) -> None:
+    store.put("payloads/00000001/0-1-9/rank-00000.bin", b"x")
+    store.put("payloads/00000002/0-1-9/rank-00000.bin", b"x")
+    store.delete(["payloads/00000001/0-1-9/rank-00000.bin"])
+    assert sorted(path.name for path in (root / "payloads").iterdir()) == ["00000002"]
+    store.delete(["payloads/00000002/0-1-9/rank-00000.bin"])
+    assert list(root.iterdir()) == []
+
+
+def test_unfinished_files_and_empty_folders_are_found_and_dropped(store: ObjectStore, root: Path) -> None:
+    store.put("payloads/00000002/0-1-9/rank-00001.bin", b"x")
+    (root / "payloads" / "00000001" / "0-1-9").mkdir(parents=True)
+    (root / "payloads" / "00000002" / "0-1-9" / "rank-00000.bin#1").write_bytes(b"half")
+    found = store.unfinished()
+    assert [entry.path for entry in found] == [
+        "payloads/00000001/0-1-9/",
+        "payloads/00000002/0-1-9/rank-00000.bin#1",
+    ]
+    store.drop(found)
+    assert store.unfinished() == []
+    assert store.list() == [("payloads/00000002/0-1-9/rank-00001.bin", 1)]
+    assert not (root / "payloads" / "00000001").exists()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A disk that has as many bytes left as the list says."""
+    left, write = [0], os.write
+
+    def write_while_there_is_space(fd: int, data: bytes) -> int:
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        num = write(fd, data[: left[0]])
+        left[0] -= num
+        return num
+
+    monkeypatch.setattr(os, "write", write_while_there_is_space)
+    return left
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(store: ObjectStore, root: Path, full_disk: list[int]) -> None:
+    full_disk[0] = 1000
+    for write in (store.put, store.create):
+        with pytest.raises(StoreFullError, match=r"does not \w+ payloads/1/a \(No space left on device\)"):
+            write("payloads/1/a", bytes(10_000))
+    assert list(root.iterdir()) == []
+
+
+# The folder itself
+
+
+def test_a_folder_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=rf"there is no folder {tmp_path}/mnt\. .*mount it"):
+        open_object_store(f"file://{tmp_path}/mnt/run")
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_a_folder_that_is_itself_a_link_is_used(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "real")
+    open_object_store(f"file://{tmp_path}/alias").put("a", b"x")
+    assert (tmp_path / "real" / "a").read_bytes() == b"x"
