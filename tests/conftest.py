@@ -49,6 +49,8 @@ LAUNCHER_VARIABLES = re.compile(
     r"|(LOCAL_|GROUP_|ROLE_|CROSS_)?(RANK|SIZE|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
 
+pytest_plugins = ["tests.selection"]
+
 settings.register_profile("hf_diloco", deadline=None, print_blob=True)  # a shared machine has slow moments
 settings.load_profile("hf_diloco")
 

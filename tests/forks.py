@@ -61,7 +61,7 @@ AT_IMPORT = re.compile(
 )
 NOT_READ = {"TORCH_EXTENSIONS_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # not at import
 
-_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER = 1, 35, 36
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
 _ROOM = 32_768  # bytes that /proc shows of a template's arguments and environment; a forked process overwrites them
 _BIN = Path(sys.executable).parent
 
@@ -126,6 +126,8 @@ class Template:
             OSError: when the template has ended.
         """
         with self._lock:
+            before = ctypes.c_int()
+            _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))  # a guard is one for good
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 message = json.dumps(request).encode()
@@ -133,7 +135,7 @@ class Template:
                 self._connection.sendall(message)
                 pid = int.from_bytes(_receive(self._connection, 8), "big")
             finally:
-                _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+                _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
         return pid
 
 
@@ -385,7 +387,7 @@ def _show(command: list[str], environment: dict[str, str]) -> None:
         )  # needs CAP_SYS_RESOURCE, else blanks
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 

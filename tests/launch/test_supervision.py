@@ -83,6 +83,7 @@ def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, proce
     assert_nothing_left(processes)
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_stops_with_checkpoints(tmp_path: Path, processes: Processes, number: signal.Signals) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
@@ -147,6 +148,7 @@ def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes:
     assert checkpoints(tmp_path, 0)
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("victim", ["rank", "agent", "guard"])
 def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, victim: str) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
@@ -158,6 +160,7 @@ def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, 
     assert_nothing_left(processes)
 
 
+@pytest.mark.real_start
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
     wait_until_training(tmp_path, 0, 1)
