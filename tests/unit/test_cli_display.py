@@ -74,7 +74,9 @@ def test_a_closed_terminal_does_not_end_the_launcher(tmp_path: Path) -> None:
     stream = (tmp_path / "out").open("w")
     console = terminal(stream)
     stream.close()
+    assert stream.closed
     console.print("nobody reads this")
+    assert (tmp_path / "out").read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -66,4 +66,4 @@ def test_does_not_keep_the_process_alive() -> None:
     code = (
         "import itertools; from hf_diloco.data.ahead import read_ahead; a = read_ahead(itertools.count(), 2); next(a)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -414,3 +414,4 @@ def test_who_forgets_to_close_leaves_no_thread() -> None:
     (thread,) = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     del ahead
     thread.join(LONG)
+    assert not thread.is_alive()

@@ -44,7 +44,9 @@ def test_wrong(training: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_ready_run_file_passes(path: Path) -> None:
-    check_training(load_run_file(path).training)
+    training = load_run_file(path).training
+    assert training["max_steps"] > 0
+    check_training(training)
 
 
 def test_structured_values_pass() -> None:

@@ -532,8 +532,10 @@ def test_a_state_published_with_another_quantization_is_refused() -> None:
 def test_a_state_without_a_published_model_may_be_loaded() -> None:
     blocking = Nodes(make_topology("ring", N), apart(), blocking=True)
     nodes = Nodes(make_topology("ring", N), apart())
+    before = nodes.optimizers[0].param_groups[0]["params"][0].detach().clone()
     nodes.optimizers[0].load_state_dict(blocking.optimizers[0].state_dict())
     nodes.step(0, lambda *_: np.ones(D))
+    assert not torch.equal(nodes.optimizers[0].param_groups[0]["params"][0], before)
 
 
 def test_memory_is_one_vector_of_state_and_two_of_work() -> None:

@@ -569,7 +569,8 @@ def test_pictures(name: str, suffix: str, head: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_pictures_of_few_nodes(num_nodes: int, tmp_path: Path) -> None:
     for name in GRAPHS:
-        draw(make_topology(name, num_nodes), tmp_path / f"{name}.svg")
+        draw(make_topology(name, num_nodes), path := tmp_path / f"{name}.svg")
+        assert path.read_bytes().startswith(b"<?xml")
 
 
 @pytest.mark.parametrize("name", ["grid", "one-peer-exponential", "random-matching"])
