@@ -142,7 +142,7 @@ class Members:
                 )
             record = ClaimRecord(host=socket.gethostname(), machine=_machine(), pid=os.getpid(), folder=self._folder)
             for number in itertools.count(newest + 1):
-                if self._log.create(path := _claim_path(self.island, number), record):
+                if self._log.create(path := claim_path(self.island, number), record):
                     self.claim = number
                     return number
                 if self._is_claim(path):  # another process was faster
@@ -152,7 +152,7 @@ class Members:
         """The number of the newest process of an island; 0 if there was none. What is no claim does not count."""
         names = [path.rpartition("/")[2] for path in self._log.list(f"claims/{island}/")]
         numbers = sorted((int(name[:-5]) for name in names if _CLAIM_NAME.fullmatch(name)), reverse=True)
-        return next((number for number in numbers if self._is_claim(_claim_path(island, number))), 0)
+        return next((number for number in numbers if self._is_claim(claim_path(island, number))), 0)
 
     def _is_claim(self, path: str) -> bool:
         if path not in self._claims and self._log.read_or_refuse(path, ClaimRecord) is not None:
@@ -264,7 +264,7 @@ class Members:
 
     def _lives(self, claim: int) -> bool:
         """Whether the process of an earlier claim gives signs of life; may take as long as the lease."""
-        record = self._log.read_or_refuse(_claim_path(self.island, claim), ClaimRecord)
+        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
         path = f"beats/{self.island}/{claim:06d}.json"
@@ -285,7 +285,7 @@ class Members:
         return False
 
     def _where(self, claim: int) -> str:
-        record = self._log.read_or_refuse(_claim_path(self.island, claim), ClaimRecord)
+        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
         return f"process {record.pid} on {record.host}" if record else "unknown"
 
 
@@ -305,5 +305,6 @@ def _machine() -> str:
         return ""
 
 
-def _claim_path(island: int, number: int) -> str:
+def claim_path(island: int, number: int) -> str:
+    """Where the claim of an island's process lies."""
     return f"claims/{island}/{number:06d}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 
 PATH = "run.json"
 _NO_RUN = "-"  # what seals the record that names the run
+_PARTS = ("start.json", "claims", "beats", "rounds", "links", "snapshots", "payloads")
+_LOOKS, _LOOK_SECONDS = 5, 1.0
 
 Fingerprint = Mapping[str, str | int | float | bool | None]
 
@@ -46,13 +49,14 @@ def enter_run(
 
     Raises:
         FingerprintError: the run trains something else, or in another way.
-        RendezvousError: there is a run that was not begun with this key; or islands cannot agree in this store.
+        RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone; or islands
+            cannot agree in this store.
     """
     log = RunLog(store, Seal(key, _NO_RUN))
     mine = RunRecord(
         run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
     )
-    found = find_run(log)
+    found = find_run(log) or _find_again(log)
     if found is None:
         store.check_creation()
         try:
@@ -75,6 +79,32 @@ def find_run(log: RunLog) -> RunRecord | None:
         raise _not_ours(log.store, error) from None
 
 
+def _find_again(log: RunLog) -> RunRecord | None:
+    """The run whose other records are there already; None if there are none.
+
+    `run.json` is written before all others. Whoever sees others, but not it, has looked too early, or reads it from a
+    network file system that remembers for a while that there was none.
+
+    Raises:
+        RendezvousError: it is gone.
+    """
+    paths = [path for path, _ in log.store.list()]
+    others = [path for path in paths if path.partition("/")[0] in _PARTS]
+    if not others:
+        return None
+    for look in range(_LOOKS):
+        if found := find_run(log):
+            return found
+        if PATH not in paths:
+            break
+        time.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
+    raise RendezvousError(
+        f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {PATH}, which names "
+        f"that run, is gone: a second run in the same place would mix with them. Bring {PATH} back from a copy; or "
+        "stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
+    )
+
+
 def open_log(store: ObjectStore, key: bytes, run: RunRecord) -> RunLog:
     """The log of a run."""
     return RunLog(store, Seal(key, run.run))
@@ -87,6 +117,8 @@ def open_run(store: ObjectStore, key: bytes) -> tuple[RunRecord, RunLog]:
         RendezvousError: there is none, or it was begun with another key.
     """
     found = find_run(RunLog(store, Seal(key, _NO_RUN)))
+    if found is None:
+        found = _find_again(RunLog(store, Seal(key, _NO_RUN)))
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
     return found, open_log(store, key, found)
@@ -105,5 +137,6 @@ def _check(run: RunRecord, fingerprint: Fingerprint, island: int, url: str) -> N
 def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
     return RendezvousError(
         f"the run at {store.url} was begun with another key, or is none of this package ({error}): give all islands "
-        "the same key (HF_DILOCO_KEY or key_file), or choose another rendezvous"
+        "the same key (HF_DILOCO_KEY or key_file); if run.json is damaged, bring it back from a copy; or choose "
+        "another rendezvous"
     )

@@ -44,13 +44,13 @@ def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | 
 
     Args:
         folder: where they are.
-        parts: in the order of their paths; None for one that is no such record.
+        parts: in the order of their paths; None for what is no such record, and does not count.
 
     Raises:
         PayloadError: the parts do not belong together.
     """
     records = [part for part in parts if part is not None]
-    if not records or len(records) < len(parts):
+    if not records:
         return None
     first = records[0]
     if [part.rank for part in records] != list(range(first.num_ranks)):

@@ -32,6 +32,7 @@ from hf_diloco.errors import (
     MissedRoundError,
     StopRequested,
     StoreError,
+    StoreFullError,
 )
 from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.rate import RateLimit
@@ -146,6 +147,13 @@ class ElasticSession(BaseSession):
             run, is_new = enter_run(
                 self._store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint
             )
+            if is_new and self.outer.run:
+                logger.warning(
+                    "%s is empty: beginning a new run from the checkpoint of run %s. If the other islands go on in "
+                    "that run, stop this one: is the right store given, and its file system mounted?",
+                    self.config.rendezvous,
+                    self.outer.run,
+                )
             log = open_log(self._store, self._key, run)
             self._members = Members(log, self.config.island, os.path.realpath(folder))
             self._members.enter()
@@ -265,6 +273,8 @@ class ElasticSession(BaseSession):
 
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
         """Lets training go on after a round did not take place."""
+        if self.island.is_leader and isinstance(error, StoreFullError):
+            self._snapshots.make_room()
         if isinstance(error, StoreError):  # which would not say either where the others are
             self._pace.postpone()
         else:

@@ -126,17 +126,21 @@ class Recovery:
     def take_over(self, find: Callable[[], str | None]) -> bool:
         """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
 
-        A snapshot may be cleared up while it is read: then there is a newer one.
+        A snapshot may be cleared up while it is read: then there is a newer one. One that is damaged is passed over:
+        then an older one, and the rounds since, do.
         """
-        damaged = None
+        tried = None
         while (folder := self.island.on_leader(find)) is not None:
             try:
                 self._load(folder)
                 return True
-            except PayloadError:
-                if folder == damaged:
-                    raise
-                damaged = folder
+            except PayloadError as error:
+                if folder == tried:
+                    if not self._snapshots.shun(folder):
+                        raise
+                    if self.island.is_leader:
+                        logger.warning("the snapshot %s is passed over: %s", folder, error)
+                tried = folder
         return False
 
     def _load(self, folder: str) -> None:

@@ -4,28 +4,36 @@
                                                              rank-K-fragment-F-anchor.bin
     snapshots/R/I-N/rank-K.json                              what they hold; a snapshot that has all ranks' is whole
     start.json                                               create if absent: which of them the run starts from
+                                                             (start-2.json where that is damaged)
 
 Writing needs no copy: the outer state changes only at the end of a round, and a snapshot is written between two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.agreement.members import ClaimRecord, claim_path
+from hf_diloco.agreement.objects import Entry
 from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import DiLoCoError, PayloadError
+from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
 from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.object_info import read_info
 
 logger = logging.getLogger("hf_diloco")
 
 _KEPT = 2
+_STARTS = ("start.json", *(f"start-{number}.json" for number in range(2, 10)))
+_SNAPSHOT = re.compile(r"snapshots/\d{8,12}/(\d{5,6})-(\d{6,9})/rank-\d{5,6}(?:-[a-z0-9-]+\.bin|\.json)")
+_PAYLOAD = re.compile(r"payloads/\d{8,12}/(?:mean-)?(\d{5,6})-(\d{6,9})(?:-\d+)?/rank-\d{5,6}\.bin")
 
 
 class StartRecord(Record):
@@ -51,19 +59,39 @@ class Snapshots:
         self._rank = rank
         self._num_ranks = num_ranks
         self._thread: threading.Thread | None = None
+        self._shunned: set[str] = set()
+        self._is_known: dict[tuple[str, str], bool] = {}
+        self._unfinished: set[Entry] = set()
 
     def folder(self, round_number: int) -> str:
         """Where this island's snapshot of a round is."""
         return f"snapshots/{round_number:08d}/{self._author}"
 
     def start(self) -> str | None:
-        """The folder of the snapshot that the run starts from, once that is decided."""
-        found = self._log.read("start.json", StartRecord)
-        return found.folder if found else None
+        """The folder of the snapshot that the run starts from, once that is decided.
+
+        Where the decision is damaged, and not taken anew, it is the newest snapshot; of several from which the run may
+        have started, the one of the lowest island.
+        """
+        for name in _STARTS:
+            try:
+                found = self._log.read(name, StartRecord)
+            except ForgedError as error:
+                self._log.refuse(name, error)
+                continue
+            if found is not None or name == _STARTS[0]:
+                return found.folder if found else None
+            break
+        whole = self._whole()
+        return (whole[-1] if round_of(whole[-1]) else whole[0]) if whole else None
 
     def decide_start(self, round_number: int) -> None:
         """Lets the run start from this island's snapshot, unless it starts from another's."""
-        self._log.decide("start.json", StartRecord(folder=self.folder(round_number)))
+        for name in _STARTS:
+            record = StartRecord(folder=self.folder(round_number))
+            if self._log.create(name, record) or self._log.read_or_refuse(name, StartRecord):
+                return
+        raise StoreError("all start.json are damaged: keep others away from the store")
 
     def write(self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Writes this rank's part.
@@ -105,6 +133,8 @@ class Snapshots:
                     self.clear_up(keep_rounds)
             except DiLoCoError as error:
                 logger.warning("no snapshot of round %d: %s", round_number, error)
+                if isinstance(error, StoreFullError):
+                    self.make_room(round_number)
 
         self._thread = threading.Thread(target=run, name="hf-diloco-snapshot", daemon=True)
         self._thread.start()
@@ -121,13 +151,19 @@ class Snapshots:
         Raises:
             StoreError: the store does not answer.
         """
-        for folder in sorted(self._folders(), reverse=True):
+        for folder in sorted(self._folders() - self._shunned, reverse=True):
             if round_of(folder) <= after:
                 return None
             found = self._read(folder)
             if found:
                 return found
         return None
+
+    def shun(self, folder: str) -> bool:
+        """Has `newest` pass over a snapshot whose values are damaged; returns whether it did not do so before."""
+        is_new = folder not in self._shunned
+        self._shunned.add(folder)
+        return is_new
 
     def at(self, folder: str) -> Snapshot:
         """The whole snapshot in a folder.
@@ -162,26 +198,68 @@ class Snapshots:
     def _prefix(self, number: int) -> str:
         return f"fragment-{number:05d}-" if len(self._buckets) > 1 else ""
 
-    def clear_up(self, keep_rounds: int) -> None:
+    def clear_up(self, keep_rounds: int, num_kept: int = _KEPT) -> None:
         """Deletes what nobody needs to catch up: older snapshots but one, and pseudo-gradients before the newest.
+
+        Only what a process of this run has written, as its name and the claim say; never what others have put there.
+        Files that a killed process has not finished go when they have not changed since the last time.
 
         Raises:
             StoreError: the store does not answer.
         """
-        whole = [folder for folder in sorted(self._folders()) if self._read(folder)]
+        self._drop_unfinished()
+        whole = self._whole()
         if not whole:
             return
         newest = round_of(whole[-1])
-        kept = {round_of(folder) for folder in whole[-_KEPT:]}
+        kept = {round_of(folder) for folder in whole[-num_kept:]}
         old = [path for path in self._log.list("snapshots") if round_of(path) < min(kept)]
         last_needless = newest - keep_rounds
         payloads = [path for path in self._log.list("payloads") if round_of(path) <= last_needless]
-        self._log.store.delete(old + payloads)
+        self._log.store.delete([path for path in old + payloads if self._is_ours(path)])
+
+    def make_room(self, unfinished_round: int | None = None) -> None:
+        """Deletes all that can be spared where the store is full; what cannot be deleted stays.
+
+        Args:
+            unfinished_round: of a snapshot by this process that could not be written.
+        """
+        with contextlib.suppress(DiLoCoError):
+            if unfinished_round is not None:
+                self._log.store.delete(self._log.list(self.folder(unfinished_round)))
+            self.clear_up(keep_rounds=0, num_kept=1)
+
+    def _drop_unfinished(self) -> None:
+        found = set(self._log.store.unfinished())
+        self._log.store.drop(sorted(found & self._unfinished))
+        self._unfinished = found
+
+    def _is_ours(self, path: str) -> bool:
+        match = _SNAPSHOT.fullmatch(path) or _PAYLOAD.fullmatch(path)
+        if match is None:
+            return False
+        author = match[1], match[2]
+        if author not in self._is_known:
+            claim = self._log.read_or_refuse(claim_path(int(match[1]), int(match[2])), ClaimRecord)
+            self._is_known[author] = claim is not None
+        return self._is_known[author]
+
+    def _whole(self) -> list[str]:
+        """The folders of whole snapshots, in order."""
+        return [folder for folder in sorted(self._folders()) if self._read(folder)]
 
     def _folders(self) -> set[str]:
-        return {path.rpartition("/")[0] for path in self._log.list("snapshots") if path.endswith(".json")}
+        return {
+            path.rpartition("/")[0]
+            for path in self._log.list("snapshots")
+            if path.endswith(".json") and _SNAPSHOT.fullmatch(path)
+        }
 
     def _read(self, folder: str) -> Snapshot | None:
         """The snapshot in a folder, if it is whole."""
-        paths = [path for path in self._log.list(folder) if path.endswith(".json")]
-        return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
+        paths = [path for path in self._log.list(folder) if path.endswith(".json") and _SNAPSHOT.fullmatch(path)]
+        try:
+            return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
+        except PayloadError as error:
+            logger.warning("passed over: %s", error)
+            return None
