@@ -31,7 +31,9 @@ from hf_diloco.errors import ForgedError, StoreError
 MAX_ATTEMPTS = 100
 """Attempts of one round at most: their numbers have two digits."""
 _OUTCOMES = ("outcome.json", *(f"outcome-{number}.json" for number in range(2, 10)))
-_SETTLE_SECONDS, _LOOKS = 2.0, 4
+SETTLE_SECONDS = 2.0
+"""How long what cannot be read is looked at again: another program may be copying it."""
+_LOOKS = 4
 _CLOSED = "closed: the outcome of an earlier attempt is damaged"
 
 
@@ -146,7 +148,7 @@ class Decisions:
                 if path in self._log.refused or look == _LOOKS:
                     self._log.refuse(path, error)
                     raise
-            self._sleep(_SETTLE_SECONDS / _LOOKS)
+            self._sleep(SETTLE_SECONDS / _LOOKS)
         raise AssertionError("the last look returns or raises")
 
 

@@ -7,10 +7,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_diloco.agreement import members
+from hf_diloco.agreement import decisions as deciding, members
 from hf_diloco.agreement.decisions import Decisions
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.objects import ObjectStore, open_object_store
@@ -26,6 +27,7 @@ from tests.unit.test_elastic import Meeting, Member
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(deciding, "SETTLE_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +168,7 @@ def throw(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("exchange", ["bucket", "mesh"])
 def test_rubbish_of_all_kinds_neither_stops_a_run_nor_changes_it(tmp_path: Path, exchange: str) -> None:
-    settings = {"exchange": exchange, "snapshot_every": 2, "keep_rounds": 1, "max_islands": 3}
+    settings: dict[str, Any] = {"exchange": exchange, "snapshot_every": 2, "keep_rounds": 1, "max_islands": 3}
     if exchange == "mesh":
         settings["bind_address"] = "127.0.0.1"
     meeting = Meeting(tmp_path, 2, **settings)
