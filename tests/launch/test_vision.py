@@ -176,7 +176,7 @@ def write_photographs(path: Path, numbers: Iterable[int]) -> None:
 
 
 def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
-    settings = ["training.max_steps=400", "training.logging_steps=10"]
+    settings = ["training.max_steps=200", "training.logging_steps=10"]
     runs = file.parent / "runs"
     run([*LAUNCH, file, *settings, "--name", "whole"], timeout=PATIENCE)
     with Processes() as processes:
@@ -194,7 +194,7 @@ def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
 
 
 def test_a_killed_node_is_done_without_and_returns(file: Path) -> None:
-    num_steps = 3000  # a start takes as long as a thousand of them
+    num_steps = 1000  # a start takes as long as a hundred of them
     settings = [f"training.max_steps={num_steps}", "training.logging_steps=10", "gossip.num_islands=4"]
     settings += ["--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]
     folder = file.parent / "runs" / "tiny"
