@@ -31,6 +31,7 @@ from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
 from hf_diloco.agreement.voting import Voting
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
+from hf_diloco.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -123,6 +124,7 @@ class Council:
         self._usual_norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(rules.num_fragments)]
         self._last_participants: frozenset[int] = frozenset()
         self._offers: dict[str, OfferRecord] = {}
+        self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, sleep)
         self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock, sleep)
 
@@ -182,6 +184,7 @@ class Council:
         self._members.check_claim()
         self.offer(attempt, offer)
         started = self._clock()
+        wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
         pause = _MIN_POLL_SECONDS
         while True:
@@ -212,6 +215,7 @@ class Council:
                 raise self._no_quorum(
                     attempt, offers, f"no more came within {self._rules.patience:g} s (sync_timeout)"
                 )
+            wait.look((self._awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
             self._sleep(pause)
             pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
@@ -256,7 +260,8 @@ class Council:
         """
         assert attempt.plan is not None
         participants = {participant.island for participant in attempt.plan.participants}
-        self._voting.vote(attempt.path, participants, mean, is_unanimous=self._rules.needs_presence)
+        wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
+        self._voting.vote(attempt.path, participants, mean, wait, is_unanimous=self._rules.needs_presence)
         record = OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
         return self._decisions.decide(attempt.path, record)
 
@@ -278,6 +283,7 @@ class Council:
             StoreError: the store does not answer.
         """
         deadline = self._clock() + patience
+        wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
         seen_at = self._clock()
         while self._decisions.outcome(attempt.path) is None:
             alive = self._members.alive()
@@ -291,6 +297,7 @@ class Council:
                 return
             if self._clock() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
+            wait.look([offer.island for offer in others])
             self._sleep(_MAX_POLL_SECONDS / 2)
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:

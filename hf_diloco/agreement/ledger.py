@@ -22,6 +22,7 @@ from torch.distributed import Store
 
 from hf_diloco.agreement.patience import call_within
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.waiting import Wait, WaitNotes
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -62,6 +63,9 @@ class Ledger:
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         find_broken: names islands whose connections have broken; a round does not wait for those.
+        where: islands meet, for messages.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
     """
 
     def __init__(
@@ -71,12 +75,19 @@ class Ledger:
         num_islands: int,
         should_stop: Callable[[], bool] = lambda: False,
         find_broken: Callable[[], Collection[int]] = tuple,
+        where: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
         self.island = island
         self.num_islands = num_islands
         self._should_stop = should_stop
         self._find_broken = find_broken
+        self._where = where
+        self._clock = clock
+        self._sleep = sleep
+        self._notes = WaitNotes(island, clock=clock)
         self._is_lost = False
 
     def claim(self) -> None:
@@ -100,7 +111,8 @@ class Ledger:
         """
         self._post(f"{topic}/{self.island}", record)
         keys = [f"{topic}/{island}" for island in range(self.num_islands)]
-        missing = self._await(keys, timeout, interruptible)
+        wait = self._notes.begin(timeout, where=self._where)
+        missing = self._await(keys, timeout, wait, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
         return [self._read(key) for key in keys]
@@ -116,14 +128,14 @@ class Ledger:
         self._post(f"{topic}/arrived/{self.island}", record)
         keys = [f"{topic}/arrived/{island}" for island in range(self.num_islands)]
         watch = _Watch(self._find_broken)
+        wait = self._notes.begin(timeout, f"round {round_number}")
         try:
-            missing = self._await(keys, timeout, unless=f"{topic}/plan", watch=watch)
+            missing = self._await(keys, timeout, wait, unless=f"{topic}/plan", watch=watch)
         except StopRequested:
             if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
                 raise
-            missing = self._await(
-                keys, timeout, interruptible=False, watch=watch
-            )  # all had arrived: it is too late to leave
+            # All had arrived: it is too late to leave.
+            missing = self._await(keys, timeout, wait, interruptible=False, watch=watch)
         kind = _GONE if watch.gone.intersection(missing) else _LATE
         plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]) if missing else _GO)
         if plan != _GO:
@@ -161,7 +173,8 @@ class Ledger:
         keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
         if vote["ok"]:
             watch = _Watch(self._find_broken)
-            self._await(keys, timeout, interruptible=False, unless=f"{topic}/outcome", watch=watch)
+            wait = self._notes.begin(timeout, f"round {round_number}, vote")
+            self._await(keys, timeout, wait, interruptible=False, unless=f"{topic}/outcome", watch=watch)
         votes = {str(island): self._read(key) for island, key in enumerate(keys) if self._has(key)}
         agreed = len(votes) == len(keys) and all(
             record.get("ok") is True and record.get("digest") == vote["digest"] for record in votes.values()
@@ -196,6 +209,7 @@ class Ledger:
         self,
         keys: list[str],
         timeout: float,
+        wait: Wait,
         interruptible: bool = True,
         unless: str | None = None,
         watch: _Watch | None = None,
@@ -204,7 +218,7 @@ class Ledger:
 
         Where `watch` sees that absent islands are gone, it returns those before.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         absent = dict(enumerate(keys))
         while absent:
             if watch:
@@ -216,11 +230,12 @@ class Ledger:
                 return []
             if watch and (gone := watch.gone & absent.keys()):
                 return sorted(gone)
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             if left <= 0:
                 break
+            wait.look(absent.keys())
             waited = timeout - left
-            time.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
+            self._sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
         return sorted(absent)
 
     def _has(self, key: str) -> bool:

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.errors import DuplicateIslandError, StoreError
+from hf_diloco.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -275,7 +276,9 @@ class Members:
             "island %d was taken before: looking for %g s whether that process lives", self.island, self._lease
         )
         deadline = self._clock() + self._lease
+        wait = WaitNotes(self.island, clock=self._clock).begin(self._lease, "start")
         while self._clock() < deadline:
+            wait.look(f"a sign of life of the process that had this number before ({self._where(claim)})")
             self._sleep(_LOOK_SECONDS)
             beat = self._log.read_or_refuse(path, BeatRecord)
             if beat and beat.phase in ("left", "finished"):

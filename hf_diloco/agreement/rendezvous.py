@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from hf_diloco.agreement.patience import call_within
 from hf_diloco.config import split_tcp_url
 from hf_diloco.errors import RendezvousError
+from hf_diloco.waiting import WaitNotes
 
 _RETRY_SECONDS = 0.2
 _GREETING_SECONDS = 20.0
@@ -40,8 +41,13 @@ class Place(Protocol):
         """Seconds to wait for the others."""
 
 
-def connect_store(config: Place, is_host: bool) -> tuple[TCPStore, str]:
+def connect_store(config: Place, is_host: bool, notes: WaitNotes | None = None) -> tuple[TCPStore, str]:
     """Connects to the rendezvous; on the rank that `is_host` (island 0's leader) also opens it.
+
+    Args:
+        config: where to meet.
+        is_host: opens the rendezvous; else this waits until it is open.
+        notes: say for whom this waits; default: nothing is said.
 
     Returns:
         The store, and the local address that reaches it, which is where this rank listens for other islands.
@@ -56,7 +62,7 @@ def connect_store(config: Place, is_host: bool) -> tuple[TCPStore, str]:
         _refuse_public(address, port, config)
     listener = _listen(host, port, config) if is_host else None
     if listener is None:
-        _await_host(host, port, config)
+        _await_host(host, port, config, notes)
     store = _open_store(config, host, port, listener)
     return store, config.bind_address or _local_address(host, port)
 
@@ -143,9 +149,10 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
     return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of island 0"
 
 
-def _await_host(host: str, port: int, config: Place) -> None:
+def _await_host(host: str, port: int, config: Place, notes: WaitNotes | None) -> None:
     """Knocks until island 0 answers; TCPStore's own retries cannot say what is wrong."""
     deadline = time.monotonic() + config.join_timeout
+    wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -158,6 +165,8 @@ def _await_host(host: str, port: int, config: Place) -> None:
                     f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
                     f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
                 ) from None
+        if wait:
+            wait.look([0])
         time.sleep(_RETRY_SECONDS)
 
 

@@ -15,6 +15,7 @@ from pydantic import Field
 from hf_diloco.agreement.decisions import Decisions, is_outcome
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.agreement.members import Members
+from hf_diloco.waiting import Wait
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
 
@@ -62,7 +63,9 @@ class Voting:
         self._clock = clock
         self._sleep = sleep
 
-    def vote(self, folder: str, participants: Collection[int], mean: str, is_unanimous: bool = False) -> None:
+    def vote(
+        self, folder: str, participants: Collection[int], mean: str, wait: Wait, is_unanimous: bool = False
+    ) -> None:
         """Says that this island holds an average; returns when there is an outcome, or this island may write it.
 
         That is when another island agrees; when no participant is at it that could, and no two others agree on
@@ -72,6 +75,7 @@ class Voting:
             folder: of the attempt.
             participants: islands whose pseudo-gradients are in it.
             mean: digest of the average.
+            wait: says for whom this waits.
             is_unanimous: wait for all who are at it.
 
         Raises:
@@ -84,6 +88,7 @@ class Voting:
         while not self._is_settled(folder, participants, mean, is_unanimous):
             if self._should_stop() or self._clock() >= deadline:
                 return
+            wait.look(lambda: self._absent(folder, participants))
             self._sleep(pause)
             pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
@@ -103,3 +108,11 @@ class Voting:
         if mean in others:
             return have_all_voted or not is_unanimous
         return have_all_voted and len(set(others)) == len(others)  # outvoted, it leaves the outcome to the others
+
+    def _absent(self, folder: str, participants: Collection[int]) -> Collection[int]:
+        """Participants without a vote; all others where each has voted, and another one than this island."""
+        there = {
+            path.removeprefix(f"{folder}/votes/").partition("-")[0] for path in self._log.list(f"{folder}/votes/")
+        }
+        others = set(participants) - {self._members.island}
+        return {island for island in others if f"{island:05d}" not in there} or others

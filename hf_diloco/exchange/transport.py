@@ -12,6 +12,7 @@ from hf_diloco.exchange.base import Exchange
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.mesh import MeshExchange
 from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.waiting import WaitNotes
 
 
 class Transport(ABC):
@@ -55,21 +56,25 @@ class MeshTransport(Transport):
 
     def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:
         self._config = config
+        self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
-        self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0)
+        self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0, notes=self._notes)
 
     def open(self, lane: int) -> Exchange:
         config = self._config
-        return MeshExchange(
-            self.store,
-            f"lane{lane}",
-            config.island,
-            config.num_islands,
-            self._address,
-            config.exchange_timeout,
-            num_connections=config.connections,
-            rate_limit=self._rate_limit,
-        )
+        others = [island for island in range(config.num_islands) if island != config.island]
+        wait = self._notes.begin(config.exchange_timeout, f"connecting from {self._address}")
+        with wait.blocking(others):
+            return MeshExchange(
+                self.store,
+                f"lane{lane}",
+                config.island,
+                config.num_islands,
+                self._address,
+                config.exchange_timeout,
+                num_connections=config.connections,
+                rate_limit=self._rate_limit,
+            )
 
 
 def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> Transport:

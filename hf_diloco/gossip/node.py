@@ -25,6 +25,7 @@ from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.gossip.turns import NoTurns, Turns
 from hf_diloco.island import IslandGroup
+from hf_diloco.waiting import WaitNotes
 from hf_diloco.workspace import Workspace
 
 
@@ -294,7 +295,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
 def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     if config.num_islands == 1:
         return MemoryGraph(topology).node(0)
-    store, address = connect_store(config, is_host=config.island == 0)
+    store, address = connect_store(config, is_host=config.island == 0, notes=WaitNotes(config.island, "node"))
     return MeshNeighbours(
         store,
         topology,

@@ -33,6 +33,7 @@ from hf_diloco.exchange.segments import Range, SegmentedMesh, check_ranges
 from hf_diloco.island import IslandGroup
 from hf_diloco.sessions.engines import Engine
 from hf_diloco.sessions.planned import PlannedRound
+from hf_diloco.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -93,6 +94,7 @@ class DirectEngine(Engine):
         self._rate_limit = rate_limit
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
+        self._notes = WaitNotes(config.island)
         self._upload: threading.Thread | None = None
 
     def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
@@ -158,18 +160,20 @@ class DirectEngine(Engine):
         )
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout
-        self._mesh = SegmentedMesh(
-            store,
-            name,
-            own,
-            own_range,
-            ranges,
-            self._address,
-            timeout,
-            self._key,
-            self._config.connections,
-            self._rate_limit,
-        )
+        wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
+        with wait.blocking([island for place, (island, _) in enumerate(members) if place != own]):
+            self._mesh = SegmentedMesh(
+                store,
+                name,
+                own,
+                own_range,
+                ranges,
+                self._address,
+                timeout,
+                self._key,
+                self._config.connections,
+                self._rate_limit,
+            )
         self._members = members
         self.links = name
         return self._mesh

@@ -52,6 +52,7 @@ from hf_diloco.sessions.snapshots import Snapshots
 from hf_diloco.shards.base import Shards
 from hf_diloco.shards.cover import check_cover
 from hf_diloco.shards.partition import LanePartition
+from hf_diloco.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -336,6 +337,7 @@ class ElasticSession(BaseSession):
         if self.outer.round == 0:  # where the run begins, all take part
             return
         deadline = time.monotonic() + self.config.grace  # after which they plan it anyway, if they can
+        notes = WaitNotes(self.config.island).begin(self.config.grace, f"round {self.outer.round + 1}")
 
         def wait() -> bool:
             while self._pace.others_convene() and time.monotonic() < deadline:
@@ -345,6 +347,7 @@ class ElasticSession(BaseSession):
                     return True
                 if self._should_stop():
                     raise StopRequested
+                notes.look("the others, which begin it without this island")
                 time.sleep(LOOK_SECONDS)
             return False
 

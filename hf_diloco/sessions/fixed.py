@@ -79,6 +79,7 @@ class FixedSession(BaseSession):
             config.num_islands,
             lambda: self._is_closing or should_stop(),
             self._find_broken,
+            where=config.rendezvous,
         )
         self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
         self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)

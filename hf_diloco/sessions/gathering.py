@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from hf_diloco.agreement.run import RunRecord
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import RendezvousError, StopRequested
 from hf_diloco.sessions.snapshots import Snapshots, round_of
+from hf_diloco.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -18,7 +20,12 @@ LOOK_SECONDS = 0.2
 
 
 def find_snapshot(
-    run: RunRecord, snapshots: Snapshots, members: Members, should_stop: Callable[[], bool]
+    run: RunRecord,
+    snapshots: Snapshots,
+    members: Members,
+    should_stop: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
     """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it.
 
@@ -27,7 +34,10 @@ def find_snapshot(
         snapshots: of the run.
         members: the islands.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
     """
+    wait = WaitNotes(members.island, clock=clock).begin(math.inf, "start of the run")
     while True:
         start = snapshots.start()
         if start is not None:
@@ -37,21 +47,31 @@ def find_snapshot(
             return None
         if should_stop():
             raise StopRequested
-        time.sleep(LOOK_SECONDS)
+        wait.look(f"the outer parameters of island {run.by}")
+        sleep(LOOK_SECONDS)
 
 
-def await_islands(config: DiLoCoConfig, members: Members, should_stop: Callable[[], bool]) -> None:
+def await_islands(
+    config: DiLoCoConfig,
+    members: Members,
+    should_stop: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Returns when all islands are there, or the others train already; or when enough are, and time is over.
 
     Args:
         config: the outer loop's settings.
         members: the islands.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        clock: this machine's monotonic time in seconds.
+        sleep: waits so many seconds.
 
     Raises:
         RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.
     """
-    deadline = time.monotonic() + config.join_timeout
+    wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
+    deadline = clock() + config.join_timeout
     while True:
         beats = members.look()
         alive = members.alive()
@@ -61,9 +81,10 @@ def await_islands(config: DiLoCoConfig, members: Members, should_stop: Callable[
             return
         if should_stop():
             raise StopRequested
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
-        time.sleep(LOOK_SECONDS)
+        wait.look(set(range(config.num_islands)) - alive.keys() - ended)
+        sleep(LOOK_SECONDS)
     if len(alive) < config.quorum:
         missing = sorted(set(range(config.num_islands)) - alive.keys())
         raise RendezvousError(

@@ -16,6 +16,7 @@ from hf_diloco.outer import OuterState
 from hf_diloco.sessions.engines import Engine
 from hf_diloco.sessions.planned import Part, PlannedRound
 from hf_diloco.sessions.snapshots import Snapshots
+from hf_diloco.waiting import WaitNotes, name_all
 
 logger = logging.getLogger("hf_diloco")
 
@@ -46,6 +47,7 @@ class Recovery:
         self.island = island
         self._engines = engines
         self._snapshots = snapshots
+        self._notes = WaitNotes(config.island)
 
     def await_average(self, planned: PlannedRound) -> bool:
         """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
@@ -54,9 +56,12 @@ class Recovery:
         """
         engine = self._engines[self.outer.number_of(planned.number)]
         deadline = time.monotonic() + self.config.exchange_timeout
+        wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
+        islands = [offer.island for offer in planned.offers]
         while not engine.has_average(planned):
             if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
                 return False
+            wait.look(f"its average in the store, from {name_all(islands)}")
             time.sleep(_LOOK_SECONDS)
         return True
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
+from hf_diloco.agreement.council import Council, Rules
+from hf_diloco.agreement.ledger import Ledger
+from hf_diloco.agreement.log import RunLog
+from hf_diloco.agreement.members import ClaimRecord, Members
+from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.agreement.rendezvous import connect_store
+from hf_diloco.agreement.round_records import OfferRecord
+from hf_diloco.agreement.seal import Seal
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import IslandLostError, RendezvousError
+from hf_diloco.sessions.gathering import await_islands
 from hf_diloco.waiting import WaitNotes, name_all
 
 
@@ -72,3 +85,79 @@ def test_a_call_that_blocks_is_said_too(caplog: pytest.LogCaptureFixture) -> Non
     with WaitNotes(0, first=0.05).begin(float("inf"), "lane0").blocking("islands 1, 2 to connect"):
         time.sleep(0.3)
     assert caplog.messages == ["island 0: lane0: waiting for islands 1, 2 to connect (0 s)"]
+
+
+# Through what waits
+
+
+def test_the_ledger_says_who_has_not_come(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    book = Ledger(HashStore(), 0, 3, where="tcp://h:29400", clock=clock, sleep=clock.sleep)
+    with pytest.raises(IslandLostError):
+        book.share("join", {}, 5)
+    assert caplog.messages == ["island 0: waiting for islands 1, 2 at tcp://h:29400 (3 s of 5 s)"]
+
+
+def test_the_ledger_says_who_is_late_for_a_round_and_for_its_vote(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    store.set("round/7/arrived/1", "{}")
+    book = Ledger(store, 0, 3, clock=clock, sleep=clock.sleep)
+    with pytest.raises(IslandLostError):
+        book.arrive(7, {}, 40)
+    assert caplog.messages[0] == "island 0: round 7: waiting for island 2 (3 s of 40 s)"
+    assert len(caplog.messages) == 2
+    caplog.clear()
+    clock.sleep(30)
+    book.settle(8, {"ok": True, "digest": "ab"}, 10)
+    assert caplog.messages == ["island 0: round 8, vote: waiting for islands 1, 2 (3 s of 10 s)"]
+
+
+def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    config = DiLoCoConfig(num_islands=2, island=1, rendezvous=url, join_timeout=0.3)
+    with pytest.raises(RendezvousError):
+        connect_store(config, is_host=False, notes=WaitNotes(1, first=0))
+    assert caplog.messages == [f"island 1: waiting for island 0 at {url} (0 s of 0 s)"]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> RunLog:
+    return RunLog(open_object_store(tmp_path.as_uri()), Seal(b"", "run"))
+
+
+def test_islands_that_gather_in_a_store_say_who_is_missing(
+    log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "file:///some/folder"
+    config = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5)
+    members = Members(log, 0, clock=clock, sleep=clock.sleep)
+    members.enter()
+    members.beat()
+    with pytest.raises(RendezvousError):
+        await_islands(config, members, lambda: False, clock, clock.sleep)
+    assert caplog.messages == [f"island 0: waiting for island 1 at {url} (3 s of 5 s)"]
+
+
+def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    members = [Members(log, island, clock=clock, sleep=clock.sleep) for island in (0, 1)]
+    for member in members:
+        member.enter()
+        member.standing.phase = "training"
+        member.beat()
+    members[0].look()
+    council = Council(log, members[0], Rules(min_islands=2, patience=5), clock=clock, sleep=clock.sleep)
+    offer = OfferRecord(island=0, claim=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
+    with pytest.raises(IslandLostError):
+        council.convene(council.current(1), offer)
+    assert caplog.messages == ["island 0: round 1: waiting for island 1 (3 s of 5 s)"]
+
+
+def test_who_finds_its_number_taken_says_what_it_waits_for(
+    log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.create("claims/0/000001.json", ClaimRecord(host="far", machine="other", pid=7, folder=""))
+    Members(log, 0, lease=10, clock=clock, sleep=clock.sleep).enter()
+    (line,) = caplog.messages
+    assert line.startswith("island 0: start: waiting for a sign of life of the process that had this number before")
+    assert line.endswith("(process 7 on far) (3 s of 10 s)")
