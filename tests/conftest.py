@@ -67,9 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core; none for a few chosen tests, which start sooner in this process."""
+    """`-n auto`: a worker for each core, and one more, as tests wait at times.
+
+    None for a few chosen tests, which start sooner in this process.
+    """
     chosen = config.option.keyword or config.option.lf or config.option.usepdb or config.args_source.name == "ARGS"
-    return 0 if chosen else min(num_cores(), MAX_WORKERS)
+    return 0 if chosen else min(num_cores() + 1, MAX_WORKERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:

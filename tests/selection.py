@@ -28,22 +28,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Notes the names of all tests of all collected files."""
+    cache = getattr(config, "cache", None)  # -p no:cacheprovider
+    if cache is None or config.args_source.name == "ARGS":  # which may be some of a file's tests
+        return
     names: dict[Path, set[str]] = {}
     for item in items:
         names.setdefault(item.path, set()).update(map(str.lower, (item.nodeid, *item.keywords)))
-    index = config.cache.get(_KEY, {}) if config.cache else {}
+    index = cache.get(_KEY, {})
     before = dict(index)
     for path, found in names.items():
         index[_relative(path, config)] = [_state(path), "\n".join(sorted(found))]
-    if config.cache and index != before and config.args_source.name != "ARGS":  # else some of a file's tests
-        config.cache.set(_KEY, index)
+    if index != before:
+        cache.set(_KEY, index)
 
 
 def _left_out(config: pytest.Config) -> set[str] | None:
     words = set(re.findall(r"[^\s()]+", config.option.keyword.lower())) - {"and", "or"}
-    if not words or "not" in words or not config.cache:
+    cache = getattr(config, "cache", None)
+    if not words or "not" in words or cache is None:
         return None
-    index = config.cache.get(_KEY, {})
+    index = cache.get(_KEY, {})
     known = {name for name, (state, _) in index.items() if state == _state(config.rootpath / name)}
     without = {name for name in known if not any(word in index[name][1] for word in words)}
     return without if without < index.keys() else None

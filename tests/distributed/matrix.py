@@ -8,11 +8,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.torchrun import torchrun
 from tests.processes import Completed, run
 from tests.programs.shards_table import CELLS
 
-CELL_NAMES = [(num_ranks, cell.name) for num_ranks in (1, 2, 3) for cell in CELLS if num_ranks in cell.ranks]
+CELL_NAMES = [
+    pytest.param(num_ranks, cell.name, marks=pytest.mark.slow if num_ranks == 3 else ())
+    for num_ranks in (1, 2, 3)
+    for cell in CELLS
+    if num_ranks in cell.ranks
+]
 """(number of ranks, name of the cell) of all that is run."""
 
 

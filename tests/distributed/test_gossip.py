@@ -223,9 +223,9 @@ def simulate_with(graph: str, num_nodes: int, method: str, payload: str) -> Call
     ("graph", "num_nodes", "victim", "method", "payload"),
     [
         ("ring", 4, 2, "dmsgd", "fp32"),
-        ("ring", 5, 1, "pmsgd", "fp32"),
+        pytest.param("ring", 5, 1, "pmsgd", "fp32", marks=pytest.mark.slow),
         ("full", 4, 3, "dsgd", "int8"),
-        ("ring", 4, 2, "momentum-consensus", "fp32"),
+        pytest.param("ring", 4, 2, "momentum-consensus", "fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_is_started_again_takes_part_again(

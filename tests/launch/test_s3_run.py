@@ -20,7 +20,7 @@ from hf_diloco.agreement.objects import ObjectStore, open_object_store
 from tests.processes import Process, Processes
 from tests.s3 import FaultyProxy, S3Server, share_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PATIENCE = 300.0  # seconds for one phase, on few and busy cores
 ROUNDS, SYNC_EVERY = 24, 5

@@ -129,6 +129,7 @@ def test_a_node_of_two_ranks(file: Path) -> None:
     assert events(folder, 0, "eval")[0]["eval_accuracy"] == events(folder, 1, "eval")[0]["eval_accuracy"]
 
 
+@pytest.mark.slow
 def test_the_imagenet_recipe_in_small(tmp_path: Path) -> None:
     """As it is but for its sizes, on files of the hub's format: its graph, augmentation, precision, and ResNet-50."""
     for split, numbers in ("train", range(64)), ("validation", range(64, 80)):
@@ -193,6 +194,7 @@ def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
     assert_equal(runs / "whole", runs / "part")
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_done_without_and_returns(file: Path) -> None:
     num_steps = 1000  # a start takes as long as a hundred of them
     settings = [f"training.max_steps={num_steps}", "training.logging_steps=10", "gossip.num_islands=4"]

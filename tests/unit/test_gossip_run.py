@@ -195,7 +195,13 @@ def test_the_page_is_of_nodes(finished: VisionRun, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "payload"),
-    [("decentlam", "fp32"), ("pmsgd", "fp32"), ("d2", "fp32"), ("swarm-sgd", "fp32"), ("decentlam", "int4")],
+    [
+        ("decentlam", "fp32"),
+        pytest.param("pmsgd", "fp32", marks=pytest.mark.slow),
+        pytest.param("d2", "fp32", marks=pytest.mark.slow),
+        ("swarm-sgd", "fp32"),
+        pytest.param("decentlam", "int4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_one_that_never_stopped(method: str, payload: str, tmp_path: Path) -> None:
     settings = {"swarm-sgd": ["gossip.options={local_steps: 2, blocking: true}"]}.get(method, [])

@@ -76,3 +76,24 @@ def test_a_failed_test_shows_the_end_of_every_process(tmp_path: Path) -> None:
     output = run(pytest_here, env={"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0}, cwd=tmp_path, expect=1).output
     assert re.search(r"(?s)the reason.*process 0, exit code 0: .*\nsaid by one\n", output), output
     assert re.search(r"(?s)process 1, exit code 3: .*\nsaid by two\n", output), output
+
+
+def test_a_word_is_looked_for_in_the_files_whose_tests_have_it_in_their_names(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("pytest_plugins = ['tests.selection']")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .")
+    (tmp_path / "test_one.py").write_text("print('imports one')\ndef test_apple(): assert True")
+    (tmp_path / "test_two.py").write_text("print('imports two')\ndef test_pear(): assert True")
+
+    def imported(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-s", *options]
+        output = run(command, env={"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0}, cwd=tmp_path, expect=None).output
+        return sorted(re.findall("imports (one|two)", output))
+
+    assert imported("-k", "pear") == ["one", "two"], "no names are known"
+    assert imported("-k", "pear") == ["two"]
+    assert imported("-k", "apple or pear") == ["one", "two"]
+    assert imported("-k", "not pear") == ["one", "two"]
+    assert imported("-k", "plum") == ["one", "two"], "nobody has it: names may have changed"
+    (tmp_path / "test_one.py").write_text("print('imports one')\ndef test_pear_as_well(): assert True")
+    assert imported("-k", "pear") == ["one", "two"], "a file that has changed is looked at"
+    assert imported("-k", "pear", "-p", "no:cacheprovider") == ["one", "two"]
