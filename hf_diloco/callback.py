@@ -13,10 +13,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.advice import warn_about_plan
+from hf_diloco.agreement.facts import Facts
 from hf_diloco.checkpoint import complete_checkpoints
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import (
-    ConfigError,
     DiLoCoError,
     DivergedError,
     DuplicateIslandError,
@@ -28,7 +28,6 @@ from hf_diloco.errors import (
 from hf_diloco.island import IslandGroup
 from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.measure import SyncReport
-from hf_diloco.meeting import Facts
 from hf_diloco.outer import OuterState
 from hf_diloco.outer_view import OuterView
 from hf_diloco.record import IslandRecord
@@ -79,9 +78,7 @@ class DiLoCoCallback(TrainerCallback):
         stop_file: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError(f"give either a DiLoCoConfig or settings by name, not both ({', '.join(settings)})")
-        self.config = config or DiLoCoConfig(**settings)
+        self.config = choose_config(DiLoCoConfig, config, settings, "DiLoCoCallback(sync_every=500)")
         self.stopped = False
         self.moved_at_end = False
         self._facts: Facts = dict(fingerprint or {})
@@ -96,6 +93,7 @@ class DiLoCoCallback(TrainerCallback):
         self._shown: OuterView | None = None
         self._unnoted: list[SyncReport] = []
         self._num_evaluations: int | None = None
+        self._has_finished = False
 
     @property
     def round(self) -> int:
@@ -161,12 +159,15 @@ class DiLoCoCallback(TrainerCallback):
         self.stopped = False
         self.moved_at_end = False
         self._failure = None
-        check_arguments(self.config, args)
+        trainer = find_trainer(frame.f_back if frame else None)
+        check_arguments(self.config, args, trainer.callback_handler.callbacks if trainer else ())
         session = self._connect()
+        self._has_finished = False
         shards = open_shards(kwargs["model"], kwargs["optimizer"], session.island.size)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
         session.join(shards, folder_of(args), self._facts, checkpoint)
@@ -176,7 +177,6 @@ class DiLoCoCallback(TrainerCallback):
         self._stop.install(session.island, during=Trainer.train)
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._saving.end()
-        trainer = find_trainer(frame.f_back if frame else None)
         self._saving = Saving(args, session.island, _find_whole, trainer)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
@@ -259,7 +259,8 @@ class DiLoCoCallback(TrainerCallback):
                 self.config.sync_every,
             )
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
-        self._need_session().leave(finished=not (self._failure or self.stopped))
+        self._has_finished = not (self._failure or self.stopped)
+        self._need_session().leave(finished=self._has_finished)
         if self._failure:
             raise self._failure
 
@@ -269,7 +270,9 @@ class DiLoCoCallback(TrainerCallback):
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
-            self._session = open_session(self.config, island, self._stop.is_requested)
+            finished = self._session if self._has_finished else None
+            self._session = None  # of a training that failed nothing is kept: island 0 opens the rendezvous anew
+            self._session = open_session(self.config, island, self._stop.is_requested, after=finished)
         return self._session
 
     def _follow_schedule(self, state: TrainerState, scheduler: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,9 @@ ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
 _ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+C = TypeVar("C", bound="StrictModel")
 
 
 def from_env(name: str, default: Any) -> Callable[[], Any]:
@@ -307,6 +310,28 @@ def split_tcp_url(url: str) -> tuple[str, int]:
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
     return parts.hostname, port
+
+
+def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], example: str) -> C:
+    """The settings that a caller gave as one object, or by name.
+
+    Args:
+        kind: of the settings.
+        config: the object, or None.
+        settings: those by name.
+        example: a right call, for the error message.
+
+    Raises:
+        ConfigError: both are given, or a setting is wrong.
+        TypeError: the object is of another kind.
+    """
+    if config is None:
+        return kind(**settings)
+    if not isinstance(config, kind):
+        raise TypeError(f"settings are given by name or as a {kind.__name__}, got {config!r}: write {example}")
+    if settings:
+        raise ConfigError(f"give either a {kind.__name__} or settings by name, not both ({', '.join(settings)})")
+    return config
 
 
 def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:

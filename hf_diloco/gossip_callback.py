@@ -14,6 +14,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_diloco.agreement.facts import MAX_STEPS, Facts, compare_facts
+from hf_diloco.config import choose_config
 from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.checkpoint import (
@@ -33,7 +35,6 @@ from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
 from hf_diloco.lr_schedule import move_schedule
-from hf_diloco.meeting import Facts, compare_facts
 from hf_diloco.saving import Saving
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_gossip_arguments, examples_per_step, floats, folder_of
@@ -85,9 +86,7 @@ class GossipCallback(TrainerCallback):
         node: NodeNeighbours | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError(f"give either a GossipConfig or settings by name, not both ({', '.join(settings)})")
-        self.config = config or GossipConfig(**settings)
+        self.config = choose_config(GossipConfig, config, settings, "GossipCallback(method='decentlam')")
         self.topology = check_gossip(self.config)
         self.stopped = False
         self._facts: Facts = dict(fingerprint or {})
@@ -204,7 +203,8 @@ class GossipCallback(TrainerCallback):
         frame = inspect.currentframe()
         move_before_trackers(self, frame.f_back if frame else None)
         self._num_evaluations = count_evaluations(frame.f_back if frame else None) or 1
-        check_gossip_arguments(args, self.config.payload)
+        trainer = find_trainer(frame.f_back if frame else None)
+        check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         self._saves = f"{args.save_strategy}, every {state.save_steps} steps"
         optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
         node = self.node
@@ -222,7 +222,6 @@ class GossipCallback(TrainerCallback):
         self._stop.install(self._ranks, during=Trainer.train)
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._saving.end()
-        trainer = find_trainer(frame.f_back if frame else None)
         self._saving = Saving(args, self._ranks, lambda folder: whole_checkpoints(folder).values(), trainer)
         self._open_record(args, state, optimizer)
 
@@ -376,7 +375,7 @@ class GossipCallback(TrainerCallback):
 
     def _compare(self, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
-        facts = self._fingerprint(model)
+        facts = {MAX_STEPS: state.max_steps, **self._fingerprint(model)}
         if self.optimizer.is_in_step:
             facts["step"] = state.global_step
         if not state.global_step:

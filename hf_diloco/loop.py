@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.agreement.facts import Facts
 from hf_diloco.checkpoint import read_index
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
-from hf_diloco.meeting import Facts
 from hf_diloco.outer_view import OuterView
+from hf_diloco.refusals import refuse
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import open_shards
 
@@ -43,6 +44,7 @@ class OuterLoop:
         num_rounds: rounds that the run is to have, where islands come and go; see `is_over`.
 
     Raises:
+        ConfigError: the Accelerator has a setting that does not go with the outer loop; on entering.
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
@@ -61,7 +63,7 @@ class OuterLoop:
         resume_from: str | Path | None = None,
         num_rounds: int | None = None,
     ) -> None:
-        self.config = config or DiLoCoConfig()
+        self.config = choose_config(DiLoCoConfig, config, {}, "OuterLoop(..., DiLoCoConfig(sync_every=500))")
         self.report: SyncReport | None = None
         self._accelerator = accelerator
         self._model = accelerator.unwrap_model(model)
@@ -74,6 +76,7 @@ class OuterLoop:
         self._session: BaseSession | None = None
 
     def __enter__(self) -> OuterLoop:
+        refuse(_settings_of(self._accelerator), "loop")
         island = IslandGroup(timeout=self.config.longest_wait)
         shards = open_shards(self._model, self._optimizer, island.size)
         self._session = open_session(self.config, island)
@@ -191,3 +194,12 @@ class OuterLoop:
         if self._session is None:
             raise ConfigError("OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`")
         return self._session
+
+
+def _settings_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What `REFUSALS` names of an Accelerator."""
+    return {
+        "fsdp": getattr(accelerator.state, "fsdp_plugin", None),
+        "parallelism_config": accelerator.parallelism_config,
+        "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,
+    }

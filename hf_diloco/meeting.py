@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from hf_diloco.agreement.facts import Facts, compare_facts
 from hf_diloco.agreement.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
 from hf_diloco.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import CheckpointError, FingerprintError, RendezvousError
+from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.island import IslandGroup
 from hf_diloco.shards.base import Shards
 
 PROTOCOL = 3
 """Raised when what islands tell each other changes its form or meaning."""
-
-Facts = Mapping[str, str | int | float | bool | None]
 
 _AGREED_SETTINGS = (
     "sync_every",
@@ -66,17 +65,6 @@ def model_digest(shards: Shards) -> str:
 def check_fingerprints(records: Sequence[JoinRecord]) -> None:
     """Raises `FingerprintError`, with all islands' values, for the first fact that differs."""
     compare_facts([record.fingerprint for record in records])
-
-
-def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
-    """Raises `FingerprintError`, with everybody's values, for the first fact that differs."""
-    for name in dict.fromkeys(name for facts in fingerprints for name in facts):
-        values = [facts.get(name) for facts in fingerprints]
-        if any(value != values[0] for value in values):
-            listing = ", ".join(f"{who} {number}: {value}" for number, value in enumerate(values))
-            raise FingerprintError(
-                f"the {who}s do not train the same thing: {name} differs ({listing}); make it equal"
-            )
 
 
 def check_folders(records: Sequence[JoinRecord]) -> None:

@@ -2,71 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError
+from hf_diloco.refusals import refuse
 
 
-def check_arguments(config: DiLoCoConfig, args: TrainingArguments) -> None:
-    """Refuses what does not go together.
+def check_arguments(config: DiLoCoConfig, args: TrainingArguments, callbacks: Iterable[TrainerCallback] = ()) -> None:
+    """Refuses what does not go with the outer loop.
+
+    Args:
+        config: the outer loop's settings.
+        args: of the Trainer.
+        callbacks: all of the Trainer's.
 
     Raises:
-        ConfigError: tokens are to be weighed but are not counted, or checkpoints would leave out what resuming needs.
-        UnsupportedError: FSDP.
+        ConfigError: naming every setting of `REFUSALS` that is used; or tokens are to be weighed but are not counted.
     """
+    refuse({**vars(args), **_early_stopping(callbacks)}, "islands")
     if config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
         raise ConfigError(
             "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
             "TrainingArguments, or use weight_by='examples'"
         )
-    _check_checkpoints(args)
-    if getattr(args, "fsdp", None):
-        raise UnsupportedError("FSDP is not supported yet: use DDP or DeepSpeed ZeRO inside the island")
 
 
-def check_gossip_arguments(args: TrainingArguments, payload: str = "fp32") -> None:
+def check_gossip_arguments(
+    args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
+) -> None:
     """Refuses what does not go with averaging between neighbours.
 
     Args:
         args: of the Trainer.
         payload: how vectors travel.
+        callbacks: all of the Trainer's.
 
     Raises:
-        ConfigError: fp16; checkpoints that would leave out what resuming needs, or go too early; with a payload also
-            those that nodes might write after different steps.
-        UnsupportedError: DeepSpeed or FSDP.
+        ConfigError: naming every setting of `REFUSALS` that is used; with a payload also checkpoints that nodes might
+            write after different steps.
     """
-    if args.fp16:
-        raise ConfigError(
-            "fp16=True scales losses and skips steps where they overflow, at which neighbours would wait: use "
-            "bf16=True, or neither"
-        )
-    if args.deepspeed or getattr(args, "fsdp", None):
-        raise UnsupportedError(
-            "neighbours average whole parameter vectors, which DeepSpeed and FSDP divide: use DDP in a node"
-        )
-    if args.save_total_limit == 1:
-        raise ConfigError(
-            "save_total_limit=1 lets a node delete its last checkpoint before all others have written theirs: "
-            "give 2 or more"
-        )
+    refuse({**vars(args), **_early_stopping(callbacks)}, "nodes")
     if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
         raise ConfigError(
             f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
             "after the same steps, whatever their data and metrics; set it to steps"
         )
-    _check_checkpoints(args)
 
 
-def _check_checkpoints(args: TrainingArguments) -> None:
-    if args.save_only_model:
-        raise ConfigError("save_only_model=True leaves out what resuming needs: set it to False")
+def _early_stopping(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
+    return {"EarlyStoppingCallback": any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)}
 
 
 def folder_of(args: TrainingArguments) -> Path:

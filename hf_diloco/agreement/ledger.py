@@ -3,7 +3,8 @@
 Every entry is a small JSON record under a key that is written once. A round has four kinds:
 
     round/R/arrived/I   island I has done its inner steps and waits: its weight, its state's hash
-    round/R/plan        "go" once all have arrived, or "late I", "gone I", "leaves I": whoever writes first decides
+    round/R/plan        "go" once all have arrived, or "late I", "gone I", "leaves I", "finished I": whoever writes
+                        first decides
     round/R/vote/I      island I holds the average (with its hash), or why it does not
     round/R/outcome     "commit" or "abort": whoever writes first decides, all others read it
 
@@ -33,7 +34,7 @@ ANSWER_SECONDS = 60.0
 """After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
 LOOK_SECONDS = 0.5
 """How often a wait looks for broken connections; what is broken twice running, and still silent, is gone."""
-_GO, _LATE, _GONE, _LEAVES = "go", "late", "gone", "leaves"
+_GO, _LATE, _GONE, _LEAVES, _FINISHED = "go", "late", "gone", "leaves", "finished"
 _COMMIT = "commit"
 
 
@@ -156,6 +157,13 @@ class Ledger:
             return IslandLostError(
                 f"{_names(islands)} lost before round {round_number}: the connection broke; {again}", islands
             )
+        if kind == _FINISHED:
+            return IslandLostError(
+                f"{_names(islands)} ended after round {round_number - 1}, having taken all its steps, and this island "
+                "has more to take: give all islands the same number of steps (max_steps, or as many turns of the "
+                f"loop), and {again}",
+                islands,
+            )
         return IslandLostError(
             f"{_names(islands)} left the run before round {round_number}: it was asked to stop, or lost another "
             f"island; {again}",
@@ -182,9 +190,14 @@ class Ledger:
         outcome = self._decide(f"{topic}/outcome", _COMMIT if agreed else f"abort by island {self.island}")
         return outcome == _COMMIT, votes
 
-    def leave(self, next_round: int) -> None:
-        """Tells the others that this island stops before `next_round`, so that nobody waits for it."""
-        self._decide(f"round/{next_round}/plan", f"{_LEAVES} {self.island}")
+    def leave(self, next_round: int, finished: bool = False) -> None:
+        """Tells the others that this island takes no part in `next_round`, so that nobody waits for it.
+
+        Args:
+            next_round: the first round without it.
+            finished: it has done all that it was to do.
+        """
+        self._decide(f"round/{next_round}/plan", f"{_FINISHED if finished else _LEAVES} {self.island}")
 
     def _decide(self, key: str, value: str) -> str:
         """Create if absent: returns the value that was written first."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 
 from pydantic import Field
 
+from hf_diloco.agreement.facts import Facts, differ, remedy_for
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.agreement.objects import ObjectStore
 from hf_diloco.agreement.seal import Seal
@@ -17,8 +17,6 @@ PATH = "run.json"
 _NO_RUN = "-"  # what seals the record that names the run
 _PARTS = ("start.json", "claims", "beats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
-
-Fingerprint = Mapping[str, str | int | float | bool | None]
 
 
 class RunRecord(Record):
@@ -40,7 +38,7 @@ class RunRecord(Record):
 
 
 def enter_run(
-    store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, fingerprint: Fingerprint
+    store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, fingerprint: Facts
 ) -> tuple[RunRecord, bool]:
     """Finds the run in the store, or begins one.
 
@@ -124,13 +122,13 @@ def open_run(store: ObjectStore, key: bytes) -> tuple[RunRecord, RunLog]:
     return found, open_log(store, key, found)
 
 
-def _check(run: RunRecord, fingerprint: Fingerprint, island: int, url: str) -> None:
+def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
     for name in dict.fromkeys([*run.fingerprint, *fingerprint]):
         theirs, mine = run.fingerprint.get(name), fingerprint.get(name)
-        if theirs != mine:
+        if differ(name, theirs, mine):
             raise FingerprintError(
                 f"this island does not train what the run at {url} trains: {name} differs (the run, begun by island "
-                f"{run.by}: {theirs}; island {island}: {mine}); make it equal, or choose another rendezvous"
+                f"{run.by}: {theirs}; island {island}: {mine}); {remedy_for(name)}, or choose another rendezvous"
             )
 
 

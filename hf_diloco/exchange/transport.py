@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from typing import Self
 
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.agreement.rendezvous import connect_store
 from hf_diloco.config import DiLoCoConfig
@@ -16,9 +18,29 @@ from hf_diloco.waiting import WaitNotes
 
 
 class Transport(ABC):
-    """One rank's access to the other islands."""
+    """One rank's access to the other islands.
+
+    Attributes:
+        store: small records, by key.
+        training: which training of this process it is, from 1; each has keys and lanes of its own.
+    """
 
     store: Store
+    training: int = 1
+
+    @property
+    def records(self) -> Store:
+        """The store, with the keys of this training alone."""
+        return self.store if self.training == 1 else PrefixStore(f"training-{self.training}", self.store)
+
+    def again(self) -> Self:
+        """The same access for another training, which sees nothing of the last."""
+        other = copy.copy(self)
+        other.training += 1
+        return other
+
+    def _name(self, lane: int) -> str:
+        return f"lane{lane}" if self.training == 1 else f"training-{self.training}/lane{lane}"
 
     @abstractmethod
     def open(self, lane: int) -> Exchange:
@@ -39,7 +61,7 @@ class MemoryTransport(Transport):
         return cls(MemoryNetwork(1), HashStore(), 0)
 
     def open(self, lane: int) -> Exchange:
-        return self._network.lane(str(lane), self._island)
+        return self._network.lane(self._name(lane), self._island)
 
 
 class MeshTransport(Transport):
@@ -67,7 +89,7 @@ class MeshTransport(Transport):
         with wait.blocking(others):
             return MeshExchange(
                 self.store,
-                f"lane{lane}",
+                self._name(lane),
                 config.island,
                 config.num_islands,
                 self._address,

@@ -147,7 +147,6 @@ def _outer_loop(
         "tokenizer": tokenizer_hash(tokenizer),
         "sequence_length": run.data.sequence_length,
         "evaluation_data": data.eval_hash,
-        "max_steps": run.max_steps,
         "seed": run.seed,
     }
     given = None if run.launch.resume in ("auto", "never") else given_checkpoint(run)

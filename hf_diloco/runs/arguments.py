@@ -18,7 +18,7 @@ from hf_diloco.text import nearest
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-_REFUSED = {
+DECIDED_ELSEWHERE = {
     "output_dir": "checkpoints go to OUTPUT/NAME/island-K; set output and name at the top of the run file",
     "deepspeed": "it has its own place: set deepspeed at the top of the run file",
     "seed": "set seed at the top of the run file; it is the same on all islands",
@@ -30,13 +30,10 @@ _REFUSED = {
     "do_train": "a run trains, then evaluates",
     "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
     "do_predict": "a run trains, then evaluates",
-    "auto_find_batch_size": "islands must keep their batch size; set per_device_train_batch_size",
-    "load_best_model_at_end": "it would put one island's weights in the place of the outer ones",
-    "restore_callback_states_from_checkpoint": "the outer state is restored from the checkpoint by itself",
-    "push_to_hub": "every island would push; upload OUTPUT/NAME/model when the run has ended (hf upload)",
     "remove_unused_columns": "the data has no others than the model takes",
     "train_sampling_strategy": "all sequences are equally long",
 }
+"""Settings of the Trainer that a run file decides in another place, by name, with that place."""
 
 _POSITIVE = (
     "learning_rate",
@@ -124,8 +121,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 
 def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:
     name = f"training.{key}"
-    if key in _REFUSED:
-        return f"{name} cannot be set here: {_REFUSED[key]}"
+    if key in DECIDED_ELSEWHERE:
+        return f"{name} cannot be set here: {DECIDED_ELSEWHERE[key]}"
     if key not in known:
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
     return _type_problem(name, value, types[key]) or _range_problem(name, key, value)

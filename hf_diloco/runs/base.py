@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, field_validator
 
+from hf_diloco.refusals import Where, find_refused
 from hf_diloco.runs.block import Block, Count
 from hf_diloco.runs.paths import NamedFiles
 
@@ -75,12 +76,14 @@ class BaseRun(Block):
         module: what a process of the run executes.
         meeting_name: the block that is `meeting`.
         files: settings that name files.
+        where: whether islands or nodes train; they refuse different settings.
         alternatives: for each block, settings of which only one is given; on the command line it replaces the others.
     """
 
     module: ClassVar[str]
     meeting_name: ClassVar[str]
     files: ClassVar[NamedFiles]
+    where: ClassVar[Where] = "islands"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$", description="the run folder is OUTPUT/NAME")
@@ -101,6 +104,8 @@ class BaseRun(Block):
             )
         if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number of inner steps from 1 on, got {max_steps!r}")
+        if problems := [f"{name}={problem}" for name, problem in find_refused(training, cls.where)]:
+            raise ValueError("; ".join(problems))
         return training
 
     @field_validator("deepspeed")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_diloco.agreement.facts import MAX_STEPS, Facts
 from hf_diloco.checkpoint import check_checkpoint
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
-from hf_diloco.meeting import Facts
 from hf_diloco.outer import OuterState
 from hf_diloco.sessions.flights import Flight
 from hf_diloco.sessions.overlap import Overlap
@@ -36,6 +36,7 @@ class BaseSession(ABC):
     Attributes:
         outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
         has_left: `leave` was called; figures stay readable.
+        num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
         tokens_per_step: of the whole island, if known; set before `join`.
     """
@@ -49,6 +50,7 @@ class BaseSession(ABC):
         self._overlap = Overlap(config, self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = False
+        self.num_steps: int | None = None
         self.num_rounds: int | None = None
         self.tokens_per_step: int | None = None
 
@@ -96,6 +98,10 @@ class BaseSession(ABC):
         Raises:
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
+
+    def _steps_fact(self) -> dict[str, int]:
+        """The number of steps, which must be equal on all islands that know theirs."""
+        return {} if self.num_steps is None else {MAX_STEPS: self.num_steps}
 
     def _cut(self, shards: Shards) -> list[Shards]:
         """The shards of each fragment."""

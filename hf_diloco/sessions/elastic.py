@@ -142,7 +142,7 @@ class ElasticSession(BaseSession):
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""
-        fingerprint = make_fingerprint(self.config, shards, facts)
+        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **facts})
 
         def enter() -> tuple[dict[str, Any], bool, int]:
             run, is_new = enter_run(

@@ -46,6 +46,10 @@ from hf_diloco.shards.partition import choose_partition, layout_of
 logger = logging.getLogger("hf_diloco")
 
 _FAREWELL_SECONDS = {"finished": 60.0, "early": 5.0}
+_ENDED_BEFORE = (
+    "island %d ended after round %d, but other islands were to go on and have ended early: give all islands the same "
+    "number of steps, and start them again to train on"
+)
 
 
 class FixedSession(BaseSession):
@@ -74,7 +78,7 @@ class FixedSession(BaseSession):
         self._is_closing = False
         self._transport = self._connect(transport)
         self._ledger = Ledger(
-            self._transport.store,
+            self._transport.records,
             config.island,
             config.num_islands,
             lambda: self._is_closing or should_stop(),
@@ -84,6 +88,11 @@ class FixedSession(BaseSession):
         self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
         self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)
         island.on_leader(self._ledger.claim)
+
+    @property
+    def transport(self) -> Transport:
+        """This rank's access to the other islands; for another training it may be had `again`."""
+        return self._transport
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -132,7 +141,7 @@ class FixedSession(BaseSession):
         record = JoinRecord(
             host=socket.gethostname(),
             folder=os.path.realpath(folder),
-            fingerprint=make_fingerprint(self.config, shards, facts),
+            fingerprint=make_fingerprint(self.config, shards, {**self._steps_fact(), **facts}),
             layout=LayoutRecord.model_validate(layout_of(shards, self.island)),
         )
         records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
@@ -219,11 +228,12 @@ class FixedSession(BaseSession):
 
         def farewell() -> None:
             try:
-                if not finished:
-                    self._ledger.leave(self.outer.round + 1)
+                self._ledger.leave(self.outer.round + 1, finished)
                 patience = _FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
-                self._ledger.share("done", goodbye, patience, interruptible=False)
+                others = self._ledger.share("done", goodbye, patience, interruptible=False)
+                if finished and not all(other.get("finished") for other in others):
+                    logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
             except DiLoCoError as error:
                 logger.info("left without the others' goodbye: %s", error)
 

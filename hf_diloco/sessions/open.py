@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from hf_diloco.agreement.log import RunLog
@@ -18,7 +19,10 @@ from hf_diloco.sessions.fixed import FixedSession
 
 
 def open_session(
-    config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool] = lambda: False
+    config: DiLoCoConfig,
+    island: IslandGroup,
+    should_stop: Callable[[], bool] = lambda: False,
+    after: BaseSession | None = None,
 ) -> BaseSession:
     """Reaches the other islands in the way that the rendezvous calls for. Collective over the island's ranks.
 
@@ -26,6 +30,8 @@ def open_session(
         config: the outer loop's settings.
         island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+        after: of a training that these islands have finished, where this process trains once more: they meet in the
+            same place, and in an object store below it, at `training-2`.
 
     Raises:
         RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
@@ -33,8 +39,22 @@ def open_session(
     if config.meets_in_store:
         from hf_diloco.sessions.elastic import ElasticSession
 
-        return ElasticSession(config, island, should_stop)
-    return FixedSession(config, island, should_stop)
+        return ElasticSession(next_training(config, after.config) if after else config, island, should_stop)
+    transport = after.transport.again() if isinstance(after, FixedSession) else None
+    return FixedSession(config, island, should_stop, transport)
+
+
+def next_training(config: DiLoCoConfig, last: DiLoCoConfig) -> DiLoCoConfig:
+    """The settings of one more training: below the place where the first one met.
+
+    Args:
+        config: of the first training.
+        last: of the last one.
+    """
+    first, before = str(config.rendezvous), str(last.rendezvous)
+    found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))
+    number = int(found[1]) + 1 if found else 2
+    return config.model_copy(update={"rendezvous": f"{first.rstrip('/')}/training-{number}"})
 
 
 def open_engines(

@@ -71,7 +71,7 @@ def assemble(
     evaluation = Subset(data.evaluation, range(config.island, len(data.evaluation), config.num_islands))
     callback = GossipCallback(
         config,
-        fingerprint={"evaluation_data": data.eval_hash, "max_steps": run.max_steps, "seed": run.seed},
+        fingerprint={"evaluation_data": data.eval_hash, "seed": run.seed},
         stop_file=run.island_folder() / STOP_FILE,
         num_eval_examples=len(evaluation),
         evaluates_at_end=True,

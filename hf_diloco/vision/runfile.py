@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.gossip.config import GossipBlock
+from hf_diloco.refusals import Where
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.load import load_run
 from hf_diloco.runs.paths import NamedFiles
@@ -26,6 +27,7 @@ class VisionRun(BaseRun):
     files: ClassVar[NamedFiles] = NamedFiles(
         paths=(("accelerate",),), hub_ids_or_paths=(("model", "path"), ("data", "path"))
     )
+    where: ClassVar[Where] = "nodes"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("preset", "path", "config")}
 
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
@@ -41,16 +43,6 @@ class VisionRun(BaseRun):
                 "neighbours average whole parameter vectors after every step, which DeepSpeed divides or keeps copies "
                 "of: set deepspeed to null"
             )
-
-    @field_validator("training")
-    @classmethod
-    def _refuse_fp16(cls, training: dict[str, Any]) -> dict[str, Any]:
-        if training.get("fp16"):
-            raise ValueError(
-                "fp16 scales losses and skips steps where they overflow, at which neighbours would wait: set bf16: "
-                "true, or neither"
-            )
-        return training
 
     @model_validator(mode="after")
     def _check_schedule(self) -> VisionRun:

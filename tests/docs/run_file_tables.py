@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_diloco.lm.runfile import RunFile, TokenizerBlock, TrainTokenizer
-from hf_diloco.runs.arguments import _REFUSED
+from hf_diloco.refusals import REFUSALS
+from hf_diloco.runs.arguments import DECIDED_ELSEWHERE
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.vision.runfile import VisionRun
 from tests.docs.pages import ROOT
@@ -21,7 +22,10 @@ PAGES: dict[Path, type[BaseRun]] = {
     ROOT / "docs" / "run-file.md": RunFile,
     ROOT / "docs" / "vision.md": VisionRun,
 }
+TRAINER_PAGE = ROOT / "docs" / "trainer.md"
 REFUSED = "refused by training"
+NO_OUTER_LOOP = "refused everywhere"
+_WHERE = {"islands": "`DiLoCoCallback`", "nodes": "`GossipCallback`", "loop": "`OuterLoop`"}
 _TABLE = re.compile(
     r"(?<=<!-- keys: )(?P<block>[\w. ]+)(?P<head> -->\n)(?P<table>.*?)(?=<!-- end of keys -->)", re.DOTALL
 )
@@ -54,7 +58,14 @@ def blocks(kind: type[BaseRun] = RunFile) -> dict[str, dict[str, Any]]:
 def table(page: Path, block: str) -> str:
     """The Markdown table of one block: a row for each key."""
     if block == REFUSED:
-        head, rows = "| key | why |\n|---|---|", [f"| `{key}` | {why} |" for key, why in sorted(_REFUSED.items())]
+        head = "| key | why |\n|---|---|"
+        rows = [f"| `{key}` | {why} |" for key, why in sorted(DECIDED_ELSEWHERE.items())]
+    elif block == NO_OUTER_LOOP:
+        head = "| setting | refused by | refused values | why, and what to do |\n|---|---|---|---|"
+        rows = [
+            f"| `{one.setting}` | {', '.join(_WHERE[where] for where in one.where)} | {one.values} | {one.why} |"
+            for one in REFUSALS
+        ]
     else:
         head = "| key | value | default | meaning |\n|---|---|---|---|"
         rows = [_row(page, block, key, value) for key, value in blocks(PAGES[page])[block].items()]
@@ -137,5 +148,5 @@ def _defaults(kind: type[BaseRun], block: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for one in PAGES:
+    for one in (*PAGES, TRAINER_PAGE):
         one.write_text(with_tables(one))

@@ -103,6 +103,12 @@ def test_run_file_tables_are_the_schema(page: Path) -> None:
     assert page.read_text() == run_file_tables.with_tables(page), "run: python -m tests.docs.run_file_tables"
 
 
+def test_the_table_of_what_is_refused_is_the_list() -> None:
+    page = run_file_tables.TRAINER_PAGE
+    assert run_file_tables.blocks_with_tables(page.read_text()) == [run_file_tables.NO_OUTER_LOOP]
+    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m tests.docs.run_file_tables"
+
+
 @RUN_FILE_PAGES
 def test_every_block_of_the_schema_has_a_table(page: Path) -> None:
     kind = run_file_tables.PAGES[page]

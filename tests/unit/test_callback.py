@@ -636,12 +636,6 @@ def test_tokens_that_nobody_counts_are_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_checkpoints_without_an_optimizer_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, DiLoCoCallback(), save_only_model=True)
-    with pytest.raises(ConfigError, match="save_only_model=True leaves out what resuming needs"):
-        trainer.train()
-
-
 # Other trainers
 
 

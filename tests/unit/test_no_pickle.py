@@ -46,7 +46,7 @@ def found_in(source: str, name: str) -> set[int]:
     """The lines in which `make style` would find something that unpickles."""
     ruff = shutil.which("ruff", path=sysconfig.get_path("scripts"))
     assert ruff, "make install-dev installs it"
-    command = [ruff, "check", "--output-format=json", "--no-cache", "--stdin-filename", ROOT / name, "-"]
+    command = [ruff, "check", "--output-format=json", "--no-cache", "--stdin-filename", str(ROOT / name), "-"]
     completed = subprocess.run(command, input=source, capture_output=True, text=True, cwd=ROOT)
     return {found["location"]["row"] for found in json.loads(completed.stdout) if found["code"] in RULES}
 

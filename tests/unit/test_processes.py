@@ -72,7 +72,7 @@ def test_a_failed_test_shows_the_end_of_every_process(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(hooks)
     (tmp_path / "pytest.ini").write_text("[pytest]")
     (tmp_path / "test_it.py").write_text(FAILING)
-    pytest_here = [sys.executable, "-m", "pytest", tmp_path, "-p", "no:cacheprovider"]
+    pytest_here = [sys.executable, "-m", "pytest", str(tmp_path), "-p", "no:cacheprovider"]
     output = run(pytest_here, env={"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0}, cwd=tmp_path, expect=1).output
     assert re.search(r"(?s)the reason.*process 0, exit code 0: .*\nsaid by one\n", output), output
     assert re.search(r"(?s)process 1, exit code 3: .*\nsaid by two\n", output), output

@@ -29,8 +29,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": "x"}, "training.output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K"),
     ({"deepspeed": "zero2.json"}, "set deepspeed at the top of the run file"),
     ({"seed": 3}, "set seed at the top of the run file"),
-    ({"load_best_model_at_end": True}, "one island's weights"),
-    ({"push_to_hub": True}, "every island would push"),
     ({"learning_rate": "x", "bf16": 1}, "'x'; training.bf16"),
 ]
 

@@ -1,0 +1,38 @@
+"""What must be equal on all islands, or on all nodes of a graph, before they train together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hf_diloco.errors import FingerprintError
+
+Facts = Mapping[str, str | int | float | bool | None]
+
+MAX_STEPS = "max_steps"
+"""The fact that says how many inner steps an island is to take; a loop of one's own may not know it."""
+
+
+def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
+    """Raises `FingerprintError`, with everybody's values, for the first fact that differs."""
+    for name in dict.fromkeys(name for facts in fingerprints for name in facts):
+        values = [facts.get(name) for facts in fingerprints]
+        if any(differ(name, value, values[0]) for value in values):
+            listing = ", ".join(f"{who} {number}: {value}" for number, value in enumerate(values))
+            raise FingerprintError(
+                f"the {who}s do not train the same thing: {name} differs ({listing}); {remedy_for(name)}"
+            )
+
+
+def differ(name: str, one: object, other: object) -> bool:
+    """Whether two values of a fact keep islands apart: one that does not know its number of steps fits all."""
+    return one != other and not (name == MAX_STEPS and None in (one, other))
+
+
+def remedy_for(name: str) -> str:
+    """What to do where a fact differs."""
+    if name == MAX_STEPS:
+        return (
+            "set max_steps to one number everywhere (num_train_epochs gives as many steps as there is data, which "
+            "differs)"
+        )
+    return "make it equal"

@@ -1,0 +1,153 @@
+"""Settings of the Trainer and of Accelerate that islands and nodes refuse: ONE list, for every way in.
+
+The run file, `DiLoCoCallback`, `GossipCallback` and `OuterLoop` all check their settings against `REFUSALS` before
+the first step, so that none of them lets through what another refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_diloco.errors import ConfigError
+
+Where = Literal["islands", "nodes", "loop"]
+"""`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`."""
+
+_TRAINERS: tuple[Where, ...] = ("islands", "nodes")
+
+
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, bool) and value == 1
+
+
+def _is_best(value: Any) -> bool:
+    return str(getattr(value, "value", value)) == "best"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that does not go with the outer loop.
+
+    Attributes:
+        setting: its name, as the user writes it.
+        why: the reason and the remedy.
+        where: which ways in refuse it.
+        applies: whether a value is refused.
+        values: the refused values, in words, for the documentation.
+    """
+
+    setting: str
+    why: str
+    where: tuple[Where, ...] = _TRAINERS
+    applies: Callable[[Any], bool] = bool
+    values: str = "true"
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "load_best_model_at_end",
+        "it would put one island's weights in the place of the common ones, and islands would end with different "
+        "models; set it to false, and load the checkpoint that evaluated best when training has ended",
+    ),
+    Refusal(
+        "auto_find_batch_size",
+        "it starts training again within one island while the others wait; set per_device_train_batch_size",
+    ),
+    Refusal(
+        "push_to_hub",
+        "every island would push its own model to one repository; set it to false, and upload the final model when "
+        "training has ended (hf upload, or trainer.push_to_hub() on island 0)",
+    ),
+    Refusal(
+        "save_only_model",
+        "it leaves out what resuming needs; set it to false",
+    ),
+    Refusal(
+        "restore_callback_states_from_checkpoint",
+        "it replaces this package's callback by an empty one, and the outer state is restored without it; set it to "
+        "false",
+    ),
+    Refusal(
+        "enable_jit_checkpoint",
+        "its own answer to SIGTERM writes a checkpoint without the outer state; set it to false: on SIGTERM every "
+        "island finishes its step and writes a whole checkpoint",
+    ),
+    Refusal(
+        "save_strategy",
+        "islands would save after different steps and hold no checkpoint of a common round to resume from; set it to "
+        "steps",
+        where=("islands",),
+        applies=_is_best,
+        values="best",
+    ),
+    Refusal(
+        "fsdp",
+        "FSDP is not supported yet; use DDP or DeepSpeed ZeRO inside the island",
+        where=("islands", "nodes", "loop"),
+        values="any",
+    ),
+    Refusal(
+        "parallelism_config",
+        "tensor, context and sequence parallelism are not supported yet; leave it out",
+        where=("islands", "nodes", "loop"),
+        values="any",
+    ),
+    Refusal(
+        "EarlyStoppingCallback",
+        "it would end this island alone while the others wait for it in the next round; leave it out, and stop all "
+        "islands together (Ctrl-C, SIGTERM or callback.stop())",
+    ),
+    Refusal(
+        "deepspeed",
+        "neighbours average whole parameter vectors, which DeepSpeed divides; use DDP in a node",
+        where=("nodes",),
+        values="any",
+    ),
+    Refusal(
+        "fp16",
+        "it scales losses and skips steps where they overflow, at which neighbours would wait; set bf16, or neither",
+        where=("nodes",),
+    ),
+    Refusal(
+        "save_total_limit",
+        "the node would delete its last checkpoint before all others have written theirs; set 2 or more",
+        where=("nodes",),
+        applies=_is_one,
+        values="1",
+    ),
+    Refusal(
+        "ProjectConfiguration.total_limit",
+        "Accelerate deletes the last checkpoint before the outer state of the new one is written; set 2 or more",
+        where=("loop",),
+        applies=_is_one,
+        values="1",
+    ),
+)
+
+
+def find_refused(settings: Mapping[str, Any], where: Where) -> Iterator[tuple[str, str]]:
+    """The settings that cannot be used, each with the reason and the remedy.
+
+    Args:
+        settings: values by name; what is not there has its default.
+        where: which way in they come.
+    """
+    for refusal in REFUSALS:
+        value = settings.get(refusal.setting)
+        if where in refusal.where and refusal.applies(value):
+            yield refusal.setting, f"{_shown(value)} cannot be used: {refusal.why}"
+
+
+def refuse(settings: Mapping[str, Any], where: Where) -> None:
+    """Raises `ConfigError`, naming every setting that cannot be used, its value and the remedy."""
+    problems = [f"{name}={problem}" for name, problem in find_refused(settings, where)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message: short, as settings may be whole configurations."""
+    text = repr(getattr(value, "value", value))
+    return text if len(text) <= 60 else f"{text[:57]}..."

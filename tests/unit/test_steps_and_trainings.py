@@ -1,0 +1,172 @@
+"""Islands that are to take unequal numbers of steps, and callbacks that train more than once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from hf_diloco import DiLoCoCallback, DiLoCoConfig
+from hf_diloco.agreement.facts import compare_facts
+from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.exchange.memory import MemoryNetwork
+from hf_diloco.exchange.transport import MemoryTransport
+from hf_diloco.island import IslandGroup
+from hf_diloco.sessions import FixedSession
+from hf_diloco.sessions.elastic import ElasticSession
+from hf_diloco.shards import open_shards
+from tests.islands import try_islands
+from tests.programs.trainer_island import make_model
+from tests.unit.test_refusals import make_trainer
+
+
+def shards_of(seed: int) -> Any:
+    return open_shards(make_model(lora=False, tied=True, seed=seed), None)
+
+
+def meet(folder: Path, num_steps: list[int | None]) -> list[Any]:
+    """Two islands over tcp://'s protocol that are to take so many steps each."""
+    network, store = MemoryNetwork(2), HashStore()
+
+    def island_main(island: int) -> None:
+        config = DiLoCoConfig(island=island, num_islands=2, rendezvous="tcp://127.0.0.1:1", join_timeout=20)
+        session = FixedSession(config, IslandGroup(), transport=MemoryTransport(network, store, island))
+        session.num_steps = num_steps[island]
+        session.join(shards_of(1), folder / str(island))
+
+    return try_islands(2, island_main)
+
+
+def test_unequal_numbers_of_steps_are_refused_when_islands_meet(tmp_path: Path) -> None:
+    for outcome in meet(tmp_path, [8, 12]):
+        assert isinstance(outcome, FingerprintError)
+        assert "max_steps differs (island 0: 8, island 1: 12); set max_steps" in str(outcome)
+        assert "num_train_epochs" in str(outcome)
+
+
+def test_equal_and_unknown_numbers_pass(tmp_path: Path) -> None:
+    assert meet(tmp_path, [8, 8]) == [None, None]
+    assert meet(tmp_path / "unknown", [8, None]) == [None, None]
+    with pytest.raises(FingerprintError, match="tokenizer differs"):
+        compare_facts([{"tokenizer": "a"}, {}])
+
+
+def test_unequal_numbers_of_steps_are_refused_in_a_store(tmp_path: Path) -> None:
+    def island_main(island: int, num_steps: int) -> None:
+        config = DiLoCoConfig(
+            island=island, num_islands=2, min_islands=1, rendezvous=f"file://{tmp_path}/store", join_timeout=0.3
+        )
+        session = ElasticSession(config, IslandGroup())
+        session.num_steps, session.num_rounds = num_steps, 2
+        session.join(shards_of(1), tmp_path / str(island))
+        session.leave(finished=False)
+
+    island_main(0, 8)
+    with pytest.raises(FingerprintError, match=r"max_steps differs \(the run, begun by island 0: 8; island 1: 12\)"):
+        island_main(1, 12)
+
+
+def test_the_callback_tells_its_number_of_steps(tmp_path: Path, free_port: int) -> None:
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
+
+    def other() -> None:
+        session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
+        session.num_steps = 6
+        session.join(shards_of(2), tmp_path / "other")
+
+    with Beside(other) as failures:
+        trainer = make_trainer(tmp_path / "run", DiLoCoCallback(DiLoCoConfig(island=0, **common)))
+        with pytest.raises(FingerprintError, match=r"max_steps differs \(island 0: 4, island 1: 6\)"):
+            trainer.train()
+    assert isinstance(failures[0], FingerprintError)
+
+
+def test_an_island_that_ends_before_the_others_is_named_at_once() -> None:
+    network, store = MemoryNetwork(2), HashStore()
+
+    def island_main(island: int) -> None:
+        config = DiLoCoConfig(
+            island=island, num_islands=2, rendezvous="tcp://127.0.0.1:1", sync_every=1, sync_timeout=600
+        )
+        session = FixedSession(config, IslandGroup(), transport=MemoryTransport(network, store, island))
+        session.join(shards_of(1), Path(f"island-{island}"))
+        try:
+            for _ in range(1 if island else 2):
+                session.outer.count_step(1.0)
+                session.sync()
+        finally:
+            session.leave(finished=island == 1)
+
+    outcomes = try_islands(2, island_main, timeout=30)  # sync_timeout is ten minutes
+    assert isinstance(outcomes[0], IslandLostError)
+    assert "island 1 ended after round 1, having taken all its steps" in str(outcomes[0])
+    assert "same number of steps" in str(outcomes[0])
+    assert outcomes[1] is None
+
+
+def test_training_twice_with_two_islands(tmp_path: Path, free_port: int) -> None:
+    """Over real connections: island 1 is a session that follows."""
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
+    rounds = []
+
+    def other() -> None:
+        transport = None
+        for _ in range(2):
+            session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup(), transport=transport)
+            session.join(shards_of(2), tmp_path / "other")
+            for _ in range(2):
+                session.outer.steps = 2
+                session.sync()
+            session.leave(finished=True)
+            rounds.append(session.outer.outer_hash)
+            transport = session.transport.again()
+
+    with Beside(other) as failures:
+        callback = DiLoCoCallback(DiLoCoConfig(island=0, **common))
+        trainer = make_trainer(tmp_path / "run", callback)
+        trainer.train()
+        trainer.train()
+        assert callback.round == 2
+    assert not failures
+    assert len(set(rounds)) == 2
+
+
+def test_training_twice_in_a_store(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    callback = DiLoCoCallback(num_islands=2, min_islands=1, island=0, rendezvous=url, sync_every=2, join_timeout=0.3)
+    trainer = make_trainer(tmp_path / "run", callback)
+    for _ in range(3):
+        trainer.train()
+        assert (callback.round, trainer.state.global_step) == (2, 4)
+    assert sorted(path.parent.name for path in (tmp_path / "store").rglob("run.json")) == [
+        "store",
+        "training-2",
+        "training-3",
+    ]
+
+
+class Beside:
+    """Runs `call` in a thread; its end waits for it and yields what it raised."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._failures: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._failures.append(error)
+
+        self._thread = threading.Thread(target=guarded, daemon=True)
+
+    def __enter__(self) -> list[BaseException]:
+        self._thread.start()
+        return self._failures
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
