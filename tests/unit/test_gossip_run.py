@@ -320,7 +320,7 @@ def test_the_learning_rate_drops_at_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("deepspeed={zero_optimization: {stage: 2}}", "set deepspeed to null"),
+        pytest.param("deepspeed={zero_optimization: {stage: 2}}", "set deepspeed to null", id="deepspeed"),
         ("training.fp16=true", "bf16"),
         ("gossip.rendezvous=s3://bucket/run", "too slow"),
         ("gossip.island=7", "numbered from 0 to 2"),
