@@ -35,6 +35,17 @@ def by_name(value: Block | Path) -> str:
     return value.name
 
 
+def is_slow(block: Block) -> bool:
+    """Whether it trains what no command of README, and not the three launchers, trains; or looks at such a run."""
+    trains = re.search(r"hf-diloco launch(?!.*--dry-run)|examples/|finetune_vision|runs/watched", block.text)
+    known = {other.text for other in RUN if other.name.startswith("README")}
+    return bool(trains) and block.text not in known and "deepspeed --num_gpus" not in block.text
+
+
+def in_tiers(blocks: list[Block]) -> list[Any]:
+    return [pytest.param(block, marks=pytest.mark.slow if is_slow(block) else ()) for block in blocks]
+
+
 class Project:
     """A copy of the project in which small runs take four steps. Each shell text is run once."""
 
@@ -91,7 +102,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("block", RUN, ids=by_name)
+@pytest.mark.parametrize("block", in_tiers(RUN), ids=by_name)
 def test_command_runs(block: Block, project: Project) -> None:
     project.shell(block.text)
 
@@ -159,7 +170,11 @@ def test_checkpoint_page_names_what_is_saved(project: Project) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("example", EXAMPLES, ids=by_name)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=() if path.stem == "trainer_callback" else pytest.mark.slow) for path in EXAMPLES],
+    ids=by_name,
+)
 def test_example_runs_as_it_says(example: Path, project: Project) -> None:
     docstring = compile(example.read_text(), example.name, "exec").co_consts[0]
     text = "".join(f"{line[4:]}\n" for line in docstring.splitlines() if line.startswith("    "))
