@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "qg-dmsgd": {"momentum": MOMENTUM},
     "decentlam": {"momentum": MOMENTUM},
     "d2": {},
-    "momentum-consensus": {"momentum": MOMENTUM},
+    "momentum-consensus": {"momentum": MOMENTUM},  # ω = ½
     "swarm-sgd": {"momentum": MOMENTUM, "options": {"local_steps": 1, "blocking": True}},
 }
 """swarm-sgd in its blocking form, whose numbers do not depend on who is faster."""

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hf_diloco import config_checks as checks
+from hf_diloco.addresses import check_specific
 from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.redact import redact
 from hf_diloco.store_url import STORE_SCHEMES, check_store_url, is_object_store
 from hf_diloco.text import nearest
 
@@ -229,6 +231,11 @@ class DiLoCoConfig(StrictModel):
         split_tcp_url(url)
         return url
 
+    @field_validator("bind_address")
+    @classmethod
+    def _check_bind_address(cls, address: str | None) -> str | None:
+        return address and check_specific(address)
+
     @model_validator(mode="after")
     def _check_exchange(self) -> DiLoCoConfig:
         checks.check_feedback(self)
@@ -295,7 +302,7 @@ def split_tcp_url(url: str) -> tuple[str, int]:
     """Returns host and port of a `tcp://HOST:PORT` address.
 
     Raises:
-        ValueError: when it is anything else.
+        ValueError: when it is anything else, or HOST stands for every interface of a machine.
     """
     try:
         parts = urlsplit(url)
@@ -309,7 +316,7 @@ def split_tcp_url(url: str) -> tuple[str, int]:
         )
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
-    return parts.hostname, port
+    return check_specific(parts.hostname), port
 
 
 def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], example: str) -> C:
@@ -341,14 +348,15 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -
 
 def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
     name = prefix + ".".join(str(part) for part in problem["loc"])
+    shown = redact(problem["input"], name)
     if problem["type"] == "extra_forbidden":
         hint = _suggestion(str(problem["loc"][-1]), _fields_at(model, problem["loc"]))
-        return f"unknown setting {name}={problem['input']!r}{hint}"
+        return f"unknown setting {name}={shown!r}{hint}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if problem["type"] == "value_error":  # the validator's own text names the value
         return f"{name}: {message}" if name else message
-    return f"{name}: {message}, got {problem['input']!r}{_origin(name, problem['input'])}"
+    return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}"
 
 
 def _origin(name: str, value: Any) -> str:

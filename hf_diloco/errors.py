@@ -24,9 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from hf_diloco.redact import redact_text
+
 
 class DiLoCoError(Exception):
-    """The root of all errors that hf_diloco raises on purpose."""
+    """The root of all errors that hf_diloco raises on purpose. Their messages hold no secrets of settings and URLs."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact_text(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(DiLoCoError, ValueError):

@@ -90,6 +90,11 @@ def numbers(values: Iterable[int], limit: int = 10) -> str:
     return ", ".join(shown) + (", ..." if len(spans) > limit else "")
 
 
+def printable(value: str) -> str:
+    """Text that others wrote, on one line: nothing in it that a terminal would obey, or that turns it around."""
+    return "".join(char if char.isprintable() else "?" for char in value)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """What a misspelt name may have been meant to be, for the end of a clause; empty if it is like none."""
     close = difflib.get_close_matches(name, list(known), n=1)

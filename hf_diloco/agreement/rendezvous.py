@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
+import logging
+import os
 import socket
 import time
 from datetime import timedelta
@@ -11,10 +12,16 @@ from typing import Protocol
 
 from torch.distributed import TCPStore
 
+from hf_diloco.addresses import check_specific, is_loopback, is_public
 from hf_diloco.agreement.patience import call_within
+from hf_diloco.agreement.seal import ENV_KEY
 from hf_diloco.config import split_tcp_url
 from hf_diloco.errors import RendezvousError
+from hf_diloco.exchange.listening import Door, keep_door
+from hf_diloco.limits import raise_file_limit
 from hf_diloco.waiting import WaitNotes
+
+logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.2
 _GREETING_SECONDS = 20.0
@@ -57,13 +64,22 @@ def connect_store(config: Place, is_host: bool, notes: WaitNotes | None = None) 
             would cross a public network.
     """
     assert config.rendezvous is not None
+    raise_file_limit()
     host, port = split_tcp_url(config.rendezvous)
     for address in filter(None, (host, config.bind_address)):
         _refuse_public(address, port, config)
     listener = _listen(host, port, config) if is_host else None
     if listener is None:
         _await_host(host, port, config, notes)
-    store = _open_store(config, host, port, listener)
+    door = Door(listener.fileno()) if listener else None
+    try:
+        store = _open_store(config, host, port, listener)
+    except RendezvousError:
+        if door:
+            door.close()
+        raise
+    if door:
+        keep_door(door, store)
     return store, config.bind_address or _local_address(host, port)
 
 
@@ -73,6 +89,7 @@ def find_address(config: Place) -> str:
     Raises:
         RendezvousError: that is a public address.
     """
+    raise_file_limit()
     address = config.bind_address
     if address is None:
         try:
@@ -83,15 +100,42 @@ def find_address(config: Place) -> str:
     return address
 
 
+def warn_unprotected(address: str) -> None:
+    """Says what the run's key does not do over tcp://, and what follows; see `warn_if_exposed`."""
+    if os.environ.get(ENV_KEY):
+        logger.warning(
+            "%s is set, but protects nothing over tcp://: it authenticates what lies in an object store, and "
+            "connections between islands that meet in one",
+            ENV_KEY,
+        )
+    warn_if_exposed(address)
+
+
+def warn_if_exposed(address: str) -> None:
+    """Names the risk of talking without authentication at an address that other machines reach."""
+    try:
+        _, numeric = _resolve(address, 1)
+    except socket.gaierror:
+        return
+    if not is_loopback(numeric):
+        logger.warning(
+            "what goes over %s is neither encrypted nor authenticated: who reaches its ports can read the weights, "
+            "change them, or end the run. Keep strangers out by a firewall or a VPN (docs/security.md has a recipe)",
+            address,
+        )
+
+
 def _refuse_public(address: str, port: int, config: Place) -> None:
     """What goes between islands is neither encrypted nor authenticated: whoever wants that in public must say so."""
-    if config.allow_public_address:
-        return
     try:
         _, numeric = _resolve(address, port)
     except socket.gaierror:
         return  # which is reported where it is met
-    if ipaddress.ip_address(numeric.partition("%")[0]).is_global:
+    try:
+        check_specific(numeric)
+    except ValueError as error:
+        raise RendezvousError(f"{address}: {error}") from None
+    if not config.allow_public_address and is_public(numeric):
         raise RendezvousError(
             f"{address} ({numeric}) is a public address, and traffic between islands is neither encrypted nor "
             "authenticated: join the machines by a VPN and use its addresses (docs/security.md has a recipe), or meet "

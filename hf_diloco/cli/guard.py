@@ -24,6 +24,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from hf_diloco.limits import raise_file_limit
+
 TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL when the launcher has lost patience
 ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes a step and a while
 _POLL = 0.1  # seconds
@@ -76,6 +78,7 @@ def main(command: Iterable[str] | None = None) -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP):  # the launcher decides what these mean
         signal.signal(ignored, lambda number, frame: None)  # not SIG_IGN, which the command would inherit
     adopt_orphans()
+    raise_file_limit()
     child = subprocess.Popen(list(sys.argv[1:] if command is None else command), stdin=subprocess.DEVNULL)
     launcher_lost = False
     while child.poll() is None and not asked_to_end and not launcher_lost:

@@ -22,6 +22,7 @@ from hf_diloco.cli.log import LogFollower
 from hf_diloco.cli.outcome import FAILED, STOPPED, Outcome, read_outcome
 from hf_diloco.cli.progress import Progress, read_progress
 from hf_diloco.errors import DiLoCoError
+from hf_diloco.redact import redact_text
 
 _NUM_LINES_KEPT = 500  # of the log's end, in memory
 
@@ -73,7 +74,7 @@ class Island:
                 (plan.folder / stale).unlink(missing_ok=True)
             for path, text in plan.files.items():
                 path.write_text(text)
-            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {plan.shell_line()}", file=log, flush=True)
+            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
             self._follower = LogFollower(self.log_path)
             changed = {**os.environ, **plan.environment}
             self._process = subprocess.Popen(

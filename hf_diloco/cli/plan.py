@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.runs.load import load_run
 from hf_diloco.store_url import is_object_store
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The interface over which the processes of an island on this machine talk to each other."""
 
 # What another launcher left in the environment would make an island think that it is part of that one's world.
 _FOREIGN = (
@@ -121,6 +125,7 @@ def make_plan(options: LaunchOptions) -> Plan:
             ENV_NUM_ISLANDS: str(run.meeting.num_islands),
             ENV_RENDEZVOUS: rendezvous,
             "HF_DILOCO_LAUNCHED": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or LOOPBACK,
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.listening import GlooListener
 from hf_diloco.exchange.rate import RateLimit
 
 PROBE_SECONDS = 0.5
@@ -319,11 +320,12 @@ def _clone(store: Store, timeout: float) -> Store:
 def _connect(store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> ProcessGroupGloo:
     _outlive_threads()
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)
     options._threads = 1  # they serve collectives only
     try:
-        return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
+        with GlooListener(address) as listener:
+            options._devices = [listener.device]
+            return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
     except RuntimeError as error:
         raise IslandLostError(
             f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "

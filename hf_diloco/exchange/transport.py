@@ -8,7 +8,7 @@ from typing import Self
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from hf_diloco.agreement.rendezvous import connect_store
+from hf_diloco.agreement.rendezvous import connect_store, warn_unprotected
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.exchange.base import Exchange
 from hf_diloco.exchange.memory import MemoryNetwork
@@ -81,6 +81,8 @@ class MeshTransport(Transport):
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0, notes=self._notes)
+        if is_leader:
+            warn_unprotected(self._address)
 
     def open(self, lane: int) -> Exchange:
         config = self._config

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from hf_diloco.addresses import check_specific
 from hf_diloco.config import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
@@ -111,6 +112,11 @@ class GossipConfig(StrictModel):
         if url is not None:
             split_tcp_url(url)
         return url
+
+    @field_validator("bind_address")
+    @classmethod
+    def _check_bind_address(cls, address: str | None) -> str | None:
+        return address and check_specific(address)
 
     @model_validator(mode="after")
     def _check_islands(self) -> GossipConfig:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_diloco.agreement.rendezvous import connect_store
+from hf_diloco.agreement.rendezvous import connect_store, warn_unprotected
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.ahead import Ahead
@@ -296,6 +296,7 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     if config.num_islands == 1:
         return MemoryGraph(topology).node(0)
     store, address = connect_store(config, is_host=config.island == 0, notes=WaitNotes(config.island, "node"))
+    warn_unprotected(address)
     return MeshNeighbours(
         store,
         topology,

@@ -47,6 +47,7 @@ def train(run: RunFile) -> int:
     check_folder(run)
     prepare_environment(run.deepspeed is not None)
     from hf_diloco.runs.arguments import check_training
+    from hf_diloco.runs.island_store import use_island_store
     from hf_diloco.runs.run_files import Progress
 
     check_training(run.training)
@@ -56,6 +57,7 @@ def train(run: RunFile) -> int:
     try:
         progress.update(message="loading libraries")
         set_up_logging()
+        use_island_store()
         if config is not None and config.meets_in_store:
             _check_store(config)
         from hf_diloco.lm.assemble import assemble

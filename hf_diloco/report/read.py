@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.redact import redact
 from hf_diloco.report.records import AnyRecord, Mix, Record, Start, parse_line
 
 METRICS = "metrics.jsonl"
@@ -99,7 +100,7 @@ def load_run(path: str | Path) -> Run:
     if found:
         islands = [_read_island(entry, number) for number, entry in sorted(found.items())]
         model = folder / "model"
-        settings = _read_json(folder / "run.json")
+        settings = redact(_read_json(folder / "run.json"))
         return Run(_name(folder), folder, tuple(islands), settings, model if model.is_dir() else None)
     if (folder / METRICS).is_file():
         return _single_island(folder)
@@ -111,7 +112,7 @@ def _single_island(folder: Path) -> Run:
     parent = folder.resolve().parent
     island = _read_island(folder, int(match[1]) if match else None)
     name = f"{parent.name}/{folder.resolve().name}" if match else _name(folder)
-    return Run(name, folder, (island,), _read_json(parent / "run.json") if match else {})
+    return Run(name, folder, (island,), redact(_read_json(parent / "run.json")) if match else {})
 
 
 def _name(folder: Path) -> str:

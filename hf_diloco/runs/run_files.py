@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import hf_diloco
 from hf_diloco.files import try_write_json, write_json
+from hf_diloco.redact import redact
 from hf_diloco.runs.base import BaseRun
 
 logger = logging.getLogger("hf_diloco")
@@ -47,6 +48,7 @@ class Progress:
 
     def update(self, **values: Any) -> None:
         """Changes some values; a new state or message is written at once."""
+        values = redact(values)
         urgent = any(self._values[key] != values.get(key, self._values[key]) for key in ("state", "message"))
         self._values.update(values)
         now = time.monotonic()
@@ -133,8 +135,8 @@ class RunFilesCallback(TrainerCallback):
 
 
 def write_run_json(run: BaseRun) -> None:
-    """Writes the resolved settings and the versions of everything that matters to the run folder."""
-    write_json(run.folder / "run.json", {**run.model_dump(mode="json"), "versions": versions()})
+    """Writes the resolved settings, less secrets, and the versions of everything that matters to the run folder."""
+    write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions()})
 
 
 def versions() -> dict[str, str | None]:

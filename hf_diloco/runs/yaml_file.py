@@ -13,6 +13,12 @@ from hf_diloco.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 
+MAX_CHARACTERS = 1 << 20
+MAX_DEPTH = 50
+MAX_VALUES = 100_000
+"""What a run file may hold: far more than any has, and less than what exhausts the stack or memory. Values that an
+alias repeats count each time."""
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are words."""
@@ -25,8 +31,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+            if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
@@ -57,14 +65,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise ConfigError(f"{path}: no such file{_neighbours(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        values = loader.construct_document(node) if node is not None else {}
+        values, node = _load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_where(error)}: not valid YAML: {_problem(error)}") from None
-    finally:
-        loader.dispose()
+    values = {} if values is None and node is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
     return values, _lines(node)
@@ -81,9 +86,65 @@ def parse_override(item: str) -> tuple[KeyPath, Any]:
     if not separator or not all(path):
         raise ConfigError(f"{item!r}: expected KEY=VALUE, as in training.max_steps=200")
     try:
-        return path, yaml.load(text, Loader=_Loader)
+        return path, _load(text)[0]
     except yaml.YAMLError as error:
         raise ConfigError(f"{item!r}: the value is not valid YAML: {_problem(error)}") from None
+
+
+def _load(text: str) -> tuple[Any, yaml.Node | None]:
+    """The value of a document and its nodes; None for an empty one.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or beyond the limits above.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise yaml.YAMLError(f"{len(text):,} characters, more than {MAX_CHARACTERS:,}; is it a run file?")
+    _check_depth(text)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        _num_values(node, {})
+        return loader.construct_document(node), node
+    finally:
+        loader.dispose()
+
+
+def _check_depth(text: str) -> None:
+    """Raises `yaml.YAMLError` for what is nested too deep; reads events, which needs no stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values below a node, those that aliases repeat counted each time.
+
+    Args:
+        node: of nodes nested at most `MAX_DEPTH` deep, but for aliases.
+        known: what was found for other nodes, by id; 0 for those around this one.
+
+    Raises:
+        yaml.YAMLError: they are too many, or a node holds itself.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) in known:
+        if not known[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias of what it stands in", problem_mark=node.start_mark)
+        return known[id(node)]
+    known[id(node)] = 0
+    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    total = 1 + sum(_num_values(part, known) for part in parts)
+    if total > MAX_VALUES:
+        problem = f"more than {MAX_VALUES:,} values, those that aliases (*name) repeat counted each time"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    known[id(node)] = total
+    return total
 
 
 def set_at(values: dict[str, Any], path: KeyPath, value: Any) -> None:

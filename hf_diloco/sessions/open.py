@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.rendezvous import find_address
+from hf_diloco.agreement.rendezvous import find_address, warn_if_exposed
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.exchange.bucket import BucketExchange
@@ -84,6 +84,8 @@ def open_engines(
         return [BucketEngine(bucket, CODECS[config.payload], island.rank) for bucket in buckets]
     sizes = island.sum([bucket.length for bucket in buckets])
     address = island.on_all(lambda: find_address(config))
+    if island.is_leader and not key:
+        warn_if_exposed(address)
     return [
         DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
         for bucket, size in zip(buckets, sizes, strict=True)

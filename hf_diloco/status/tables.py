@@ -162,4 +162,4 @@ def _plain(value: str) -> Text:
     """What others wrote: no markup, and nothing that a terminal would obey."""
     from rich.text import Text
 
-    return Text("".join(char if char.isprintable() else "?" for char in value))
+    return Text(text.printable(value))

@@ -198,7 +198,7 @@ def test_a_killed_rank_and_resume(launches: Launches) -> None:
 def test_a_killed_accelerate_leaves_no_orphan(launches: Launches) -> None:
     launched = launches.start(400)
     launches.wait_for_step(launched, 6)
-    kill_in_island_1(launched, "accelerate.commands.launch")
+    kill_in_island_1(launched, "hf_diloco.runs.island_store")
     output = launched.wait(timeout=120, expect=1).output
     assert "error: island 1 failed (SIGKILL)" in output
     assert launches.checkpoints(0)

@@ -1,0 +1,23 @@
+"""What the system allows this process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+MAX_FILES = 1 << 16
+"""To so many the limit of open files is raised, if it may be: some programs walk through all that are possible."""
+
+
+def raise_file_limit() -> int:
+    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; child processes inherit it.
+
+    Returns:
+        The limit from now on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

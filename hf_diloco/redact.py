@@ -1,0 +1,50 @@
+"""Secrets kept out of everything that is written for people: run.json, reports, logs, messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_NOT_OF_A_TOKENIZER = "".join(
+    f"(?<!{word}_)" for word in ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "start", "end", "image", "per")
+)
+_NAME = (
+    r"(?:[A-Za-z0-9]+[._-])*(?:" + _NOT_OF_A_TOKENIZER + r"token|secret|password|passwd|pwd|credentials?|authorization"
+    r"|signature|sig|(?:api|access|secret|account|private|signing|diloco)[_-]?(?:access[_-]?)?key)"
+)
+"""What a setting, variable or part of a query is called that holds a secret; not pad_token, key_file or max_tokens."""
+
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s'\",;&)}\]]+)"
+_IS_SECRET = re.compile(_NAME, re.IGNORECASE)
+_HIDE = (
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/?#\s'\"@]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),  # user:password@
+    (re.compile(rf"((?<![A-Za-z0-9_.-]){_NAME}=){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"(([\"']){_NAME}\2: ?){_VALUE}", re.IGNORECASE), rf"\1'{HIDDEN}'"),  # of a dict that is printed
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), f"hf_{HIDDEN}"),
+)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """A copy of settings with `***` in place of secrets.
+
+    Args:
+        value: of a setting, or mappings and lists of them.
+        name: of the setting; one that is called as secrets are is hidden whatever it holds, if it is text.
+    """
+    if isinstance(value, Mapping):
+        return {key: redact(part, str(key)) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(part, name) for part in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and _IS_SECRET.fullmatch(name) else redact_text(value)
+
+
+def redact_text(text: str) -> str:
+    """Text without passwords in addresses, signatures in queries, NAME=VALUE of secrets, and tokens known by form."""
+    for pattern, shown in _HIDE:
+        text = pattern.sub(shown, text)
+    return text

@@ -1,0 +1,107 @@
+"""Addresses that are refused before anything is started, and warnings where traffic is not protected."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_diloco import DiLoCoCallback, GossipCallback
+from hf_diloco.addresses import check_specific, is_loopback, is_public
+from hf_diloco.agreement.rendezvous import connect_store, find_address, warn_if_exposed, warn_unprotected
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.lm.runfile import RunFile
+from hf_diloco.runs.load import load_run
+
+ROOT = Path(__file__).parents[2]
+EVERYWHERE = ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", "::ffff:0:0"]
+
+
+@pytest.mark.parametrize("address", EVERYWHERE)
+def test_every_interface_is_refused_in_every_form(address: str) -> None:
+    with pytest.raises(ValueError, match=r"every interface of the machine.*the one address that the others reach"):
+        check_specific(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "::1", "localhost", "node-0", "::ffff:10.0.0.1"])
+def test_one_address_is_taken(address: str) -> None:
+    assert check_specific(address) == address
+
+
+def test_kinds_of_addresses() -> None:
+    assert all(is_public(address) for address in ("8.8.8.8", "::ffff:8.8.8.8", "2001:4860:4860::8888"))
+    assert not any(is_public(address) for address in ("10.0.0.1", "fe80::1%eth0", "127.0.0.1", "node-0"))
+    assert [is_loopback(address) for address in ("127.0.0.9", "::1", "10.0.0.1")] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig, DiLoCoCallback, GossipCallback])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rendezvous": "tcp://0.0.0.0:29400"},
+        {"rendezvous": "tcp://[::]:29400", "allow_public_address": True},
+        {"rendezvous": "tcp://10.0.0.1:29400", "bind_address": "0.0.0.0"},
+        {"rendezvous": "tcp://10.0.0.1:29400", "bind_address": "::"},
+    ],
+    ids=str,
+)
+def test_settings_and_callbacks_refuse_every_interface(kind: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"(0\.0\.0\.0|::) stands for every interface"):
+        kind(num_islands=2, **settings)
+
+
+@pytest.mark.parametrize("setting", ["diloco.rendezvous=tcp://0.0.0.0:29400", "diloco.bind_address='::'"])
+def test_the_run_file_refuses_every_interface(setting: str) -> None:
+    with pytest.raises(ConfigError, match="stands for every interface"):
+        load_run(RunFile, ROOT / "configs" / "quickstart.yaml", [setting])
+
+
+def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(2, 1, 6, "", ("0.0.0.0", 1))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    settings = DiLoCoConfig(rendezvous="memory://here", exchange="mesh", bind_address="anywhere.example")
+    with pytest.raises(RendezvousError, match=r"anywhere\.example: 0\.0\.0\.0 stands for every interface"):
+        find_address(settings)
+    with pytest.raises(RendezvousError, match="stands for every interface"):
+        connect_store(DiLoCoConfig(rendezvous="tcp://anywhere.example:29400"), is_host=True)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_key_that_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
+    warn_unprotected("127.0.0.1")
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("HF_DILOCO_KEY is set, but protects nothing over tcp://")
+    assert "kkk" not in warning
+
+
+def test_talking_over_a_network_without_authentication_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("HF_DILOCO_KEY", raising=False)
+    for address in ("127.0.0.1", "::1", "localhost"):
+        warn_unprotected(address)
+    assert warnings_of(caplog) == []
+    warn_if_exposed("10.0.0.1")
+    (warning,) = warnings_of(caplog)
+    assert "10.0.0.1 is neither encrypted nor authenticated" in warning
+    assert "read the weights, change them, or end the run" in warning
+
+
+def test_islands_and_nodes_that_meet_over_tcp_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free_port: int
+) -> None:
+    from hf_diloco.exchange.transport import MeshTransport
+
+    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
+    config = DiLoCoConfig(num_islands=2, rendezvous=f"tcp://127.0.0.1:{free_port}")
+    MeshTransport(config, is_leader=True)
+    assert [text.split(",")[0] for text in warnings_of(caplog)] == ["HF_DILOCO_KEY is set"]

@@ -1,0 +1,145 @@
+"""Ports answer only as long as they must, and strangers' connections leave files for the process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from hf_diloco.exchange.connections import Connections, Deadline, Transfers
+from hf_diloco.exchange.listening import Door
+from hf_diloco.limits import raise_file_limit
+from tests.islands import run_islands
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
+
+LOCALHOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+
+
+def answers(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.2):
+        return True
+    return False
+
+
+def listeners() -> set[tuple[str, int]]:
+    return {
+        (kept.laddr.ip, kept.laddr.port)
+        for kept in psutil.Process().net_connections("tcp")
+        if kept.status == psutil.CONN_LISTEN
+    }
+
+
+def test_gloo_answers_nobody_once_all_are_connected_and_transfers_go_on() -> None:
+    store, before = HashStore(), listeners()
+
+    def island(number: int) -> float:
+        links = Connections(store, "lane", number, 3, LOCALHOST, timeout=30, num_connections=2)
+        meet.wait(30)
+        if number == 0:
+            doors = listeners() - before
+            assert len(doors) == 6  # a device for each connection of each island
+            assert not any(answers(door) for door in doors)
+        meet.wait(30)
+        transfers, got = Transfers(), torch.zeros(1000)
+        links.receive(got, (number + 1) % 3, 1, transfers)
+        links.send(torch.full((1000,), float(number)), (number - 1) % 3, 1, transfers)
+        links.wait(transfers, Deadline(30))
+        meet.wait(30)
+        links.close()
+        return float(got.mean())
+
+    meet = threading.Barrier(3)
+    assert run_islands(3, island) == [1.0, 2.0, 0.0]
+
+
+def test_a_door_opens_again() -> None:
+    with socket.create_server((LOCALHOST, 0)) as listener:
+        door = Door(listener.fileno())
+        assert answers(door.address)
+        door.shut()
+        assert not answers(door.address)
+        door.open()
+        assert answers(door.address)
+        door.close()
+
+
+def knock(ports: list[int], number: int) -> list[socket.socket]:
+    """So many connections that say nothing, in turn to each port; who does not answer is not waited for."""
+    strangers = []
+    for count in range(number):
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex((LOCALHOST, ports[count % len(ports)]))
+        strangers.append(stranger)
+        if count % 50 == 0:
+            time.sleep(0.02)
+    return strangers
+
+
+@pytest.mark.usefixtures("limits")
+def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) -> None:
+    raise_file_limit()
+    program = ROOT / "tests" / "programs" / "crowded.py"
+    with subprocess.Popen(
+        [sys.executable, str(program), str(free_port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        ports = [int(port) for port in process.stdout.readline().split()]
+        strangers = [*knock([free_port], 1500), *knock(sorted({*ports} - {free_port}), 1500)]
+        time.sleep(1)
+        out, told = process.communicate("go on\n", timeout=120)
+        for stranger in strangers:
+            stranger.close()
+    assert (process.returncode, out.strip()) == (0, "done"), told
+    assert f"127.0.0.1:{free_port} takes no more connections" in told
+    assert "raise the limit" in told
+
+
+IN_ISLAND = """
+import psutil, torch.distributed as dist
+from hf_diloco.runs.island_store import use_island_store
+use_island_store()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:PORT", rank=0, world_size=1)
+dist.barrier()
+kept = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+print(*(one.ip for one in kept if one.port == PORT))
+"""
+
+
+def test_the_store_of_an_islands_own_processes_listens_on_its_address_only(free_port: int) -> None:
+    command = [sys.executable, "-c", IN_ISLAND.replace("PORT", str(free_port))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.stdout.strip() == "127.0.0.1", done.stderr
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("limits")
+def test_the_soft_limit_of_files_becomes_the_hard_one() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    assert raise_file_limit() == min(hard, 1 << 16)
+    assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
