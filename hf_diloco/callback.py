@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.advice import warn_about_plan
 from hf_diloco.agreement.facts import Facts
-from hf_diloco.checkpoint import complete_checkpoints
+from hf_diloco.checkpoint import find_complete, last_of_earlier_round
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import (
     DiLoCoError,
@@ -177,7 +177,9 @@ class DiLoCoCallback(TrainerCallback):
         self._stop.install(session.island, during=Trainer.train)
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._saving.end()
-        self._saving = Saving(args, session.island, _find_whole, trainer)
+        goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
+        needed = last_of_earlier_round if goes_back_with_others else None
+        self._saving = Saving(args, session.island, find_complete, trainer, needed)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(self.config, state.max_steps)
@@ -436,7 +438,3 @@ class DiLoCoCallback(TrainerCallback):
             params_hash=self._outer.outer_hash,
         )
         return record
-
-
-def _find_whole(folder: Path) -> list[Path]:
-    return [path for path, _ in complete_checkpoints(folder)]

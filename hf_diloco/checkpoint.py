@@ -265,6 +265,20 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
     return sorted(found, key=lambda item: item[1].global_step)
 
 
+def find_complete(folder: Path) -> list[Path]:
+    """The folders of `complete_checkpoints`."""
+    return [path for path, _ in complete_checkpoints(folder)]
+
+
+def last_of_earlier_round(folder: Path) -> list[Path]:
+    """The newest checkpoint of a round before the newest one's: what all islands can go back to.
+
+    Others may have been ended before they had written one of the newest round.
+    """
+    found = complete_checkpoints(folder)
+    return [path for path, index in found if index.round < found[-1][1].round][-1:]
+
+
 def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, int]]:
     """Path and round of the whole checkpoints that a run may go on from, oldest first, on every rank.
 
@@ -272,7 +286,7 @@ def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path,
     """
 
     def look() -> list[tuple[str, int]]:
-        recover_replaced(output_dir, lambda folder: [path for path, _ in complete_checkpoints(folder)])
+        recover_replaced(output_dir, find_complete)
         found = [(str(path), index.round) for path, index in complete_checkpoints(output_dir)]
         for text in _broken_after(output_dir, found[-1][0] if found else ""):
             logger.warning("%s", text)

@@ -80,7 +80,8 @@ def reason_of(error: BaseException) -> str:
     """Why something could not be written, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    text = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return text if "os error" in text else f"the disk does not take it: {text}"
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class Saving:
         ranks: of the island.
         find_whole: the whole checkpoints in a folder, by step; asked on the leader.
         trainer: whose failures to write are met; None where it is not known.
+        find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
+            newer ones yet.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Saving:
         ranks: IslandGroup,
         find_whole: Callable[[Path], Collection[Path]],
         trainer: Trainer | None,
+        find_needed: Callable[[Path], Collection[Path]] | None = None,
     ) -> None:
         self._args = args
         self._ranks = ranks
         self._find_whole = lambda folder: {p for p in find_whole(folder) if _CHECKPOINT.fullmatch(p.name)}
+        self._find_needed = find_needed
         self._trainer = trainer
         self._folder = folder_of(args)
         self._given_limit = args.save_total_limit
@@ -144,15 +148,17 @@ class Saving:
         if not self._limit:
             return []
         whole = self._find_whole(self._folder)
-        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-        ranked = sorted(whole, key=lambda path: (path in (newest, best), _step_of(path)), reverse=True)
-        num_kept = max(self._limit, len(whole & {newest, best}))
+        kept = {newest, *(self._find_needed(self._folder) if self._find_needed else ())}
+        if state.best_model_checkpoint:
+            kept.add(Path(state.best_model_checkpoint))
+        ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path)), reverse=True)
+        num_kept = max(self._limit, len(whole & kept))
         broken = [
             path
             for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             if _CHECKPOINT.fullmatch(path.name) and path not in whole and _step_of(path) < _step_of(newest)
         ]
-        return [str(path) for path in [*ranked[num_kept:], *broken] if path not in (newest, best)]
+        return [str(path) for path in [*ranked[num_kept:], *broken] if path not in kept]
 
 
 def _step_of(checkpoint: Path) -> int:

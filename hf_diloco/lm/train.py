@@ -15,6 +15,7 @@ from hf_diloco.runs.environment import is_leader, prepare_environment
 from hf_diloco.runs.process import (
     STOPPED,
     check_folder,
+    describe_stop,
     last_evaluation,
     prepare_folder,
     run_and_exit,
@@ -78,7 +79,7 @@ def _train(island: Island, progress: Progress) -> int:
         raise ConfigError(f"deepspeed: {error}") from error
     if island.callback.stopped:
         step = trainer.state.global_step
-        say(f"stopped at step {step} as asked; checkpoint-{step} is in {run.island_folder()}")
+        say(describe_stop(run, step))
         progress.update(state="done", message=f"stopped on request at step {step}")
         return STOPPED
     _finish(island, progress)

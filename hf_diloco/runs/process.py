@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.runs.base import BaseRun
@@ -20,8 +22,27 @@ R = TypeVar("R", bound=BaseRun)
 STOPPED = 3  # exit code: ended on request, with a checkpoint
 
 
+class _Output(io.FileIO):
+    """Standard output that goes on where the disk which it is written to is full: what it says is lost then."""
+
+    def write(self, data: Any) -> int:
+        """Writes, or drops."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            return len(data)
+
+
+def _output(number: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_Output(number, "w", closefd=False))
+    return io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
+
+
 def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
     """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
+    sys.stdout, sys.stderr = _output(1), _output(2)  # the launcher has them written to a log
     try:
         sys.exit(train(parse()))
     except DiLoCoError as error:
@@ -71,6 +92,14 @@ def set_up_logging() -> None:
     logging.getLogger("py.warnings").setLevel(logging.WARNING if is_leader() else logging.ERROR)
     if os.environ.get(ENV_LAUNCHED) or not is_leader():
         datasets.disable_progress_bars()
+
+
+def describe_stop(run: BaseRun, step: int) -> str:
+    """Where training that was stopped on request goes on from."""
+    folder = run.island_folder()
+    if (folder / f"checkpoint-{step}").is_dir():
+        return f"stopped at step {step} as asked; checkpoint-{step} is in {folder}"
+    return f"stopped at step {step} as asked, but its checkpoint could not be written; earlier ones are in {folder}"
 
 
 def last_evaluation(trainer: Trainer) -> dict[str, float] | None:

@@ -11,6 +11,7 @@ from hf_diloco.runs.environment import is_leader
 from hf_diloco.runs.process import (
     STOPPED,
     check_folder,
+    describe_stop,
     last_evaluation,
     prepare_folder,
     run_and_exit,
@@ -90,7 +91,7 @@ def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
     if node.callback.stopped:
         step = trainer.state.global_step
         if speaks:
-            say(f"stopped at step {step} as asked; checkpoint-{step} is in {run.island_folder()}")
+            say(describe_stop(run, step))
         progress.update(state="done", message=f"stopped on request at step {step}")
         return STOPPED
     _finish(node, progress, speaks)

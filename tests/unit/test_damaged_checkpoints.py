@@ -26,7 +26,9 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import DiLoCoBlock
 from hf_diloco.meeting import find_common
+from tests.processes import find_free_port
 from tests.programs.trainer_island import Tokens, make_model
+from tests.unit.test_callback import second_island
 
 MAX_STEPS = 6
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
@@ -298,3 +300,11 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(common, range(2)))
     assert found == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
+
+
+def test_of_islands_that_go_back_together_each_keeps_two_rounds(tmp_path: Path) -> None:
+    """If both lose power now, the other may not have written its checkpoint of round 2 yet."""
+    with second_island(find_free_port(), tmp_path, rounds=2, sync_every=3) as settings:
+        trainer = make_trainer(tmp_path, DiLoCoCallback(**settings), save_steps=1, save_total_limit=1)
+        trainer.train()
+    assert [(index.global_step, index.round) for _, index in complete_checkpoints(tmp_path)] == [(5, 1), (6, 2)]
