@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_diloco.cli.log import LogFollower, UsefulLines, clean
-from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, last_error, read_outcome
+from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, read_outcome, root_error
 
 # As accelerate 1.15 and torch 2.13 write them.
 TORCHRUN = """\
@@ -89,8 +89,59 @@ def test_a_finished_island_has_no_error_even_with_tracebacks_in_its_log() -> Non
         ("", ""),
     ],
 )
-def test_last_error(log: str, error: str) -> None:
-    assert last_error(log.splitlines()).startswith(error)
+def test_root_error(log: str, error: str) -> None:
+    assert root_error(log.splitlines()).startswith(error)
+
+
+# As Python 3.11 and pydantic 2.14 write them.
+CHAIN = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+KeyError: 'x'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+ValueError: unknown x
+"""
+DESTRUCTOR = """\
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+RuntimeError: MLflowCallback requires mlflow to be installed. Run `pip install mlflow`.
+Exception ignored in: <function MLflowCallback.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "integration_utils.py", line 9, in __del__
+AttributeError: 'MLflowCallback' object has no attribute '_auto_end_run'
+"""
+PYDANTIC = """\
+Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig
+stage
+  Input should be less than or equal to 3 [type=less_than_equal, input_value=7, input_type=int]
+    For further information visit https://errors.pydantic.dev/2.14/v/less_than_equal
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (CHAIN, "ValueError: unknown x\ncaused by: KeyError: 'x'"),
+        (DESTRUCTOR, "RuntimeError: MLflowCallback requires mlflow to be installed. Run `pip install mlflow`."),
+        (
+            PYDANTIC,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig\nstage\n"
+            "  Input should be less than or equal to 3 [type=less_than_equal, input_value=7, input_type=int]",
+        ),
+        (
+            CHAIN + "step\n" * 60 + DESTRUCTOR,
+            "RuntimeError: MLflowCallback requires mlflow to be installed. Run `pip install mlflow`.",
+        ),
+    ],
+)
+def test_the_cause_is_told_and_not_what_follows_from_it(log: str, error: str) -> None:
+    assert root_error(log.splitlines()) == error
 
 
 def test_noise_is_dropped_and_messages_stay() -> None:
