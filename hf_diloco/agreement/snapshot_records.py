@@ -12,6 +12,12 @@ from hf_diloco.agreement.log import Record
 from hf_diloco.errors import PayloadError
 
 
+class StartRecord(Record):
+    """The snapshot that a run starts from: its folder."""
+
+    folder: str
+
+
 class SnapshotRecord(Record):
     """One rank's part of a snapshot.
 

@@ -186,6 +186,62 @@ def status(
     run_status(StatusOptions(rendezvous, as_json, interval if watch else None, key_file, num_rounds))
 
 
+store_app = typer.Typer(
+    help="Look after the store in which the islands of a run meet.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(store_app, name="store")
+
+
+@store_app.callback()
+def store_options() -> None:
+    """Options of all commands on stores."""
+
+
+@store_app.command("check")
+def store_check(
+    rendezvous: Annotated[
+        str,
+        typer.Argument(
+            metavar="RENDEZVOUS",
+            envvar=ENV_RENDEZVOUS,
+            help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+            show_default=False,
+        ),
+    ],
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Move what is damaged, forged or abandoned to damaged/. Nothing is deleted."),
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read all values too, and compare them with their digests.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
+    ] = None,
+) -> None:
+    """List what is damaged, forged or left behind in the store of a run, and names that no island gives.
+
+    It may be called while the run goes on. Without --repair it only reads.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco store check s3://bucket/my-run[/cyan]
+
+    [cyan]hf-diloco store check file:///shared/my-run --repair[/cyan]
+
+    [bold]Exit codes[/bold]
+
+    0: nothing to be done. 1: something was found, or there is no run, or it has another key. 2: wrong command.
+    """
+    from hf_diloco.cli.store import CheckOptions, run_check
+
+    raise typer.Exit(run_check(CheckOptions(rendezvous, deep, repair, as_json, key_file)))
+
+
 @app.command()
 def topology(
     name: Annotated[

@@ -47,7 +47,7 @@ def run_status(options: StatusOptions) -> None:
         RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
         StoreError: the store does not answer; once it has, watching goes on regardless.
     """
-    _check_url(options.url)
+    check_url(options.url, "status")
     with contextlib.suppress(KeyboardInterrupt) if options.interval else contextlib.nullcontext():
         key = load_key(options.key_file)
         store = open_object_store(options.url, TIMEOUT, read_only=True)
@@ -58,10 +58,11 @@ def run_status(options: StatusOptions) -> None:
             _watch(observer, options.interval, options.as_json)
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str, command: str) -> None:
+    """Raises `ConfigError` unless a run's islands can meet there in a store that a command can look at."""
     if not is_object_store(url):
         raise ConfigError(
-            f"rendezvous {url!r}: status needs an object store that the run's islands meet in ({VALID_URLS}); what "
+            f"rendezvous {url!r}: {command} needs an object store that the run's islands meet in ({VALID_URLS}); what "
             "other runs do is in the launcher's output and in `hf-diloco report RUN`"
         )
     try:

@@ -86,6 +86,12 @@ class ObjectInfo(BaseModel):
         """Canonical index after the last value."""
         return self.start + self.length
 
+    def blocks(self) -> list[tuple[int, int]]:
+        """Where each block lies: first byte, and the one after the last."""
+        codec = CODECS[self.codec]
+        ends = [codec.num_bytes(min(k * self.block_values, self.length)) for k in range(len(self.digests) + 1)]
+        return list(pairwise(ends))
+
 
 def read_info(record: object) -> ObjectInfo:
     """Makes an `ObjectInfo` of what another island wrote: the parsed JSON of one.

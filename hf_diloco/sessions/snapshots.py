@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.members import ClaimRecord, claim_path
 from hf_diloco.agreement.objects import Entry
-from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
+from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
 from hf_diloco.exchange.bucket import BucketExchange
@@ -34,12 +34,6 @@ _KEPT = 2
 _STARTS = ("start.json", *(f"start-{number}.json" for number in range(2, 10)))
 _SNAPSHOT = re.compile(r"snapshots/\d{8,12}/(\d{5,6})-(\d{6,9})/rank-\d{5,6}(?:-[a-z0-9-]+\.bin|\.json)")
 _PAYLOAD = re.compile(r"payloads/\d{8,12}/(?:mean-)?(\d{5,6})-(\d{6,9})(?:-\d+)?/rank-\d{5,6}\.bin")
-
-
-class StartRecord(Record):
-    """The snapshot that a run starts from: its folder."""
-
-    folder: str
 
 
 class Snapshots:

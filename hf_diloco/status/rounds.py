@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Protocol, TypeVar
 
 from hf_diloco.agreement.council import author_of
+from hf_diloco.agreement.decisions import is_outcome
 from hf_diloco.agreement.log import Record
 from hf_diloco.agreement.objects import Entry
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord, PlanRecord
@@ -15,7 +16,7 @@ from hf_diloco.status.models import RoundStatus
 
 R = TypeVar("R", bound=Record)
 
-_PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome)\.json")
+_PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?)\.json")
 
 Attempts = Mapping[int, Mapping[str, Entry]]
 """The objects of a round, by attempt and path."""
@@ -38,8 +39,8 @@ def group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entr
 
 def decided_at(attempts: Attempts) -> datetime | None:
     """When a round's last attempt was settled, by the store's clock."""
-    outcomes = [entry for path, entry in attempts[max(attempts)].items() if path.endswith("/outcome.json")]
-    return outcomes[0].modified if outcomes else None
+    outcomes = [entry for path, entry in attempts[max(attempts)].items() if is_outcome(path)]
+    return max(entry.modified for entry in outcomes) if outcomes else None
 
 
 def read_round(number: int, attempts: Attempts, read: Reader) -> RoundStatus | None:
@@ -51,7 +52,9 @@ def read_round(number: int, attempts: Attempts, read: Reader) -> RoundStatus | N
     newest: list[OfferRecord] = []
     for attempt in sorted(attempts):
         records = attempts[attempt]
-        plan, outcome = _find(records, "plan", PlanRecord, read), _find(records, "outcome", OutcomeRecord, read)
+        plan = _find([path for path in records if path.endswith("/plan.json")], records, PlanRecord, read)
+        names = sorted(filter(is_outcome, records), key=len)  # outcome.json before outcome-2.json
+        outcome = _find(names, records, OutcomeRecord, read)
         of_attempt = _read_offers(records, read)
         offers |= of_attempt
         newest = list(of_attempt.values())
@@ -75,8 +78,9 @@ def read_round(number: int, attempts: Attempts, read: Reader) -> RoundStatus | N
     )
 
 
-def _find(records: Mapping[str, Entry], name: str, kind: type[R], read: Reader) -> R | None:
-    return next((read(entry, kind) for path, entry in records.items() if path.endswith(f"/{name}.json")), None)
+def _find(paths: Iterable[str], records: Mapping[str, Entry], kind: type[R], read: Reader) -> R | None:
+    """The first record that can be read."""
+    return next((found for path in paths if (found := read(records[path], kind)) is not None), None)
 
 
 def _read_offers(records: Mapping[str, Entry], read: Reader) -> dict[str, OfferRecord]:

@@ -1,0 +1,391 @@
+"""Looks at every object in a run's store: what is damaged, forged or left behind, and what nobody here has written.
+
+    damaged     a record that is empty, cut short or no JSON; values that are absent or shorter than announced
+    forged      a record that was not sealed with the run's key for its place; a symbolic link
+    abandoned   left by a process that was killed, or by a round that did not take place; nobody needs it
+    foreign     a name that this package gives to nothing
+    settled     a damaged or forged decision that the islands have passed over: it stays where it is
+
+What is under way now is none of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel
+
+from hf_diloco.agreement.decisions import is_outcome
+from hf_diloco.agreement.log import MAX_RECORD_BYTES, Record
+from hf_diloco.agreement.members import BeatRecord, ClaimRecord
+from hf_diloco.agreement.objects import Entry, ObjectStore
+from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.agreement.run import PATH as RUN_PATH, open_run
+from hf_diloco.agreement.snapshot_records import SnapshotRecord, StartRecord, assemble, round_of
+from hf_diloco.agreement.voting import VoteRecord
+from hf_diloco.errors import ForgedError, PayloadError, StoreError
+
+R = TypeVar("R", bound=Record)
+
+Kind = Literal["damaged", "forged", "abandoned", "foreign", "settled"]
+
+DAMAGED_FOLDER = "damaged"
+_NUM_READERS = 16
+_MAX_TARGET = 480
+STILL_SECONDS = 3.0
+"""A file that is not finished counts as abandoned if it does not change for so long."""
+_AUTHOR = r"\d{5,6}-\d{6,9}"
+_ATTEMPT = r"rounds/\d{8,12}/\d{2}"
+_SEALED = Record
+"""A record of which only the seal is looked at."""
+_RECORDS: Sequence[tuple[str, type[Record]]] = (
+    (r"start(-[2-9])?\.json", StartRecord),
+    (r"claims/\d{1,6}/\d{6,9}\.json", ClaimRecord),
+    (r"beats/\d{1,6}/\d{6,9}\.json", BeatRecord),
+    (rf"{_ATTEMPT}/offers/{_AUTHOR}-\d{{6,12}}\.json", OfferRecord),
+    (rf"{_ATTEMPT}/plan\.json", PlanRecord),
+    (rf"{_ATTEMPT}/votes/{_AUTHOR}\.json", VoteRecord),
+    (rf"{_ATTEMPT}/outcome(-[2-9])?\.json", OutcomeRecord),
+    (rf"{_ATTEMPT}/mean/rank-\d{{5,6}}\.json", _SEALED),
+    (r"links/.*\.json", _SEALED),
+    (rf"snapshots/\d{{8,12}}/{_AUTHOR}/rank-\d{{5,6}}\.json", SnapshotRecord),
+)
+_VALUES = re.compile(
+    rf"payloads/\d{{8,12}}/(?:mean-)?{_AUTHOR}(?:-\d+)?/rank-\d{{5,6}}\.bin"
+    rf"|snapshots/\d{{8,12}}/{_AUTHOR}/rank-\d{{5,6}}-[a-z0-9-]+\.bin"
+)
+
+
+class Finding(BaseModel):
+    """One object that is not as it should be.
+
+    Attributes:
+        path: where it lies; one that ends in a slash is an empty folder.
+        kind: see this module's text.
+        reason: for people.
+        num_bytes: its size.
+        moved_to: where it was set aside.
+    """
+
+    path: str
+    kind: Kind
+    reason: str
+    num_bytes: int = 0
+    moved_to: str | None = None
+
+
+class CheckReport(BaseModel):
+    """What a check found.
+
+    Attributes:
+        url: of the store.
+        run: the run's id.
+        num_objects, num_bytes: looked at.
+        findings: in the order of their paths.
+    """
+
+    url: str
+    run: str
+    num_objects: int
+    num_bytes: int
+    findings: list[Finding]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to be done: no finding is left in its place but settled ones."""
+        return all(finding.kind == "settled" or finding.moved_to for finding in self.findings)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Findings of each kind."""
+        return dict(Counter(finding.kind for finding in self.findings))
+
+
+@dataclass
+class _Read:
+    """What the records say, as far as they can be read."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    named: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Objects that offers, averages and snapshots announce, by path."""
+
+
+def check_store(store: ObjectStore, key: bytes, is_deep: bool = False) -> CheckReport:
+    """Looks at every object once; deletes and moves nothing.
+
+    Args:
+        store: where the run's islands meet.
+        key: the run's; empty for none.
+        is_deep: values too are read, and compared with their digests.
+
+    Raises:
+        RendezvousError: there is no run, its `run.json` is damaged or gone, or it has another key.
+        StoreError: the store does not answer.
+    """
+    return _Check(store, key).run(is_deep)
+
+
+def set_aside(store: ObjectStore, report: CheckReport) -> CheckReport:
+    """Moves what `check_store` found to `damaged/`, and removes empty folders; nothing else is deleted.
+
+    Settled decisions, decisions of a round that islands may still be at, and foreign objects stay where they are.
+
+    Raises:
+        StoreError: the store does not answer, or may only be read.
+    """
+    taken = {entry.path for entry in store.entries(DAMAGED_FOLDER)}
+    findings = [_move(store, finding, taken) for finding in report.findings]
+    return report.model_copy(update={"findings": findings})
+
+
+def _move(store: ObjectStore, finding: Finding, taken: set[str]) -> Finding:
+    if finding.kind not in ("damaged", "forged", "abandoned") or finding.reason.endswith(_STAYS):
+        return finding
+    if finding.path.endswith("/"):
+        store.drop([entry for entry in store.unfinished() if entry.path == finding.path])
+        return finding.model_copy(update={"moved_to": "(an empty folder: removed)"})
+    name = f"{DAMAGED_FOLDER}/{re.sub(r'[^A-Za-z0-9._=+/-]', '+', finding.path)}"[:_MAX_TARGET]
+    target = next(path for path in (name, *(f"{name}.{n}" for n in range(2, 1 << 20))) if path not in taken)
+    taken.add(target)
+    store.move(finding.path, target)
+    return finding.model_copy(update={"moved_to": target})
+
+
+_STAYS = " (it stays: islands pass over it by themselves)"
+
+
+class _Check:
+    def __init__(self, store: ObjectStore, key: bytes) -> None:
+        self._store = store
+        self._record, self._log = open_run(store, key)
+        self._found: dict[str, Finding] = {}
+        self._entries: dict[str, Entry] = {}
+        self._read = _Read()
+        self._newest_snapshot = -1
+
+    def run(self, is_deep: bool) -> CheckReport:
+        unfinished = set(self._store.unfinished())
+        entries = [entry for entry in self._store.entries() if not _is_aside(entry.path)]
+        self._entries = {entry.path: entry for entry in entries}
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            list(pool.map(self._look_at, entries))
+        self._collect_names()
+        self._check_decisions()
+        self._check_snapshots()
+        self._check_payloads()
+        if is_deep:
+            self._check_digests()
+        for link in self._store.links():
+            if not _is_aside(link):
+                self._note(link, "forged", "is a symbolic link or a device, which islands do not follow")
+        self._check_unfinished(unfinished)
+        return CheckReport(
+            url=self._store.url,
+            run=self._record.run,
+            num_objects=len(entries),
+            num_bytes=sum(entry.size for entry in entries),
+            findings=[self._found[path] for path in sorted(self._found)],
+        )
+
+    def _note(self, path: str, kind: Kind, reason: str) -> None:
+        size = self._entries[path].size if path in self._entries else 0
+        self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size))
+
+    # One object at a time
+
+    def _look_at(self, entry: Entry) -> None:
+        if entry.path == RUN_PATH or _VALUES.fullmatch(entry.path):
+            return
+        if entry.path.startswith("checks/"):
+            self._note(
+                entry.path, "abandoned", "a test of the store, by an island that was killed as it began the run"
+            )
+            return
+        kind = next((kind for pattern, kind in _RECORDS if re.fullmatch(pattern, entry.path)), None)
+        if kind is None:
+            self._note(entry.path, "foreign", "no island gives this name")
+            return
+        try:
+            record = self._open(entry.path, kind)
+        except ForgedError as error:
+            self._note(entry.path, self._kind_of(entry), str(error))
+            return
+        if record is not None:
+            self._read.records[entry.path] = record
+
+    def _open(self, path: str, kind: type[Record]) -> Record | None:
+        if kind is not _SEALED:
+            return self._log.read(path, kind)
+        data = self._store.get(path, MAX_RECORD_BYTES)
+        return None if data is None else _Announcement(body=self._log.seal.open(path, data))
+
+    def _kind_of(self, entry: Entry) -> Kind:
+        """Whether what does not open was a record once, or never one of this run's."""
+        try:
+            data = json.loads(self._store.get(entry.path, MAX_RECORD_BYTES) or b"")
+        except (ValueError, RecursionError):
+            return "damaged"
+        except StoreError:  # too large
+            return "forged"
+        return "forged" if isinstance(data, dict) and data.keys() == {"body", "mac"} else "damaged"
+
+    # What belongs together
+
+    @property
+    def _newest_round(self) -> int:
+        """The newest that any island has completed."""
+        beats = [beat.round for beat in self._of(BeatRecord).values()]
+        snapshots = [snapshot.round for snapshot in self._of(SnapshotRecord).values()]
+        committed = [_numbers(path)[0] for path, it in self._of(OutcomeRecord).items() if it.kind == "commit"]
+        return max([0, *beats, *snapshots, *committed])
+
+    def _of(self, kind: type[R]) -> dict[str, R]:
+        return {path: record for path, record in self._read.records.items() if isinstance(record, kind)}
+
+    def _collect_names(self) -> None:
+        for record in self._read.records.values():
+            for info in _announced(record):
+                if isinstance(path := info.get("path"), str):
+                    self._read.named[path] = info
+
+    def _check_decisions(self) -> None:
+        """Tells what islands pass over from what may be set aside."""
+        decided = {path.rpartition("/")[0] for path in self._of(OutcomeRecord)}
+        reached = self._newest_round + 1
+        for path, finding in list(self._found.items()):
+            if not path.startswith("rounds/") or finding.kind not in ("damaged", "forged"):
+                continue
+            round_number, attempt = _numbers(path)
+            is_decision = path.endswith("/plan.json") or is_outcome(path)
+            if is_decision and attempt in decided:
+                reason = f"the attempt was decided all the same; {finding.reason}"
+                self._found[path] = finding.model_copy(update={"kind": "settled", "reason": reason})
+            elif round_number <= reached and (is_decision or ("/votes/" in path and attempt not in decided)):
+                self._found[path] = finding.model_copy(update={"reason": finding.reason + _STAYS})
+
+    def _check_snapshots(self) -> None:
+        folders: dict[str, list[SnapshotRecord]] = {}
+        for path, record in self._of(SnapshotRecord).items():
+            folders.setdefault(path.rpartition("/")[0], []).append(record)
+        whole = [folder for folder in sorted(folders) if self._is_whole(folder, folders[folder])]
+        newest = self._newest_snapshot = round_of(whole[-1]) if whole else -1
+        for path in self._entries:
+            folder = path.rpartition("/")[0]
+            if path.startswith("snapshots/") and _is_known(path) and folder not in whole and round_of(path) < newest:
+                self._note(path, "abandoned", "of a snapshot that was never whole, before the newest one")
+
+    def _is_whole(self, folder: str, parts: list[SnapshotRecord]) -> bool:
+        in_order = sorted(parts, key=lambda part: part.rank)
+        try:
+            snapshot = assemble(folder, in_order)
+        except PayloadError as error:
+            self._note(f"{folder}/rank-00000.json", "damaged", str(error))
+            return False
+        if snapshot is None:
+            return False
+        infos = [info for part in parts for info in _announced(part)]
+        return len([info for info in infos if self._is_there(info, f"the snapshot {folder}")]) == len(infos)
+
+    def _is_there(self, info: Mapping[str, Any], who: str) -> bool:
+        path, size = str(info.get("path")), info.get("num_bytes")
+        if not size:
+            return True
+        if path not in self._entries:
+            if not self._is_under_way(path):
+                self._note(path, "damaged", f"{who} names it, and it is absent{_STAYS}")
+            return False
+        if self._entries[path].size != size:
+            self._note(path, "damaged", f"has {self._entries[path].size} bytes, and {who} says {size}")
+            return False
+        return True
+
+    def _is_under_way(self, path: str) -> bool:
+        """Whether an object came, or was no longer needed, while the others were looked at."""
+        if path in {name for name, _ in self._store.list(path.rpartition("/")[0])}:
+            return True
+        newest = max((round_of(name) for name, _ in self._store.list("snapshots")), default=-1)
+        return newest > self._newest_snapshot and round_of(path) <= newest
+
+    def _check_payloads(self) -> None:
+        """Those that plans after the newest snapshot name must be there; those that nobody names are left over."""
+        offers = self._of(OfferRecord)
+        for path, plan in self._of(PlanRecord).items():
+            attempt = path.rpartition("/")[0]
+            outcomes = [it for name, it in self._of(OutcomeRecord).items() if name.startswith(f"{attempt}/")]
+            is_aborted = any(outcome.kind == "abort" for outcome in outcomes)
+            if _numbers(path)[0] <= self._newest_snapshot or is_aborted:
+                continue
+            for participant in plan.participants:
+                for info in _announced(offers[participant.offer]) if participant.offer in offers else ():
+                    self._is_there(info, path)
+        for path in self._entries:
+            is_over = path.startswith("payloads/") and round_of(path) <= self._newest_round
+            if is_over and _VALUES.fullmatch(path) and path not in self._read.named:
+                self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
+
+    def _check_digests(self) -> None:
+        from hf_diloco.exchange.object_info import read_info
+
+        for path, raw in sorted(self._read.named.items()):
+            if path not in self._entries or path in self._found:
+                continue
+            try:
+                info = read_info(raw)
+                for number, (start, end) in enumerate(info.blocks()):
+                    (block,) = self._store.get_ranges(path, [start], [end])
+                    if hashlib.sha256(block).hexdigest() != info.digests[number]:
+                        raise PayloadError(f"the bytes {start} to {end} do not have the digest announced", path)
+            except (PayloadError, StoreError) as error:
+                self._note(path, "damaged", str(error))
+
+    def _check_unfinished(self, before: set[Entry]) -> None:
+        if not before:
+            return
+        time.sleep(STILL_SECONDS)
+        for entry in sorted(before & set(self._store.unfinished())):
+            if _is_aside(entry.path):
+                continue
+            what = "an empty folder" if entry.path.endswith("/") else "a file that its writer did not finish"
+            self._found[entry.path] = Finding(
+                path=entry.path, kind="abandoned", reason=f"{what}, and that does not change", num_bytes=entry.size
+            )
+
+
+class _Announcement(Record):
+    """The body of a record of which only the seal was looked at."""
+
+    body: dict[str, Any]
+
+
+def _announced(record: Record) -> Iterator[dict[str, Any]]:
+    """The objects that a record announces."""
+    infos: Iterable[Any] = ()
+    if isinstance(record, OfferRecord):
+        infos = record.objects
+    elif isinstance(record, SnapshotRecord):
+        infos = record.tensors.values()
+    elif isinstance(record, _Announcement):
+        infos = [record.body.get("object")]
+    yield from (info for info in infos if isinstance(info, dict))
+
+
+def _numbers(path: str) -> tuple[int, str]:
+    """The round of a path below rounds/, and the folder of its attempt."""
+    _, number, attempt, *_ = path.split("/")
+    return int(number), f"rounds/{number}/{attempt}"
+
+
+def _is_aside(path: str) -> bool:
+    return path.startswith(f"{DAMAGED_FOLDER}/")
+
+
+def _is_known(path: str) -> bool:
+    return _VALUES.fullmatch(path) is not None or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)

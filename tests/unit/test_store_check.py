@@ -1,0 +1,144 @@
+"""`hf-diloco store check` on stores of real runs: all that lies there is right, or explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_diloco.agreement import decisions as deciding, members
+from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.cli.main import app
+from hf_diloco.errors import RendezvousError
+from hf_diloco.status import check
+from hf_diloco.status.check import CheckReport, check_store, set_aside
+from tests.islands import run_islands
+from tests.unit.test_elastic import Meeting, Member
+from tests.unit.test_store_junk import JUNK, throw
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(deciding, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(check, "STILL_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def nobody_survives_the_test() -> Iterator[None]:
+    yield
+    while Member.started:
+        Member.started.pop().die()
+
+
+def look(url: str, key: bytes = b"", is_deep: bool = False) -> CheckReport:
+    return check_store(open_object_store(url), key, is_deep)
+
+
+def kinds(report: CheckReport) -> dict[str, str]:
+    return {finding.path: finding.kind for finding in report.findings}
+
+
+def command(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["store", "check", *words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    meeting = Meeting(tmp_path, 2, snapshot_every=2, keep_rounds=1)
+    meeting.url = f"file://{tmp_path}/store"
+    return meeting
+
+
+@pytest.mark.parametrize("exchange", ["bucket", "mesh"])
+def test_a_run_under_way_and_over_is_clean(meeting: Meeting, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
+    meeting.settings |= {"exchange": exchange} | ({"bind_address": "127.0.0.1"} if exchange == "mesh" else {})
+    islands = run_islands(2, lambda island: meeting.island(island).train(6))
+    assert look(meeting.url, b"k" * 32, is_deep=True).findings == []
+    run_islands(2, lambda island: islands[island].leave())
+    output = command(meeting.url, "--deep").output
+    assert "found     nothing wrong" in output
+    with pytest.raises(RendezvousError, match="another key"):
+        look(meeting.url)
+
+
+def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, snapshot_every=2, keep_rounds=1)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    store = open_object_store(meeting.url)
+    throw(store)
+    run_islands(2, lambda island: islands[island].train(10))
+    found = kinds(look(meeting.url))
+    written_over = {path for path in JUNK if path not in found}
+    assert written_over == {
+        "rounds/00000005/00/votes/00001-000001.json",
+        "snapshots/00000000/00000-000001/rank-00001.json",  # cleared up
+    }
+    assert found["claims/0/999999.json"] == "damaged"
+    assert found["beats/1/000009.json"] == "forged"
+    assert found["rounds/00000002/00/plan.json"] == found["rounds/00000003/00/outcome.json"] == "settled"
+    assert found["elsewhere/notes.txt"] == "foreign"
+    repaired = set_aside(store, look(meeting.url))
+    assert {it.kind for it in repaired.findings if not it.moved_to} == {"settled", "foreign"}
+    assert store.get("damaged/claims/0/999999.json", 10) == b"junk"
+    assert set(kinds(look(meeting.url)).values()) == {"settled", "foreign"}
+    run_islands(2, lambda island: islands[island].train(2))
+    assert islands[0].hash == islands[1].hash
+
+
+def test_what_a_killed_process_leaves_is_found_and_set_aside(meeting: Meeting, tmp_path: Path) -> None:
+    islands = run_islands(2, lambda island: meeting.island(island).train(8))
+    run_islands(2, lambda island: islands[island].leave())
+    root = tmp_path / "store"
+    orphan = root / "payloads/00000004/00001-000001-77/rank-00000.bin"
+    orphan.parent.mkdir()
+    orphan.write_bytes(b"never offered")
+    (orphan.parent / "rank-00001.bin#9-ab").write_bytes(b"half")
+    (root / "payloads/00000003").mkdir(exist_ok=True)
+    (root / "checks").mkdir()
+    (root / "checks/77").write_bytes(b"first")
+    (root / "snapshots/00000001/00001-000001").mkdir(parents=True)
+    (root / "snapshots/00000001/00001-000001/rank-00000-anchor.bin").write_bytes(b"part")
+    (root / "snapshots/00000099").symlink_to(tmp_path)
+    listing = json.loads(command(meeting.url, "--json", code=1).stdout)
+    assert {it["path"]: it["kind"] for it in listing["findings"]} == {
+        "checks/77": "abandoned",
+        "payloads/00000003/": "abandoned",
+        "payloads/00000004/00001-000001-77/rank-00000.bin": "abandoned",
+        "payloads/00000004/00001-000001-77/rank-00001.bin#9-ab": "abandoned",
+        "snapshots/00000001/00001-000001/rank-00000-anchor.bin": "abandoned",
+        "snapshots/00000099": "forged",
+    }
+    assert "5 abandoned, 1 forged" in command(meeting.url, code=1).output
+    assert "moved to damaged/snapshots/00000099" in command(meeting.url, "--repair").output
+    assert "nothing wrong" in command(meeting.url).output
+    assert (root / "damaged/payloads/00000004/00001-000001-77/rank-00001.bin+9-ab").read_bytes() == b"half"
+    assert (root / "damaged/snapshots/00000099").is_symlink()
+
+
+def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
+    islands = run_islands(2, lambda island: meeting.island(island).train(10))
+    run_islands(2, lambda island: islands[island].leave())
+    store = open_object_store(meeting.url)
+    anchor, *_ = (path for path, _ in store.list("snapshots/00000004") if path.endswith(".bin"))
+    gone, short = (path for path, _ in store.list("payloads/00000005"))
+    store.put(anchor, bytes(dict(store.list())[anchor]))
+    store.put(short, b"short")
+    store.delete([gone])
+    assert kinds(look(meeting.url)) == {gone: "damaged", short: "damaged"}
+    assert kinds(look(meeting.url, is_deep=True)) == {gone: "damaged", short: "damaged", anchor: "damaged"}
+
+
+def test_where_there_is_no_run_or_no_name_of_it(meeting: Meeting, tmp_path: Path) -> None:
+    open_object_store(meeting.url).put("beats/0/000001.json", b"{}")
+    with pytest.raises(RendezvousError, match=r"run\.json, which names that run, is gone"):
+        look(meeting.url)
+    with pytest.raises(RendezvousError, match="there is no run at"):
+        look(f"file://{tmp_path}/none")
