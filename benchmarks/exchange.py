@@ -2,6 +2,7 @@
 
     python -m benchmarks.exchange
     python -m benchmarks.exchange --link 1000,100 --islands 2 --payload fp32 --connections 1 4 16 --json FILE
+    python -m benchmarks.exchange --link 1000,10 --payload fp32 int8 --compare-checksums
 
 Every island is a process with a network of its own, joined to the others by a link that carries RATE Mbit/s in each
 direction; RTT milliseconds lie between any two islands and back (`benchmarks/links.py`). Each measurement averages
@@ -14,6 +15,9 @@ of the limit   what the bytes that one island sends would take, at 95.6 % of the
 fp32 x         how many times as fast as fp32, in the same place of the table
 MB sent        by one island: the payload, without what TCP adds
 connecting     seconds to set up the connections
+
+With `--compare-checksums` each payload has a second row, "fp32, bare" and so on, for the same exchange without the
+checksums that go behind its pieces. The two take turns.
 
 Needs what `benchmarks/links.py` needs. TCP's congestion control and its buffers are the machine's; the program prints
 them. Islands share the machine's processors, as they would not elsewhere: with few of them codecs may set the pace.
@@ -77,6 +81,12 @@ class Measurement:
     seconds: list[float]
     bytes_sent: int
     seconds_connecting: float
+    checksums: bool = True
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        return self.payload if self.checksums else f"{self.payload}, bare"
 
     @property
     def best(self) -> float:
@@ -108,11 +118,11 @@ class Island:
         self._store = store
         self._generator = torch.Generator().manual_seed(number)
         self._values = torch.empty(0)
-        self._mesh: Any = None
+        self._meshes: dict[bool, Any] = {}
         self._group: Any = None
 
-    def open(self, name: str, islands: int, connections: int, values: int) -> dict[str, float]:
-        """Connects to the others, instead of the connections before."""
+    def open(self, name: str, islands: int, connections: int, values: int, kinds: list[bool]) -> dict[str, float]:
+        """Connects to the others, instead of the connections before: with checksums, without, or both."""
         import torch
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
@@ -121,10 +131,18 @@ class Island:
         self.close()
         address = Links.address(self._number)
         begin = time.monotonic()
-        self._mesh = MeshExchange(
-            self._store, name, self._number, islands, address, TIMEOUT, num_connections=connections
-        )
-        seconds = time.monotonic() - begin
+        for kind in kinds:
+            self._meshes[kind] = MeshExchange(
+                self._store,
+                f"{name}-{kind}",
+                self._number,
+                islands,
+                address,
+                TIMEOUT,
+                num_connections=connections,
+                with_checksums=kind,
+            )
+        seconds = (time.monotonic() - begin) / len(kinds)
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
@@ -133,7 +151,7 @@ class Island:
         self._refill()
         return {"seconds": seconds}
 
-    def exchange(self, payload: str, islands: int, start: float) -> dict[str, float]:
+    def exchange(self, payload: str, islands: int, start: float, checksums: bool) -> dict[str, float]:
         """Averages at the moment `start` of the machine's clock."""
         from hf_diloco.codecs import CODECS
 
@@ -143,7 +161,7 @@ class Island:
             self._group.allreduce([self._values]).wait()
             num_bytes = 2 * (islands - 1) * self._values.nbytes // islands
         else:
-            traffic = self._mesh.average(self._values, [1.0] * islands, CODECS[payload])
+            traffic = self._meshes[checksums].average(self._values, [1.0] * islands, CODECS[payload])
             num_bytes = max(traffic.bytes_sent, traffic.bytes_received)
         end = time.monotonic()
         self._refill()
@@ -151,9 +169,10 @@ class Island:
 
     def close(self) -> dict[str, float]:
         """Lets go of all connections."""
-        if self._mesh is not None:
-            self._mesh.close()
-        self._mesh = self._group = None
+        for mesh in self._meshes.values():
+            mesh.close()
+        self._meshes.clear()
+        self._group = None
         return {}
 
     def _refill(self) -> None:
@@ -204,15 +223,16 @@ class Archipelago:
             self._links.join(number, process.pid)
             self._links.shape(number, *link)
 
-    def open(self, connections: int, values: int) -> float:
+    def open(self, connections: int, values: int, kinds: Sequence[bool]) -> float:
         """Connects the islands anew; returns seconds."""
-        order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values}
+        order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values, "kinds": kinds}
         return max(answer["seconds"] for answer in self._ask("open", islands=len(self._islands), **order))
 
-    def exchange(self, payload: str) -> tuple[float, int]:
+    def exchange(self, payload: str, checksums: bool = True) -> tuple[float, int]:
         """Seconds of one exchange, and bytes that one island sent."""
         start = time.monotonic() + 0.3 + 2e-3 * self._rtt
-        answers = self._ask("exchange", payload=payload, islands=len(self._islands), start=start)
+        order = {"payload": payload, "start": start, "checksums": checksums}
+        answers = self._ask("exchange", islands=len(self._islands), **order)
         seconds = max(answer["end"] for answer in answers) - max(answer["begin"] for answer in answers)
         return seconds, max(answer["bytes"] for answer in answers)
 
@@ -241,22 +261,31 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
         for link, num_islands in itertools.product(args.link, args.islands):
             islands = Archipelago(link, num_islands, links, processes)
             for connections in args.connections:
-                connecting = islands.open(connections, args.values)
+                kinds = [True, False] if args.compare_checksums else [True]
+                connecting = islands.open(connections, args.values, kinds)
                 first = connections == args.connections[0]
                 for payload in [BASELINE, *args.payload] if first else args.payload:
-                    islands.exchange(payload)
-                    seconds, sent = zip(*(islands.exchange(payload) for _ in range(args.repeats)), strict=True)
-                    yield Measurement(
-                        rate=link.rate,
-                        rtt=link.rtt,
-                        islands=num_islands,
-                        connections=connections,
-                        payload=payload,
-                        values=args.values,
-                        seconds=list(seconds),
-                        bytes_sent=max(sent),
-                        seconds_connecting=connecting,
-                    )
+                    found: dict[bool, list[tuple[float, int]]] = {kind: [] for kind in kinds}
+                    for number in range(args.repeats + 1):
+                        for kind in kinds[: 1 if payload == BASELINE else None]:
+                            result = islands.exchange(payload, kind)
+                            found[kind] += [result] if number else []
+                    for kind, results in found.items():
+                        if not results:
+                            continue
+                        seconds, sent = zip(*results, strict=True)
+                        yield Measurement(
+                            rate=link.rate,
+                            rtt=link.rtt,
+                            islands=num_islands,
+                            connections=connections,
+                            payload=payload,
+                            values=args.values,
+                            seconds=list(seconds),
+                            bytes_sent=max(sent),
+                            seconds_connecting=connecting,
+                            checksums=kind,
+                        )
             islands.close()
 
 
@@ -271,13 +300,13 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
     def place(row: Measurement) -> tuple[float, ...]:
         return row.rate, row.rtt, row.islands, row.connections
 
-    fp32 = {place(row): row.best for row in measurements if row.payload == "fp32"}
+    fp32 = {place(row): row.best for row in measurements if row.label == "fp32"}
     for row in measurements:
         table.add_row(
             f"{row.rate:g}, {row.rtt:g}",
             str(row.islands),
             "" if row.payload == BASELINE else str(row.connections),
-            row.payload,
+            row.label,
             f"{row.best:.3f}",
             f"{statistics.median(row.seconds):.3f}",
             f"{row.share:.0%}",
@@ -304,6 +333,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, nargs="+", default=[1], help="between two islands")
     parser.add_argument("--payload", nargs="+", help="default: all that there are")
     parser.add_argument("--values", type=int, default=25_000_000, help="fp32 values that are averaged")
+    parser.add_argument("--compare-checksums", action="store_true", help="measure without them, too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
     parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
@@ -323,7 +353,7 @@ def main() -> None:
     measurements = []
     for measurement in measure(args):
         measurements.append(measurement)
-        print(f"{measurement.payload}: {measurement.best:.3f} s", file=sys.stderr, flush=True)
+        print(f"{measurement.label}: {measurement.best:.3f} s", file=sys.stderr, flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(each) for each in measurements], indent=1) + "\n")
     Console(width=119).print(make_table(measurements))

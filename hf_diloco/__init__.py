@@ -15,6 +15,7 @@ _HOME = {
     "ConfigError": "hf_diloco.errors",
     "DiLoCoCallback": "hf_diloco.callback",
     "DiLoCoConfig": "hf_diloco.config",
+    "DamagedTransferError": "hf_diloco.errors",
     "DiLoCoError": "hf_diloco.errors",
     "DivergedError": "hf_diloco.errors",
     "DuplicateIslandError": "hf_diloco.errors",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hf_diloco.errors import (
         CheckpointError,
         ConfigError,
+        DamagedTransferError,
         DiLoCoError,
         DivergedError,
         DuplicateIslandError,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DamagedTransferError",
     "DiLoCoCallback",
     "DiLoCoConfig",
     "DiLoCoError",

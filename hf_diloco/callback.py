@@ -331,10 +331,10 @@ class DiLoCoCallback(TrainerCallback):
             return
         except MissedRoundError as error:
             self._on_missed(state, error)
-        except DivergedError:  # this island's state is not to be trusted: no checkpoint of it
-            self._need_session().leave(finished=False)
-            raise
-        except (ExchangeError, ForgedError, DuplicateIslandError) as error:
+        except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError) as error:
+            if isinstance(error, DivergedError) and not error.is_state_sound:  # no checkpoint of it
+                self._need_session().leave(finished=False)
+                raise
             logger.error("%s", error)
             self._failure = error
             self._end_early(state, control)

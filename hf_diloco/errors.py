@@ -8,6 +8,7 @@
      │    └── FingerprintError       the islands do not train the same thing
      ├── ExchangeError          a synchronisation failed; nothing was changed by it
      │    ├── IslandLostError        an island is missing or late; names it
+     │    ├── DamagedTransferError   what an island sent came otherwise; names it
      │    ├── MissedRoundError       a round passes without this island, which goes on training
      │    ├── StoreError             the object store did not answer, or refused
      │    │    └── StoreFullError        it has no space left
@@ -70,6 +71,22 @@ class IslandLostError(ExchangeError):
         self.islands = tuple(sorted(islands))
 
 
+class DamagedTransferError(ExchangeError):
+    """Numbers that another island sent do not have the checksum that it sent along.
+
+    Attributes:
+        islands: the numbers of the islands that sent them.
+    """
+
+    def __init__(self, islands: Collection[int]) -> None:
+        self.islands = tuple(sorted(islands))
+        names = ", ".join(f"island {island}" for island in self.islands)
+        super().__init__(
+            f"what {names} sent came damaged (its checksum differs): if this happens again, look at the memory and "
+            "the network of both machines"
+        )
+
+
 class MissedRoundError(ExchangeError):
     """A round passes without this island, which trains on and brings its progress to a later one."""
 
@@ -99,7 +116,15 @@ class ForgedError(DiLoCoError):
 
 
 class DivergedError(DiLoCoError):
-    """Islands that must hold bit-identical outer parameters do not."""
+    """Islands that must hold bit-identical outer parameters do not.
+
+    Attributes:
+        is_state_sound: this island's state before the round is what all agreed on, and worth a checkpoint.
+    """
+
+    def __init__(self, message: str, is_state_sound: bool = False) -> None:
+        super().__init__(message)
+        self.is_state_sound = is_state_sound
 
 
 class CheckpointError(DiLoCoError):
@@ -113,6 +138,7 @@ class StopRequested(DiLoCoError):
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DamagedTransferError",
     "DiLoCoError",
     "DivergedError",
     "DuplicateIslandError",

@@ -91,6 +91,10 @@ class World:
         attempt.number == 0 and attempt.round % 3 == 0 and island == attempt.round % 2
     )
     """Whether an island cannot read an object of an attempt: by default some cannot, once, in some rounds."""
+    wrong: Callable[[int, Attempt, int], bool] = lambda island, attempt, count: False
+    """Whether an island computes a wrong average of an attempt, the `count`-th time that it does."""
+    unverified: set[int] = field(default_factory=set)
+    """Rounds of which the committed average is wrong: whoever could tell was gone or late."""
     exchanging: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     """Who has come to exchange directly in an attempt: island and claim."""
     now: float = 0.0
@@ -103,6 +107,13 @@ class World:
     num_missed: int = 0
     num_aborted: int = 0
     num_skipped: int = 0
+    num_split: int = 0
+    num_outvoted: int = 0
+
+    @property
+    def log(self) -> RunLog:
+        """What all of them have written."""
+        return RunLog(self.store, Seal(b"", "run"))
 
     def run(
         self,
@@ -189,6 +200,7 @@ class Life:
         self._council = Council(self._log, self._members, world.rules, clock=clock, sleep=self._sleep)
         self._beat_at = world.now
         self.round, self.state = disk.round, disk.state
+        self._num_averages: dict[str, int] = {}
 
     def run(self) -> None:
         while True:
@@ -272,13 +284,21 @@ class Life:
                 outcome = self._council.abort(attempt, plan.participants[lost].offer, "lost")
         if outcome is None and world.faults(self._island, attempt):
             outcome = self._council.abort(attempt, plan.participants[-1].offer, "unreadable")
-        outcome = outcome or self._council.commit(attempt, mean)
+        count = self._num_averages[attempt.path] = self._num_averages.get(attempt.path, -1) + 1
+        own = _hash(f"{mean} {self._island} {count}") if world.wrong(self._island, attempt, count) else mean
+        outcome = outcome or self._council.commit(attempt, own)
         decision = outcome.model_dump_json(include={"kind", "mean"})
         world.decided.setdefault(f"{attempt.path}/outcome", set()).add(decision)
         if outcome.kind == "abort":
             world.num_aborted += 1
+            world.num_split += outcome.is_split
             return
-        assert outcome.mean == mean
+        if outcome.mean != own and count < 2:  # it computes the average again
+            world.num_outvoted += 1
+            return
+        if outcome.mean != mean:
+            world.unverified.add(attempt.round)
+            mean = outcome.mean
         self._council.remember(attempt.round, plan)
         self.round += 1
         self.state = _hash(self.state + mean)

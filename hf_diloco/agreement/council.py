@@ -6,9 +6,9 @@ A round R is tried in attempts A = 0, 1, ... until one is committed:
               state that it starts from
     plan      create if absent: whose pseudo-gradients are averaged. Written by whoever first sees that all islands
               that are alive have offered; or a quorum has, and the grace for the others is over
-    vote      island I holds the average, with its digest: two that agree commit, see `voting`
-    outcome   create if absent: "commit" with the digest of the average, or "abort" with the offer whose objects could
-              not be used; its island may put them anew for the next attempt
+    vote      island I holds the average, with its digest: more than half of those who vote commit, see `voting`
+    outcome   create if absent: "commit" with the digest of the average, or "abort": those who voted disagree, or there
+              is an offer whose objects could not be used; its island may put them anew for the next attempt
 
 What a plan names lies in the store already, so carrying it out needs nobody: any island, also one that comes late or
 was not there at all, computes the same average from the same bytes and takes the same outer step. That is how an
@@ -29,7 +29,7 @@ from hf_diloco.agreement.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
-from hf_diloco.agreement.voting import Voting
+from hf_diloco.agreement.voting import Verdict, Voting
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
 from hf_diloco.waiting import WaitNotes
 
@@ -253,7 +253,7 @@ class Council:
         return offers
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
-        """Votes for an average, and commits it with another island that agrees; returns what was decided.
+        """Votes for an average, and commits it if more than half of those who vote agree; returns what was decided.
 
         Raises:
             StoreError: see `Decisions.decide`.
@@ -261,9 +261,20 @@ class Council:
         assert attempt.plan is not None
         participants = {participant.island for participant in attempt.plan.participants}
         wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
-        self._voting.vote(attempt.path, participants, mean, wait, is_unanimous=self._rules.needs_presence)
-        record = OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
-        return self._decisions.decide(attempt.path, record)
+        verdict = self._voting.vote(attempt.path, participants, mean, wait, is_unanimous=self._rules.needs_presence)
+        if verdict is Verdict.AGREED:
+            return self._decisions.decide(
+                attempt.path, OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
+            )
+        reason = (
+            "its participants hold different averages, or none has voted"
+            if verdict is Verdict.SPLIT
+            else "those who agree on another average are gone"
+        )
+        return self._decisions.outcome(attempt.path) or self._decisions.decide(
+            attempt.path,
+            OutcomeRecord(by=self._members.island, kind="abort", is_split=verdict is Verdict.SPLIT, reason=reason),
+        )
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
         """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""

@@ -10,7 +10,8 @@ same way:
               from the records beside it: who commits has voted before, and who aborts goes to the next attempt.
 
               a later attempt has a plan    abort: somebody has read one
-              nobody has voted              abort: nobody can have committed
+              nobody has voted, or the      abort: nobody can have committed
+              votes are split
               else                          commit, by an island that holds the average; the next attempt is closed
                                             first, so that whoever has read an abort comes back and reads this
 
@@ -109,6 +110,8 @@ class Decisions:
             return self._abort(f"{reason}, and a later attempt has a plan")
         if not any(path.startswith(f"{attempt}/votes/") for path in beside):
             return self._abort(wish.reason or reason) if wish.kind == "commit" else wish
+        if wish.is_split:
+            return wish
         if wish.kind == "abort":
             raise StoreError(
                 f"{reason}, and an island that has voted for the average may have committed it: this is decided when "

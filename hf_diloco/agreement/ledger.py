@@ -6,7 +6,10 @@ Every entry is a small JSON record under a key that is written once. A round has
     round/R/plan        "go" once all have arrived, or "late I", "gone I", "leaves I", "finished I": whoever writes
                         first decides
     round/R/vote/I      island I holds the average (with its hash), or why it does not
-    round/R/outcome     "commit" or "abort": whoever writes first decides, all others read it
+    round/R/outcome     "commit", "abort" or "again": whoever writes first decides, all others read it
+
+After "again" (the averages differ, or a transfer came damaged) all take the round once more, under `round/R~1`, and
+then `round/R~2`.
 
 `plan` and `outcome` rest on the store's *create if absent*, so a round never half-happens: an island that gives up
 waiting writes "abort", and if "commit" was there first, reads that and commits.
@@ -35,7 +38,9 @@ ANSWER_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 """How often a wait looks for broken connections; what is broken twice running, and still silent, is gone."""
 _GO, _LATE, _GONE, _LEAVES, _FINISHED = "go", "late", "gone", "leaves", "finished"
-_COMMIT = "commit"
+_COMMIT, _AGAIN = "commit", "again"
+MAX_TRIES = 3
+"""Of one round whose averages differ or come damaged."""
 
 
 class _Watch:
@@ -90,6 +95,7 @@ class Ledger:
         self._sleep = sleep
         self._notes = WaitNotes(island, clock=clock)
         self._is_lost = False
+        self._tries: dict[int, int] = {}
 
     def claim(self) -> None:
         """Takes this island's number.
@@ -125,7 +131,7 @@ class Ledger:
             IslandLostError: an island did not arrive within `timeout` seconds, is gone, or has left the run.
             StopRequested: this island was asked to stop before all had arrived.
         """
-        topic = f"round/{round_number}"
+        topic = self._topic(round_number)
         self._post(f"{topic}/arrived/{self.island}", record)
         keys = [f"{topic}/arrived/{island}" for island in range(self.num_islands)]
         watch = _Watch(self._find_broken)
@@ -175,8 +181,10 @@ class Ledger:
 
         A vote is a record with `ok` (bool) and `digest` (the average's). The round is committed if all islands
         voted `ok`, with one digest, in time. An island whose connection broke before it voted is not waited for.
+        If all voted and their digests differ, or one did not get its average and says `again`, the round is aborted
+        for all to take it once more, at most `MAX_TRIES` times in all: `tries` then goes up.
         """
-        topic = f"round/{round_number}"
+        topic = self._topic(round_number)
         self._post(f"{topic}/vote/{self.island}", vote)
         keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
         if vote["ok"]:
@@ -187,8 +195,22 @@ class Ledger:
         agreed = len(votes) == len(keys) and all(
             record.get("ok") is True and record.get("digest") == vote["digest"] for record in votes.values()
         )
-        outcome = self._decide(f"{topic}/outcome", _COMMIT if agreed else f"abort by island {self.island}")
+        is_vain = vote.get("again", False) if not vote["ok"] else len(votes) == len(keys) and not agreed
+        may_repeat = is_vain and self.tries(round_number) + 1 < MAX_TRIES
+        may_repeat = may_repeat and all(record.get("ok") or record.get("again") for record in votes.values())
+        abort = _AGAIN if may_repeat else f"abort by island {self.island}"
+        outcome = self._decide(f"{topic}/outcome", _COMMIT if agreed else abort)
+        if outcome == _AGAIN:
+            self._tries[round_number] = self.tries(round_number) + 1
         return outcome == _COMMIT, votes
+
+    def tries(self, round_number: int) -> int:
+        """How often a round was aborted for all to take it again."""
+        return self._tries.get(round_number, 0)
+
+    def _topic(self, round_number: int) -> str:
+        number = self.tries(round_number)
+        return f"round/{round_number}~{number}" if number else f"round/{round_number}"
 
     def leave(self, next_round: int, finished: bool = False) -> None:
         """Tells the others that this island takes no part in `next_round`, so that nobody waits for it.
@@ -197,7 +219,7 @@ class Ledger:
             next_round: the first round without it.
             finished: it has done all that it was to do.
         """
-        self._decide(f"round/{next_round}/plan", f"{_FINISHED if finished else _LEAVES} {self.island}")
+        self._decide(f"{self._topic(next_round)}/plan", f"{_FINISHED if finished else _LEAVES} {self.island}")
 
     def _decide(self, key: str, value: str) -> str:
         """Create if absent: returns the value that was written first."""

@@ -6,7 +6,7 @@
     beats/I/N.json                    its sign of life, overwritten every few seconds
     rounds/R/A/offers/I-N-S.json      what island I brings to attempt A of round R: the last one counts
     rounds/R/A/plan.json              who takes part
-    rounds/R/A/votes/I-N.json         island I holds the average
+    rounds/R/A/votes/I.json           island I holds the average, or has no vote
     rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
     links/KEY.json                    how the participants of a direct exchange find each other

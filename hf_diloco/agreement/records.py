@@ -72,11 +72,16 @@ class ArrivalRecord(_Record):
 
 
 class VoteRecord(_Record):
-    """Whether an island holds the average of a round: with the average's digest, or with the reason why not."""
+    """Whether an island holds the average of a round: with the average's digest, or with the reason why not.
+
+    Attributes:
+        again: it does not, but may if the round is taken again.
+    """
 
     ok: bool
     digest: str = ""
     reason: str = ""
+    again: bool = False
 
 
 R = TypeVar("R", bound=_Record)

@@ -71,6 +71,7 @@ class OutcomeRecord(Record):
         mean: digest of the average, if committed.
         unusable: the offer whose objects could not be used, if aborted.
         reason: why aborted.
+        is_split: it was aborted because those who voted disagree, so that nobody can have committed it.
     """
 
     by: int = Field(ge=0)
@@ -78,3 +79,4 @@ class OutcomeRecord(Record):
     mean: str = ""
     unusable: str = ""
     reason: str = ""
+    is_split: bool = False

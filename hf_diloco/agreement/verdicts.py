@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hf_diloco.agreement.records import ArrivalRecord, StateRecord, VoteRecord
 from hf_diloco.errors import CheckpointError, DiLoCoError, DivergedError, ExchangeError, IslandLostError
+from hf_diloco.text import numbers, plural
 
 
 def states_are_equal(states: Sequence[StateRecord]) -> bool:
@@ -58,8 +60,15 @@ def why_aborted(votes: Mapping[int, VoteRecord], round_number: int, num_islands:
     """The error for a round that was not committed."""
     reasons = [f"island {island}: {vote.reason}" for island, vote in votes.items() if not vote.ok]
     if len(votes) == num_islands and not reasons:
+        digests = Counter(vote.digest for vote in votes.values())
+        usual, count = digests.most_common(1)[0]
+        wrong = [island for island, vote in votes.items() if vote.digest != usual] if 2 * count > num_islands else []
+        who = f"{plural('island', len(wrong))} {numbers(wrong)} did each time: suspect" if wrong else "suspect"
         return DivergedError(
-            f"round {round_number} was aborted: the islands computed different averages ({_digests(votes)})"
+            f"round {round_number} was aborted: the islands computed different averages again and again "
+            f"({_digests(votes)}); {who} memory, or a library or processor that differs. Each writes a checkpoint of "
+            "its state before the round; start all islands again",
+            is_state_sound=True,
         )
     silent = sorted(set(range(num_islands)) - votes.keys())
     cause = "; ".join(reasons) or f"islands {silent} did not vote, being lost or late"

@@ -1,14 +1,25 @@
-"""A round is committed by two islands that hold the same average, where there are two.
+"""A round is committed by more than half of those who vote; two that disagree commit nothing.
 
 An island takes its own values from memory and not from the store, so it would not see that they are damaged there; and
-one whose memory is bad would decide for all others if it came first. Two that agree have read every object between
-them, and outvote a third.
+one whose memory is bad would decide for all others if it came first. Each participant of an attempt therefore has one
+place for its vote, which is written once:
+
+    rounds/R/A/votes/I.json     the digest of the average that island I holds; or "", an abstention
+
+Whoever has waited long enough for another, or sees that it is gone, writes the abstention in its place: a vote that
+comes later does not count. So what was counted once stays true, and two islands that count at different times never
+find two winners:
+
+    commit      more than half of those that have not abstained hold one digest
+    split       no digest can come to that any more: the attempt is aborted, and the round is taken again
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
 
 from pydantic import Field
 
@@ -18,18 +29,48 @@ from hf_diloco.agreement.members import Members
 from hf_diloco.waiting import Wait
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
+_ABSTENTION = ""
 
 
 class VoteRecord(Record):
-    """An island holds an average.
+    """An island holds an average, or has no vote.
 
     Attributes:
         island: which.
-        mean: digest of the average.
+        mean: digest of the average; "" for an abstention.
     """
 
     island: int = Field(ge=0)
     mean: str
+
+
+class Verdict(Enum):
+    """What an island may write after a vote."""
+
+    DECIDED = auto()
+    """Nothing: there is an outcome."""
+    AGREED = auto()
+    """That the attempt is committed, with this island's average."""
+    SPLIT = auto()
+    """That it is aborted, because those who voted disagree."""
+    OUTVOTED = auto()
+    """That it is aborted, because those who agree on another average are gone and have not committed it."""
+
+
+def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
+    """The digest that more than half hold of all who have not abstained; "" if none can any more; None if one may yet.
+
+    Args:
+        participants: who has a vote.
+        votes: what each that has voted holds; "" for an abstention.
+    """
+    counts = Counter(votes[island] for island in participants if votes.get(island))
+    num_voters = sum(votes.get(island) != _ABSTENTION for island in participants)
+    digest, count = counts.most_common(1)[0] if counts else (_ABSTENTION, 0)
+    if 2 * count > num_voters:
+        return digest
+    num_silent = num_voters - counts.total()
+    return None if 2 * (count + num_silent) > num_voters else _ABSTENTION
 
 
 class Voting:
@@ -65,54 +106,62 @@ class Voting:
 
     def vote(
         self, folder: str, participants: Collection[int], mean: str, wait: Wait, is_unanimous: bool = False
-    ) -> None:
-        """Says that this island holds an average; returns when there is an outcome, or this island may write it.
+    ) -> Verdict:
+        """Says that this island holds an average, if it has a vote; returns when it is known what it may write.
 
-        That is when another island agrees; when no participant is at it that could, and no two others agree on
-        another average; or when the patience is over.
+        Others that have not voted are waited for while they are at it and the patience lasts.
 
         Args:
             folder: of the attempt.
-            participants: islands whose pseudo-gradients are in it.
+            participants: islands whose pseudo-gradients are in it; they have a vote.
             mean: digest of the average.
             wait: says for whom this waits.
-            is_unanimous: wait for all who are at it.
+            is_unanimous: wait for all who are at it, also where more than half agree.
 
         Raises:
             StoreError: the store does not answer.
         """
         own = self._members.island
-        self._log.place(f"{folder}/votes/{own:05d}-{self._members.claim:06d}.json", VoteRecord(island=own, mean=mean))
+        if own in participants:
+            self._place(folder, own, mean)
         deadline = self._clock() + self._patience
         pause = _MIN_POLL_SECONDS
-        while not self._is_settled(folder, participants, mean, is_unanimous):
-            if self._should_stop() or self._clock() >= deadline:
-                return
-            wait.look(lambda: self._absent(folder, participants))
+        while True:
+            paths = self._log.list(f"{folder}/")
+            if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
+                return Verdict.DECIDED
+            votes = self._read(folder, paths)
+            won_by = winner(participants, votes)
+            is_over = self._should_stop() or self._clock() >= deadline
+            at_it = set() if is_over else self._at_it() - {own}
+            silent = set(participants) - votes.keys()
+            if won_by is None and not silent & at_it:
+                for island in silent:
+                    self._place(folder, island, _ABSTENTION)
+                continue
+            if won_by is not None and not (is_unanimous and silent & at_it):
+                if won_by == mean:
+                    return Verdict.AGREED
+                if won_by == _ABSTENTION:
+                    return Verdict.SPLIT
+                if not any(votes.get(island) == won_by for island in at_it):
+                    return Verdict.OUTVOTED
+            others = set(participants) - {own}
+            wait.look(silent & others or others)
             self._sleep(pause)
             pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
-    def _is_settled(self, folder: str, participants: Collection[int], mean: str, is_unanimous: bool) -> bool:
-        paths = self._log.list(f"{folder}/")
-        if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
-            return True
+    def _place(self, folder: str, island: int, mean: str) -> None:
+        self._log.place(f"{folder}/votes/{island:05d}.json", VoteRecord(island=island, mean=mean))
+
+    def _read(self, folder: str, paths: Collection[str]) -> dict[int, str]:
         votes = {}
         for path in paths:
             if path.startswith(f"{folder}/votes/"):
                 found = self._log.read_or_refuse(path, VoteRecord)
-                if found is not None and path.startswith(f"{folder}/votes/{found.island:05d}-"):
+                if found is not None and path == f"{folder}/votes/{found.island:05d}.json":
                     votes[found.island] = found.mean
-        others = [other for island, other in votes.items() if island != self._members.island]
-        at_it = {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}
-        have_all_voted = not (at_it & set(participants)) - votes.keys()
-        if mean in others:
-            return have_all_voted or not is_unanimous
-        return have_all_voted and len(set(others)) == len(others)  # outvoted, it leaves the outcome to the others
+        return votes
 
-    def _absent(self, folder: str, participants: Collection[int]) -> Collection[int]:
-        """Participants without a vote; all others where each has voted, and another one than this island."""
-        there = {
-            path.removeprefix(f"{folder}/votes/").partition("-")[0] for path in self._log.list(f"{folder}/votes/")
-        }
-        others = set(participants) - {self._members.island}
-        return {island for island in others if f"{island:05d}" not in there} or others
+    def _at_it(self) -> set[int]:
+        return {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}

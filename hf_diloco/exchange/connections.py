@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hf_diloco.errors import ExchangeError, IslandLostError
@@ -50,20 +51,46 @@ class Work(NamedTuple):
     connection: int
 
 
+class _Check(NamedTuple):
+    received: torch.Tensor
+    checksum: torch.Tensor
+    peer: int
+
+
 class Transfers:
-    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number."""
+    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
+
+    Attributes:
+        damaged: peers of whom something has come that does not have its checksum. It was replaced by zeros, which
+            every codec can decode.
+    """
 
     def __init__(self) -> None:
         self.works: list[Work] = []
+        self.damaged: set[int] = set()
+        self._checks: list[_Check] = []
         self._traffic = Traffic()
 
     def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
         self.works.append(work)
         self._traffic += Traffic(sent, received)
 
+    def expect(self, received: torch.Tensor, checksum: torch.Tensor, peer: int) -> None:
+        """Has `check` compare what was received with a checksum that comes behind it."""
+        self._checks.append(_Check(received, checksum, peer))
+
+    def check(self) -> None:
+        """Looks at what has come, once it has; see `damaged`."""
+        for received, checksum, peer in self._checks:
+            if _checksum(received) != int(checksum):
+                received.zero_()
+                self.damaged.add(peer)
+        self._checks.clear()
+
     def drop(self) -> None:
         """Lets go of all that are under way: they hold the group, and the group its sockets."""
         self.works.clear()
+        self._checks.clear()
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call."""
@@ -121,17 +148,29 @@ class Connections:
             self._groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
         self._waiter = _Waiter()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+    ) -> None:
         """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
-        waited for."""
+        waited for. A checksum goes behind it, over the same connection, if the other end expects one."""
         for connection, part in self._spread(tensor, tag):
             self._rate_limit.take(part.nbytes)
             transfers.add(self._start("send", part, peer, tag, connection), sent=part.nbytes)
+        if with_checksum and tensor.numel():
+            checksum = torch.tensor([_checksum(tensor)])  # made while the first part is on its way
+            transfers.add(self._start("send", checksum, peer, tag, tag % self.num_connections))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
-        """Starts receiving; the tensor is whole once the transfer has been waited for."""
+    def receive(
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+    ) -> None:
+        """Starts receiving; the tensor is whole once the transfer has been waited for, and, with a checksum, either
+        what was sent or 0 and `peer` in `Transfers.damaged`."""
         for connection, part in self._spread(tensor, tag):
             transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
+        if with_checksum and tensor.numel():
+            checksum = torch.empty(1, dtype=torch.int64)
+            transfers.add(self._start("recv", checksum, peer, tag, tag % self.num_connections))
+            transfers.expect(tensor, checksum, peer)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """Blocks until all are done; returns what they moved.
@@ -148,6 +187,7 @@ class Connections:
         works, transfers.works = transfers.works, []
         if works:
             self._wait(works, deadline, meanwhile)
+            transfers.check()
         return transfers.take_traffic()
 
     def find_broken(self) -> list[int]:
@@ -227,6 +267,12 @@ class Connections:
                     self._probe(peer, connection).handle.wait(timedelta(milliseconds=1))
                 except (RuntimeError, IslandLostError):
                     continue
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """xxh3_64 of the bytes of a 1-D host tensor, as a signed number."""
+    digest = xxhash.xxh3_64_intdigest(tensor.numpy().data)
+    return digest - (digest >> 63 << 64)
 
 
 class _Waiter:

@@ -3,8 +3,8 @@
 Two islands send each other their chunks and both average. More than two cut each chunk into one piece an island:
 every piece goes to its owner, which averages in fp32, encodes the average and sends it to all, so that an island sends
 and receives 2 (n-1)/n of its payload, as a ring all-reduce would. Where averages cannot be encoded again (codecs that
-need error feedback, and are small), all send theirs to all. Several chunks are in flight at once: one transfer hides
-the round trip and the arithmetic of another.
+need error feedback, and are small), all send theirs to all. Behind each piece goes its checksum. Several chunks are in
+flight at once: one transfer hides the round trip and the arithmetic of another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
-from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.exchange import handshake
 from hf_diloco.exchange.base import (
     BLOCK_VALUES,
@@ -58,6 +58,7 @@ class MeshExchange(Exchange):
         notes: where islands note whom they lost; default: notes of the lane's own.
         num_connections: between any two islands, the same on all.
         rate_limit: for all that this process sends; lanes may share one. Default: none.
+        with_checksums: the same on all; without them, damage on the way is seen only when averages are compared.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -76,12 +77,15 @@ class MeshExchange(Exchange):
         notes: LossNotes | None = None,
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
+        with_checksums: bool = True,
     ) -> None:
         self.island = island
         self.num_islands = num_islands
         self._timeout = timeout
         self._peers = [peer for peer in range(num_islands) if peer != island]
         self._tag = 0
+        self._with_checksums = with_checksums
+        self._damaged: set[int] = set()
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(store, name, island)
         self._rate_limit = rate_limit or RateLimit()
@@ -121,6 +125,7 @@ class MeshExchange(Exchange):
             for chunk in pipeline:
                 chunk.transfers.drop()
             raise self._give_up(error, deadline) from None
+        self._check_damage()
         return traffic
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
@@ -134,13 +139,15 @@ class MeshExchange(Exchange):
                 tag = self._next_tag()
                 if self.island == source:
                     for peer in self._peers:
-                        self._links.send(chunk, peer, tag, transfers)
+                        self._links.send(chunk, peer, tag, transfers, self._with_checksums)
                 else:
-                    self._links.receive(chunk, source, tag, transfers)
-            return self._links.wait(transfers, deadline)
+                    self._links.receive(chunk, source, tag, transfers, self._with_checksums)
+            traffic = self._wait(transfers, deadline)
         except ExchangeError as error:
             transfers.drop()
             raise self._give_up(error, deadline) from None
+        self._check_damage()
+        return traffic
 
     def find_broken(self) -> list[int]:
         return self._links.find_broken()
@@ -183,16 +190,16 @@ class MeshExchange(Exchange):
         for peer in self._peers:
             received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
-            self._links.receive(received, peer, tag, chunk.transfers)
+            self._links.receive(received, peer, tag, chunk.transfers, self._with_checksums)
         for peer in self._peers:  # last: here a rate limit takes its time
-            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers)
+            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers, self._with_checksums)
 
     def _reduce(self, chunk: _Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
         """Where each island has a piece of its own: averages it and starts handing it to all."""
         if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
-        chunk.traffic = self._links.wait(chunk.transfers, deadline)
+        chunk.traffic = self._wait(chunk.transfers, deadline)
         result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.values.numel()))
         pieces = [result[codec.locate(piece.start, piece.stop)] for piece in chunk.pieces]
         for where in _blocks(_length(chunk.pieces[self.island])):
@@ -200,15 +207,15 @@ class MeshExchange(Exchange):
             codec.encode(mean, pieces[self.island][codec.locate(where.start, where.stop)])
         tag = self._next_tag()
         for peer in self._peers:
-            self._links.receive(pieces[peer], peer, tag, chunk.transfers)
+            self._links.receive(pieces[peer], peer, tag, chunk.transfers, self._with_checksums)
         for peer in self._peers:
-            self._links.send(pieces[self.island], peer, tag, chunk.transfers)
+            self._links.send(pieces[self.island], peer, tag, chunk.transfers, self._with_checksums)
 
     def _finish(
         self, chunk: _Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
     ) -> Traffic:
         """Puts the average in place of the chunk's values, block by block."""
-        traffic = chunk.traffic + self._links.wait(chunk.transfers, deadline)
+        traffic = chunk.traffic + self._wait(chunk.transfers, deadline)
         for where in _blocks(chunk.values.numel()):
             values = chunk.values[where]
             if chunk.is_averaged_by_all:
@@ -220,6 +227,17 @@ class MeshExchange(Exchange):
                 observe(values, mean)
             values.copy_(mean)
         return traffic
+
+    def _wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
+        traffic = self._links.wait(transfers, deadline)
+        self._damaged |= transfers.damaged
+        return traffic
+
+    def _check_damage(self) -> None:
+        """Raises `DamagedTransferError` if something came damaged: at the end, as the others wait for the rest."""
+        if self._damaged:
+            damaged, self._damaged = self._damaged, set()
+            raise DamagedTransferError(damaged)
 
     def _mean(self, chunk: _Chunk, where: slice, weights: Sequence[float], codec: Codec) -> torch.Tensor:
         """Averages a block of the piece that this island owns; leaves its own values as they are."""

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
-from hf_diloco.errors import ExchangeError, PayloadError
+from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
 from hf_diloco.exchange.losses import LossNotes
 from hf_diloco.exchange.mesh import MeshExchange
@@ -111,9 +111,15 @@ class SegmentedMesh:
         if not self._is_open:
             raise ExchangeError("these connections are closed")
         traffic = Traffic()
+        damaged: set[int] = set()
         for piece, mesh in self._pieces:
             low = piece.start - self._own.start
-            traffic += mesh.average(values[low : low + piece.length], weights, codec, observe)
+            try:
+                traffic += mesh.average(values[low : low + piece.length], weights, codec, observe)
+            except DamagedTransferError as error:  # the others wait for the pieces that are left
+                damaged.update(error.islands)
+        if damaged:
+            raise DamagedTransferError(damaged)
         return traffic
 
     def close(self) -> None:

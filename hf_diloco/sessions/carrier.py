@@ -13,12 +13,13 @@ from hf_diloco.agreement.records import ArrivalRecord, VoteRecord, parse_records
 from hf_diloco.agreement.verdicts import weigh, why_aborted
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import combine_digests
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError
 from hf_diloco.exchange.base import Exchange, Traffic
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import cosine_to_others
 from hf_diloco.outer import OuterState
 from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.planned import RoundRepeated
 
 logger = logging.getLogger("hf_diloco")
 
@@ -45,6 +46,10 @@ class Carrier:
         Args:
             flight: the round; gets the figures.
             island: the ranks of this island; a group of its own for every thread.
+
+        Raises:
+            RoundRepeated: all islands are to take the round again, from fresh captures.
+            DiLoCoError: it does not take place.
         """
         arrived = time.monotonic()
         flight.weights = self._arrive(flight, island)
@@ -90,26 +95,49 @@ class Carrier:
 
         def average_lanes() -> Traffic:
             traffic = Traffic()
+            damage: DamagedTransferError | None = None
             parts = flight.fragment.partition.split(flight.delta)
             for exchange, part in zip(self._exchanges, parts, strict=True):
                 flight.stats.begin_lane()
-                traffic += exchange.average(part, flight.weights, self.outer.codec, flight.stats.observe)
+                try:
+                    traffic += exchange.average(part, flight.weights, self.outer.codec, flight.stats.observe)
+                except DamagedTransferError as error:  # the others wait for the lanes that are left
+                    damage = error
+            if damage is not None:
+                raise damage
             return traffic
 
         try:
             return island.on_all(average_lanes)
         except DiLoCoError as failure:
-            vote = VoteRecord(ok=False, reason=str(failure))
-            island.on_leader(lambda: bool(self._settle(flight, vote)))
+            is_damage = isinstance(failure, DamagedTransferError)
+            vote = VoteRecord(ok=False, reason=str(failure), again=is_damage)
+            _, _, is_repeated = island.on_leader(lambda: self._settle(flight, vote))
+            if is_repeated:
+                raise _repeated(flight, str(failure), island) from None
             raise
 
     def _vote(self, flight: Flight, island: IslandGroup) -> None:
         """Returns if the round is committed, which it is for all islands or for none."""
         digests = [digest.hexdigest() for digest in flight.stats.digests]
         vote = VoteRecord(ok=True, digest=combine_digests(digests, flight.fragment.partition, island))
-        committed, raw = island.on_leader(lambda: self._settle(flight, vote))
-        if not committed:
-            raise why_aborted(parse_some(VoteRecord, raw), flight.number, self.config.num_islands)
+        committed, raw, is_repeated = island.on_leader(lambda: self._settle(flight, vote))
+        if committed:
+            return
+        votes = parse_some(VoteRecord, raw)
+        if is_repeated:
+            reasons = {f"island {number}: {other.reason}" for number, other in votes.items() if not other.ok}
+            raise _repeated(flight, "; ".join(sorted(reasons)) or "the islands computed different averages", island)
+        raise why_aborted(votes, flight.number, self.config.num_islands)
 
-    def _settle(self, flight: Flight, vote: VoteRecord) -> tuple[bool, dict[str, dict[str, Any]]]:
-        return self._ledger.settle(flight.number, vote.model_dump(), self.config.exchange_timeout)
+    def _settle(self, flight: Flight, vote: VoteRecord) -> tuple[bool, dict[str, dict[str, Any]], bool]:
+        """Whether the round is committed, the votes, and whether all take it again."""
+        before = self._ledger.tries(flight.number)
+        committed, votes = self._ledger.settle(flight.number, vote.model_dump(), self.config.exchange_timeout)
+        return committed, votes, self._ledger.tries(flight.number) > before
+
+
+def _repeated(flight: Flight, reason: str, island: IslandGroup) -> RoundRepeated:
+    if island.is_leader:
+        logger.warning("round %d is taken again: %s", flight.number, reason)
+    return RoundRepeated(f"round {flight.number} is taken again: {reason}")

@@ -24,7 +24,7 @@ from hf_diloco.agreement.record_store import RecordStore
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, IslandLostError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
 from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.object_info import ObjectInfo, read_info
@@ -116,6 +116,8 @@ class DirectEngine(Engine):
         try:
             mesh = self._connect(planned, own, ranges)
             return mesh.average(mean, planned.weights, self._codec, observe)
+        except DamagedTransferError as error:  # by place, as all that a mesh knows
+            raise DamagedTransferError([planned.offers[place].island for place in error.islands]) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
             raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,33 @@ class ElasticSession(BaseSession):
         self._catch_up()
 
     def _catch_up(self, is_resuming: bool = False) -> None:
-        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own."""
-        while (planned := self._rounds.find(is_resuming)) is not None:
-            self._rounds.carry_out(planned, SyncClock(), is_resuming)
+        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own.
+
+        One that the others have not decided yet, or whose average they have not put into the store, is tried again.
+
+        Raises:
+            IslandLostError: that stays so for `join_timeout` seconds.
+        """
+        last, since = -1, time.monotonic()
+        while True:
+            if self.outer.round != last:
+                last, since = self.outer.round, time.monotonic()
+            try:
+                planned = self._rounds.find(is_resuming)
+                if planned is None:
+                    return
+                self._rounds.carry_out(planned, SyncClock(), is_resuming)
+            except IslandLostError as error:
+                if not self.island.on_leader(partial(self._may_try_again, since)):
+                    raise
+                if self.island.is_leader:
+                    logger.info("still catching up: %s", error)
+
+    def _may_try_again(self, since: float) -> bool:
+        if self._should_stop():
+            raise StopRequested
+        time.sleep(LOOK_SECONDS)
+        return time.monotonic() < since + self.config.join_timeout
 
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""

@@ -40,6 +40,7 @@ from hf_diloco.sessions.base import BaseSession
 from hf_diloco.sessions.carrier import Carrier
 from hf_diloco.sessions.eager_rounds import EagerRounds
 from hf_diloco.sessions.flights import Flight
+from hf_diloco.sessions.planned import RoundRepeated
 from hf_diloco.shards.base import Shards
 from hf_diloco.shards.partition import choose_partition, layout_of
 
@@ -192,10 +193,17 @@ class FixedSession(BaseSession):
     # Rounds
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
-        if self.config.eager_updates:
-            self._overlap.raise_failure()
-            return self._eager.advance(is_last)
-        return super().advance(is_last)
+        while True:
+            try:
+                if not self.config.eager_updates:
+                    return super().advance(is_last)
+                self._overlap.raise_failure()
+                return self._eager.advance(is_last)
+            except RoundRepeated:  # all under way have given back what they took
+                if not self.config.eager_updates:
+                    self._reports.append(self.sync())
+                    if not is_last:
+                        return self._take_reports()
 
     def _carry_out(self, flight: Flight) -> None:
         self._carrier.carry_out(flight, self._talk)
@@ -210,8 +218,13 @@ class FixedSession(BaseSession):
         return self._overlap.report(flight, flight.seconds_stepping)
 
     def sync(self) -> SyncReport:
-        flight = self._overlap.capture()
-        self._carry_out_now(flight)
+        while True:
+            flight = self._overlap.capture()
+            try:
+                self._carry_out_now(flight)
+                break
+            except RoundRepeated:
+                continue
         landing = time.monotonic()
         flight.fragment.write_masters()
         self.outer.rest(flight.fragment)

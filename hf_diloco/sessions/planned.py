@@ -72,6 +72,10 @@ class RoundPassed(DiLoCoError):
     """A round under way takes place without what this island has for it."""
 
 
+class RoundRepeated(DiLoCoError):
+    """All islands have aborted a round, and take it again: their averages differed, or a transfer came damaged."""
+
+
 class SyncClock:
     """Where the seconds and bytes of one synchronisation go; `last_end` is when the one before it was over."""
 

@@ -23,11 +23,12 @@ from hf_diloco.agreement.council import Attempt, Council
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
-from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import CosineSums, SyncReport, cosine_to_others
 from hf_diloco.outer import OuterState
+from hf_diloco.sessions.doubts import Doubts
 from hf_diloco.sessions.engines import Engine
 from hf_diloco.sessions.flights import Flight
 from hf_diloco.sessions.offers import Contribution, Offers
@@ -72,6 +73,7 @@ class Rounds:
         self._council = council
         self.recovery = Recovery(config, outer, island, engines, snapshots)
         self._offers = Offers(config, outer, island, engines, claim)
+        self._doubts = Doubts(island.is_leader)
         self._last: tuple[PlannedRound, OutcomeRecord] | None = None
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
@@ -190,7 +192,7 @@ class Rounds:
         sums = CosineSums()
 
         def average() -> None:
-            self._average(planned, mean, own, delta if is_here else None, clock, sums)
+            self._average(planned, mean, own, delta if self._may_use_memory(planned, is_here) else None, clock, sums)
             used[0] = self._used_of(planned, own) if part is Part.SOME else None
 
         try:
@@ -224,7 +226,8 @@ class Rounds:
             sums = CosineSums()
             planned = self._plan_flight(own, clock)
             place = planned.place_of(self.config.island)
-            average = partial(self._average, planned, mean, place, flight.delta, clock, sums)
+            delta = flight.delta if self._may_use_memory(planned, True) else None
+            average = partial(self._average, planned, mean, place, delta, clock, sums)
             try:
                 outcome = self._settle(planned, mean, clock) if self._try(planned, average) else None
             except PayloadError as error:  # it was decided so long ago that nothing is left of it
@@ -237,6 +240,10 @@ class Rounds:
         self._complete(planned, outcome, mean)
         flight.note(self._report(planned, clock, sums, flight.square, weight, place))
         return planned
+
+    def _may_use_memory(self, planned: PlannedRound, is_here: bool) -> bool:
+        """Whether this island's own values are in memory, and not to be read again because islands disagree."""
+        return is_here and (self._engine_of(planned.number).needs_presence or not self._doubts.has(planned.number))
 
     def _plan_flight(self, own: Contribution, clock: SyncClock) -> PlannedRound:
         """Offers, and returns the plan, if it takes just this offer."""
@@ -277,7 +284,7 @@ class Rounds:
             if planned.is_committed:
                 raise
             self._on_unusable(planned, error)
-        except IslandLostError as error:
+        except (IslandLostError, DamagedTransferError) as error:
             self._engine_of(planned.number).close()
             self._on_lost(planned, error)
         except DiLoCoError:
@@ -286,15 +293,24 @@ class Rounds:
         return False
 
     def _settle(self, planned: PlannedRound, mean: torch.Tensor, clock: SyncClock) -> OutcomeRecord | None:
-        """Votes for an average; None if the attempt is aborted."""
+        """Votes for an average; None if the attempt is to be looked at again: it is aborted, or has another average.
+
+        Raises:
+            DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
+        """
         digest = digest_vector(mean, self.outer.fragment_of(planned.number).partition, self.island)
         outcome = planned.outcome or clock.wait(lambda: self._commit(planned, digest))
+        fault = self._doubts.judge(planned, digest, outcome)
+        if fault:
+            self._engine_of(planned.number).close()
+            raise self._diverged(planned, fault)
         if outcome.kind == "abort":
             self._engine_of(planned.number).settled(planned, outcome, None)
             self._offers.forget(outcome.unusable)
             return None
         if outcome.mean != digest:
-            raise self._diverged(planned, "average", digest, outcome.mean)
+            self._engine_of(planned.number).close()
+            return None
         clock.averaged()
         self._snapshots.wait()  # which reads what changes now
         return outcome
@@ -319,13 +335,23 @@ class Rounds:
 
     def _check_state(self, planned: PlannedRound) -> None:
         if planned.plan.state != self.outer.outer_hash:
-            raise self._diverged(planned, "outer parameters", self.outer.outer_hash, planned.plan.state)
+            raise DivergedError(
+                f"round {planned.number}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
+                f"that all agreed on ({planned.plan.state[:12]}): suspect memory or a changed library. It ends before "
+                "it spoils the others; started again, it resumes from its last checkpoint"
+            )
 
-    def _diverged(self, planned: PlannedRound, what: str, mine: str, agreed: str) -> DivergedError:
+    def _diverged(self, planned: PlannedRound, fault: str) -> DivergedError:
+        """The error for a round of which this island does not find the average; its state may be worth keeping."""
+        fragment = self.outer.fragment_of(planned.number)
+        digest = fragment.digest
+        fragment.make_digest(self.island)
+        is_sound, fragment.digest = fragment.digest == digest, digest
+        what_now = "started again, it resumes from its checkpoint"
         return DivergedError(
-            f"round {planned.number}: this island does not come to what all agreed on ({what} {mine[:12]}, "
-            f"agreed {agreed[:12]}): suspect memory or a changed library. It ends before it spoils the others; "
-            "started again, it resumes from its last checkpoint"
+            f"round {planned.number}: {fault}: suspect memory, or a library or processor that differs. This island "
+            f"ends before it spoils the others; {what_now}",
+            is_sound,
         )
 
     def _commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
@@ -348,8 +374,8 @@ class Rounds:
         raw = self.island.on_leader(lambda: self._need_council().abort(attempt, named[0], str(error)).model_dump())
         self._offers.forget(OutcomeRecord.model_validate(raw).unusable)
 
-    def _on_lost(self, planned: PlannedRound, error: IslandLostError) -> None:
-        """A participant did not answer: the attempt is aborted, unless others have completed it all the same."""
+    def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
+        """A participant did not answer, or what it sent came damaged: aborts, unless others have completed it."""
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
         places = [place for place in map(planned.place_of, error.islands) if place is not None]

@@ -214,6 +214,31 @@ def test_different_digests_abort(stores: Stores) -> None:
     assert run_islands(3, run) == [(False, 3)] * 3
 
 
+def test_different_digests_have_the_round_taken_again_and_the_third_time_end_it(stores: Stores) -> None:
+    def run(island: int) -> list[int]:
+        book = Ledger(stores(island), island, 2)
+        tries = []
+        for _ in range(3):
+            assert len(book.arrive(1, {"weight": 1}, 20)) == 2
+            committed, _ = book.settle(1, ok("ab" if island else "cd"), 20)
+            assert not committed
+            tries.append(book.tries(1))
+        return tries
+
+    assert run_islands(2, run) == [[1, 2, 2]] * 2
+
+
+def test_what_came_damaged_has_the_round_taken_again(stores: Stores) -> None:
+    def run(island: int) -> tuple[bool, bool]:
+        book = Ledger(stores(island), island, 2)
+        vote = ok() if island else {"ok": False, "digest": "", "reason": "damaged", "again": True}
+        first, _ = book.settle(1, vote, 20)
+        assert book.tries(1) == 1
+        return first, book.settle(1, ok(), 20)[0]
+
+    assert run_islands(2, run) == [(False, True)] * 2
+
+
 def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
     def run(island: int) -> bool:
         vote = ok() if island else {"ok": False, "digest": "", "reason": "link cut"}
@@ -355,7 +380,7 @@ RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
     (ArrivalRecord, {"weight": 2.5, "digest": "ab12"}),
-    (VoteRecord, {"ok": True, "digest": "ab12", "reason": ""}),
+    (VoteRecord, {"ok": True, "digest": "ab12", "reason": "", "again": False}),
     (CheckpointsRecord, {"rounds": [1, 2]}),
 ]
 

@@ -20,7 +20,7 @@ from transformers.integrations import integration_utils
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.checkpoint import complete_checkpoints, read_index
-from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError, MissedRoundError
+from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, IslandLostError, MissedRoundError
 from hf_diloco.island import IslandGroup
 from hf_diloco.outer import OuterState
 from hf_diloco.sessions import FixedSession
@@ -434,6 +434,20 @@ def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path
     assert events(folder, "end")[0]["rounds"] == 1
     saved = torch.load(folder / "checkpoint-6" / "optimizer.pt", weights_only=True)
     assert saved["state"]
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_an_island_that_is_wrong_again_leaves_a_checkpoint_if_its_state_is_sound(
+    is_sound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(self: FixedSession, is_last: bool = False) -> None:
+        raise DivergedError("wrong again", is_sound)
+
+    monkeypatch.setattr(FixedSession, "advance", diverge)
+    trainer = make_trainer(tmp_path / "run", DiLoCoCallback(sync_every=3))
+    with pytest.raises(DivergedError, match="wrong again"):
+        trainer.train()
+    assert [index.global_step for _, index in complete_checkpoints(tmp_path / "run")] == ([3] if is_sound else [])
 
 
 # Stopping

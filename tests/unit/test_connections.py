@@ -207,7 +207,9 @@ def test_a_connection_without_proof_is_refused(unproved: int) -> None:
     class Impostor(Connections):
         """Has the key, but not on one connection."""
 
-        def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        def send(
+            self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        ) -> None:
             is_proof = tag >= NUM_TAGS * num_connections
             wrong = is_proof and tag % num_connections == unproved
             super().send(tensor.bitwise_not() if wrong else tensor, peer, tag, transfers)
@@ -227,10 +229,14 @@ def test_a_proof_for_another_connection_is_refused() -> None:
     """End 1 answers on each connection what is asked on the other."""
 
     class Crossed(Connections):
-        def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        def send(
+            self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        ) -> None:
             super().send(tensor, peer, tag ^ 1, transfers)
 
-        def receive(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        def receive(
+            self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        ) -> None:
             super().receive(tensor, peer, tag ^ 1, transfers)
 
     store = HashStore()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hf_diloco.agreement.council import Rules
+from hf_diloco.agreement.council import Attempt, Rules
 from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.agreement.voting import VoteRecord, winner
 from tests.islands_model import World
 
 TARGET = 5
@@ -26,11 +27,18 @@ def explore(
     with_stranger: bool = False,
     is_direct: bool = False,
     junk: Mapping[int, Sequence[str]] | None = None,
+    wrong: Callable[[int, Attempt, int], bool] | None = None,
 ) -> World:
     """Runs islands under a schedule: `prefix` first, then at random; checks what must hold in any case."""
     rules = Rules(min_islands=min_islands, grace=2.0, patience=8.0, needs_presence=is_direct)
     world = World(open_object_store(f"memory://{uuid.uuid4().hex}"), num_islands, rules, TARGET, with_stranger)
+    if wrong:
+        world.wrong = wrong
     world.run(_choices(prefix, seed), kills, junk=junk)
+    if wrong:
+        check_votes(world)
+    else:
+        assert not world.unverified
     if not junk:
         assert all(len(seen) == 1 for seen in world.decided.values()), (
             "a plan or an outcome was seen with two contents"
@@ -39,6 +47,18 @@ def explore(
     assert all(len(states) == 1 for states in world.states.values()), "islands differ after a committed round"
     assert all(len(plan.participants) >= 1 for plan in world.plans.values())
     return world
+
+
+def check_votes(world: World) -> None:
+    """What was committed had more than half of the votes, as they lie in the store for ever."""
+    for path, seen in world.decided.items():
+        outcome = json.loads(next(iter(seen)))
+        if not path.endswith("/outcome") or outcome["kind"] == "abort":
+            continue
+        folder = path.removesuffix("/outcome")
+        found = [world.log.read(vote, VoteRecord) for vote in world.log.list(f"{folder}/votes/")]
+        means = [vote.mean for vote in found if vote is not None and vote.mean]
+        assert 2 * means.count(outcome["mean"]) > len(means), f"{path}: {means}"
 
 
 def _choices(prefix: list[int], seed: int) -> Iterator[int]:
@@ -93,6 +113,91 @@ def test_the_model_meets_what_it_is_meant_to_explore() -> None:
     assert any(len(plan.participants) < 3 for world in worlds for plan in world.plans.values())
 
 
+# Islands that compute wrong averages
+
+
+@settings(max_examples=80)
+@given(
+    num_islands=st.integers(2, 4),
+    seed=st.integers(0, 1 << 32),
+    kills=st.dictionaries(st.integers(0, 3000), st.integers(0, 3), max_size=4),
+    wrong=st.sets(st.tuples(st.integers(0, 3), st.integers(1, TARGET), st.integers(0, 1)), max_size=8),
+    is_direct=st.booleans(),
+    data=st.data(),
+)
+def test_no_schedule_commits_what_no_majority_of_the_votes_holds(
+    num_islands: int,
+    seed: int,
+    kills: dict[int, int],
+    wrong: set[tuple[int, int, int]],
+    is_direct: bool,
+    data: st.DataObject,
+) -> None:
+    def is_wrong(island: int, attempt: Attempt, count: int) -> bool:
+        return (island, attempt.round, attempt.number) in wrong and count == 0
+
+    explore(num_islands, data.draw(st.integers(1, num_islands)), seed, [], kills, is_direct=is_direct, wrong=is_wrong)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("num_islands", [2, 4])
+def test_votes_that_are_split_commit_nothing(num_islands: int, is_direct: bool) -> None:
+    """Half of the islands are wrong in the first attempt of each round: forty times, and never is it committed."""
+    for seed in range(8):
+        world = explore(
+            num_islands,
+            num_islands,
+            seed,
+            [],
+            {},
+            is_direct=is_direct,
+            wrong=lambda island, attempt, count: attempt.number == 0 and island % 2 == 1,
+        )
+        outcomes = [seen for path, seen in world.decided.items() if path.endswith("/00/outcome")]
+        first = [json.loads(next(iter(seen)))["kind"] for seen in outcomes]
+        assert len(first) == TARGET
+        assert set(first) == {"abort"}
+        assert not world.unverified
+        assert world.num_split > 0
+
+
+def test_one_of_three_that_is_wrong_is_outvoted_and_reads_again() -> None:
+    world = explore(3, 3, 1, [], {}, wrong=lambda island, attempt, count: island == 2 and count == 0)
+    assert not world.unverified
+    assert world.num_outvoted > 0
+    assert world.num_split == 0
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ({}, None),
+        ({0: "a"}, None),
+        ({0: "a", 1: "b"}, ""),
+        ({0: "a", 1: ""}, "a"),
+        ({0: "a", 1: "a"}, "a"),
+        ({0: "", 1: ""}, ""),
+        ({1: "b", 7: "a", 8: "a"}, None),
+    ],
+)
+def test_who_wins_among_two(votes: dict[int, str], expected: str | None) -> None:
+    assert winner([0, 1], votes) == expected
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6), st.permutations(range(6)))
+def test_a_winner_stays_the_winner_whatever_comes(places: list[str], order: list[int]) -> None:
+    """Places are written once, in any order: who counts early and late never finds two winners."""
+    votes: dict[int, str] = {}
+    winners = []
+    for island in (island for island in order if island < len(places)):
+        winners.append(winner(range(len(places)), votes))
+        votes[island] = places[island]
+    winners.append(winner(range(len(places)), votes))
+    assert winners[-1] is not None
+    first = next(found for found in winners if found is not None)
+    assert all(found == first for found in winners[winners.index(first) :])
+
+
 # Records that somebody has written, or a disk damaged, at any time
 
 DECISIONS = [
@@ -111,7 +216,7 @@ RUBBISH = [
     "beats/00/000001.json",
     "rounds/00000002/00/offers/00000-000001-000000.json",
     "rounds/00000003/00/offers/zzz.json",
-    "rounds/00000002/00/votes/00001-000001.json",
+    "rounds/00000002/00/votes/00001.json",
 ]
 
 

@@ -611,7 +611,9 @@ def test_a_proof_from_before_proves_nothing() -> None:
     said: dict[int, torch.Tensor] = {}
 
     class Recorder(Connections):
-        def send(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        def send(
+            self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        ) -> None:
             said[tag] = tensor.clone()
             super().send(tensor, peer, tag, transfers)
 

@@ -22,9 +22,11 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
+    DamagedTransferError,
     DivergedError,
     DuplicateIslandError,
     FingerprintError,
+    IslandLostError,
     MissedRoundError,
     PayloadError,
     RendezvousError,
@@ -36,6 +38,7 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.sessions import FixedSession
 from hf_diloco.sessions.elastic import ElasticSession
+from hf_diloco.sessions.rounds import Rounds
 from hf_diloco.sessions.snapshots import Snapshot, Snapshots
 from hf_diloco.shards import open_shards
 from tests.islands import run_islands, try_islands
@@ -551,6 +554,91 @@ def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, mon
     assert isinstance(outcomes[0], DivergedError)
     assert islands[1].hash == islands[2].hash
     assert islands[1].reports[-1].participants == [0, 1, 2]
+
+
+def average_wrongly(member: Member, is_wrong: Callable[[int], bool]) -> None:
+    """Has an island compute wrong averages: of those that it computes, the ones that `is_wrong` names."""
+    engine: Any = member.session._engines[0]
+    average, count = engine.average, itertools.count()
+
+    def wrong(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
+        traffic = average(planned, mean, *others)
+        if is_wrong(next(count)):
+            mean[5] += 1.0
+        return traffic
+
+    engine.average = wrong
+
+
+def test_two_that_disagree_once_take_the_round_again(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, grace=20.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    average_wrongly(islands[0], lambda count: count == 0)
+    run_islands(2, lambda which: islands[which].train(4))
+    assert islands[0].hash == islands[1].hash
+    assert [report.participants for report in islands[0].reports] == [[0, 1]] * 3
+    undisturbed = Meeting(tmp_path / "other", 2, grace=20.0)
+    assert run_islands(2, lambda island: undisturbed.island(island).train(6))[0].hash == islands[0].hash
+
+
+def test_two_that_go_on_disagreeing_both_end_with_their_state(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, grace=20.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    before = [member.hash for member in islands]
+    average_wrongly(islands[0], lambda count: True)
+    for outcome in try_islands(2, lambda which: islands[which].train(2)):
+        assert isinstance(outcome, DivergedError)
+        assert outcome.is_state_sound
+        assert "no majority" in str(outcome)
+    assert [member.hash for member in islands] == before
+
+
+def test_one_of_three_that_is_wrong_once_is_outvoted_and_goes_on(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, grace=20.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    average_wrongly(islands[0], lambda count: count == 0)
+    run_islands(3, lambda which: islands[which].train(4))
+    assert len({member.hash for member in islands}) == 1
+    assert islands[0].reports[-1].participants == [0, 1, 2]
+
+
+@only("mesh")
+def test_numbers_that_come_damaged_are_sent_again(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, grace=20.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    engine: Any = islands[0].session._engines[0]
+    average, count = engine.average, itertools.count()
+
+    def damaged(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
+        traffic = average(planned, mean, *others)
+        if next(count) == 0:
+            raise DamagedTransferError([1])
+        return traffic
+
+    engine.average = damaged
+    run_islands(3, lambda which: islands[which].train(4))
+    assert len({member.hash for member in islands}) == 1
+    assert [report.participants for report in islands[2].reports] == [[0, 1, 2]] * 3
+
+
+def test_who_comes_back_tries_again_while_a_round_is_not_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.5)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    checkpoint = islands[1].save(tmp_path / "checkpoint")
+    islands[1].die()
+    islands[0].train(4)
+    carry_out, count = Rounds.carry_out, itertools.count()
+
+    def undecided(self: Rounds, *args: Any) -> Any:
+        if next(count) < 2:
+            raise IslandLostError("round 2 is not decided after 2 s")
+        return carry_out(self, *args)
+
+    monkeypatch.setattr(Rounds, "carry_out", undecided)
+    again = meeting.island(1, checkpoint=checkpoint)
+    assert again.hash == islands[0].hash
 
 
 # What the codec left out

@@ -56,7 +56,7 @@ def decisions(log: RunLog, island: int = 0) -> Decisions:
 
 
 def vote(log: RunLog, attempt: str, island: int) -> None:
-    log.create(f"{attempt}/votes/{island:05d}-000001.json", VoteRecord(island=island, mean="ab"))
+    log.create(f"{attempt}/votes/{island:05d}.json", VoteRecord(island=island, mean="ab"))
 
 
 def abort(by: int = 0, reason: str = "lost") -> OutcomeRecord:
@@ -149,7 +149,7 @@ JUNK: dict[str, bytes] = {
     "rounds/00000004/01/plan.json": b'{"body": 1, "mac": NaN}',
     "rounds/00000005/00/offers/00000-000001-000000.json": b"",
     "rounds/00000005/00/offers/zzz.json": b"junk",
-    "rounds/00000005/00/votes/00001-000001.json": b"",
+    "rounds/00000005/00/votes/00001.json": b"",
     "rounds/00000005/00/mean/rank-99999.json": b"",
     "rounds/99999999/00/outcome.json": b"junk",
     "rounds/x/y/z": b"",

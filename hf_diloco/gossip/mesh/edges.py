@@ -66,7 +66,7 @@ class Edge:
         Raises:
             IslandLostError: the connection has broken.
         """
-        self._links.receive(tensor, self._other_end, self._tag, transfers)
+        self._links.receive(tensor, self._other_end, self._tag, transfers, with_checksum=True)
 
     def send(self, tensor: torch.Tensor, transfers: Transfers) -> None:
         """Starts sending; `tensor` stays as it is until the transfers have been waited for.
@@ -74,11 +74,14 @@ class Edge:
         Raises:
             IslandLostError: the connection has broken.
         """
-        self._links.send(tensor, self._other_end, self._tag, transfers)
+        self._links.send(tensor, self._other_end, self._tag, transfers, with_checksum=True)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
-        """See `Connections.wait`."""
-        return self._links.wait(transfers, deadline, meanwhile)
+        """As `Connections.wait`; also where something came damaged the neighbour is lost, until it connects again."""
+        traffic = self._links.wait(transfers, deadline, meanwhile)
+        if transfers.damaged:
+            raise IslandLostError(f"what node {self.peer} sent came damaged (its checksum differs)", [self.peer])
+        return traffic
 
     def check(self) -> None:
         """Raises `IslandLostError` if the connection has broken, while nothing is transferred."""

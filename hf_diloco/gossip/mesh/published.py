@@ -180,8 +180,11 @@ class MeshPublished(Published):
             if num_bytes == _NOTHING:
                 return None, Traffic()
             received = self._buffer(num_bytes, links.peer)
-            link.receive(received, end, _PAYLOAD, transfers)
-            return received, link.wait(transfers, deadline)
+            link.receive(received, end, _PAYLOAD, transfers, with_checksum=True)
+            traffic = link.wait(transfers, deadline)
+            if transfers.damaged:
+                raise IslandLostError(f"what node {links.peer} sent came damaged (its checksum differs)", [links.peer])
+            return received, traffic
         finally:
             transfers.drop()
 
@@ -242,7 +245,7 @@ def _answer(links: _Links, shelf: Shelf, deadline: Deadline) -> None:
         num_bytes = _NOTHING if payload is None else payload.numel()
         links.answered.send(torch.tensor([num_bytes]), links.end, _LENGTH, transfers)
         if payload is not None:
-            links.answered.send(payload, links.end, _PAYLOAD, transfers)
+            links.answered.send(payload, links.end, _PAYLOAD, transfers, with_checksum=True)
         try:
             links.answered.wait(transfers, deadline)
         finally:
