@@ -1096,7 +1096,7 @@ def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def put(self, path: str, data: Any, pace: Any = None) -> None:
+        def put(self, path: str, data: Any, pace: Any = None, is_lasting: bool = True) -> None:
             data = bytes(data)
             if self.is_on and path.startswith("payloads/"):
                 self.is_on = False
