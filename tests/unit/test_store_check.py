@@ -78,7 +78,7 @@ def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_
     found = kinds(look(meeting.url))
     written_over = {path for path in JUNK if path not in found}
     assert written_over == {
-        "rounds/00000005/00/votes/00001-000001.json",
+        "rounds/00000005/00/votes/00001.json",
         "snapshots/00000000/00000-000001/rank-00001.json",  # cleared up
     }
     assert found["claims/0/999999.json"] == "damaged"
