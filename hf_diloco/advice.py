@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from hf_diloco.config import DiLoCoConfig
+from pydantic import BaseModel
+
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig, is_given
 from hf_diloco.config_checks import FEEDBACK_DECAYS
 
 logger = logging.getLogger("hf_diloco")
@@ -23,6 +25,18 @@ def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
     if config.num_islands > 1 or config.meets_in_store:
         _warn_about_momentum(config, max_steps)
         _tell_what_waits(config)
+
+
+def tell_who_is_alone(config: BaseModel, unit: str = "island") -> None:
+    """Warns of an island or node that trains alone because nobody told it that there are others."""
+    if not is_given(config, "num_islands"):
+        logger.warning(
+            "this %s trains alone, as num_islands is not set: for several, set %s, %s and %s on each of them",
+            unit,
+            ENV_NUM_ISLANDS,
+            ENV_ISLAND,
+            ENV_RENDEZVOUS,
+        )
 
 
 def _warn_about_end(config: DiLoCoConfig, max_steps: int) -> None:

@@ -33,6 +33,20 @@ def from_env(name: str, default: Any) -> Callable[[], Any]:
     return lambda: os.environ.get(name) or default
 
 
+def is_given(config: BaseModel, name: str) -> bool:
+    """Whether a setting was passed or is in the environment, and is not a default."""
+    return name in config.model_fields_set or bool(os.environ.get(_ENVIRONMENT.get(name, "")))
+
+
+def need_number(config: BaseModel, num_islands: int, unit: str = "island") -> None:
+    """Raises `ConfigError` if one of several islands or nodes was not told which one it is."""
+    if num_islands > 1 and not is_given(config, "island"):
+        raise ConfigError(
+            f"there are {num_islands} {unit}s, and this one has no number: set {ENV_ISLAND} (or island=) on each to "
+            f"another number from 0 to {num_islands - 1}"
+        )
+
+
 class StrictModel(BaseModel):
     """A settings block: unknown keys are errors, and every problem is reported as a `ConfigError`."""
 

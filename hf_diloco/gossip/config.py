@@ -15,6 +15,7 @@ from hf_diloco.config import (
     Seconds,
     StrictModel,
     from_env,
+    is_given,
     split_tcp_url,
 )
 from hf_diloco.store_url import is_object_store
@@ -164,7 +165,7 @@ class GossipBlock(GossipConfig):
         Raises:
             ConfigError: when several nodes have no rendezvous.
         """
-        return GossipConfig(**self.model_dump())
+        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "island") else {"island"}))
 
     def check_rendezvous(self, url: str) -> None:
         """Raises `ConfigError` if a setting does not go with this rendezvous."""

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_diloco.advice import tell_who_is_alone
 from hf_diloco.agreement.rendezvous import connect_store, warn_unprotected
+from hf_diloco.config import need_number
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.ahead import Ahead
@@ -279,9 +281,11 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
         island: the ranks of this node.
 
     Raises:
+        ConfigError: there are several nodes, and this one was given no number.
         RendezvousError: the rendezvous cannot be opened or reached.
         IslandLostError: neighbours did not come in time.
     """
+    need_number(config, config.num_islands, "node")
     inner: Neighbours | None = None
 
     def connect() -> None:
@@ -293,6 +297,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
 
 
 def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
+    tell_who_is_alone(config, "node")
     if config.num_islands == 1:
         return MemoryGraph(topology).node(0)
     store, address = connect_store(config, is_host=config.island == 0, notes=WaitNotes(config.island, "node"))

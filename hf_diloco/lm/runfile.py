@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from hf_diloco import config_checks
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config import DiLoCoConfig, is_given
 from hf_diloco.data.settings import DataBlock
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.block import Block, Count
@@ -97,7 +97,8 @@ class DiLoCoBlock(DiLoCoConfig):
         Raises:
             ConfigError: when several islands have no rendezvous.
         """
-        return DiLoCoConfig(**self.model_dump(exclude={"enabled"}))
+        default = () if is_given(self, "island") else ("island",)
+        return DiLoCoConfig(**self.model_dump(exclude={"enabled", *default}))
 
     @property
     def survives_losses(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from hf_diloco.advice import tell_who_is_alone
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.rendezvous import find_address, warn_if_exposed
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.island import IslandGroup
@@ -34,8 +35,12 @@ def open_session(
             same place, and in an object store below it, at `training-2`.
 
     Raises:
+        ConfigError: there are several islands, and this one was given no number.
         RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
     """
+    need_number(config, config.num_shares)
+    if island.is_leader:
+        tell_who_is_alone(config)
     if config.meets_in_store:
         from hf_diloco.sessions.elastic import ElasticSession
 

@@ -1,0 +1,76 @@
+"""Which island a process is: an error where nobody said, and a word where it is alone or waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import GossipBlock
+from hf_diloco.island import IslandGroup
+from hf_diloco.lm.runfile import DiLoCoBlock
+from hf_diloco.sessions.open import open_session
+from tests.processes import ROOT, Processes
+from tests.programs.trainer_island import make_model
+from tests.unit.test_refusals import make_trainer
+
+NOWHERE = "tcp://127.0.0.1:9"
+NO_NUMBER = r"there are 2 {unit}s, and this one has no number: set HF_DILOCO_ISLAND \(or island=\) .* from 0 to 1"
+
+
+def test_one_of_several_islands_needs_a_number(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(num_islands=2, rendezvous=NOWHERE, join_timeout=0.2))
+    with pytest.raises(ConfigError, match=NO_NUMBER.format(unit="island")):
+        trainer.train()
+
+
+def test_one_of_several_nodes_needs_a_number(tmp_path: Path) -> None:
+    callback = GossipCallback(num_islands=2, rendezvous=NOWHERE, join_timeout=0.2)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=NO_NUMBER.format(unit="node")):
+        callback.make_optimizer(make_model(lora=False, tied=True, seed=1), args)
+
+
+@pytest.mark.parametrize("block", [DiLoCoBlock, GossipBlock])
+def test_a_run_file_leaves_the_number_to_whoever_starts_it(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = block(num_islands=2, rendezvous=NOWHERE)
+    assert "island" not in given.resolve().model_fields_set
+    assert block(num_islands=2, island=0, rendezvous=NOWHERE).resolve().model_fields_set >= {"island"}
+    monkeypatch.setenv("HF_DILOCO_ISLAND", "1")
+    assert block(num_islands=2, rendezvous=NOWHERE).resolve().island == 1
+
+
+def test_the_environment_gives_the_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_DILOCO_ISLAND", "0")
+    url = f"file://{tmp_path}/store"
+    session = open_session(DiLoCoConfig(num_islands=2, min_islands=1, rendezvous=url), IslandGroup())
+    assert session.config.island == 0
+
+
+def test_an_island_that_is_alone_says_how_to_be_several(caplog: pytest.LogCaptureFixture) -> None:
+    open_session(DiLoCoConfig(num_islands=1), IslandGroup())
+    assert caplog.messages == []
+    open_session(DiLoCoConfig(), IslandGroup())
+    (line,) = caplog.messages
+    assert line.startswith("this island trains alone, as num_islands is not set")
+    assert "HF_DILOCO_NUM_ISLANDS, HF_DILOCO_ISLAND and HF_DILOCO_RENDEZVOUS" in line
+
+
+@pytest.mark.distributed
+def test_who_waits_is_seen_in_a_script_that_sets_up_no_logging(tmp_path: Path, free_port: int) -> None:
+    settings = {"output_dir": str(tmp_path), "result": str(tmp_path / "result"), "diloco": {"sync_every": 2}}
+    meeting = {
+        "HF_DILOCO_NUM_ISLANDS": 2,
+        "HF_DILOCO_ISLAND": 0,
+        "HF_DILOCO_RENDEZVOUS": f"tcp://127.0.0.1:{free_port}",
+    }
+    program = str(ROOT / "tests" / "programs" / "trainer_island.py")
+    with Processes() as processes:
+        island = processes.spawn([sys.executable, program, json.dumps(settings)], env={**meeting, "PYTHONPATH": ROOT})
+        island.wait_for(rf"island 0: .*waiting for island 1.* at tcp://127\.0\.0\.1:{free_port} \(\d+ s of 600 s\)")
