@@ -18,7 +18,7 @@ from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.island import IslandGroup
 from hf_diloco.shards.base import Shards
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (
