@@ -26,7 +26,7 @@ from hf_diloco.outer import OuterState
 from hf_diloco.sessions import FixedSession
 from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.shards import open_shards
-from tests.processes import Processes
+from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
 
 MAX_STEPS = 8
@@ -519,7 +519,8 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
     }
     program = Path(__file__).parents[1] / "programs" / "trainer_island.py"
     with Processes() as processes:
-        process = processes.spawn([sys.executable, program, json.dumps(settings)], env={"PYTHONPATH": "."})
+        environment = {"PYTHONPATH": ".", "MASTER_PORT": find_free_port()}  # else 29500, which others may listen on
+        process = processes.spawn([sys.executable, program, json.dumps(settings)], env=environment)
         process.wait_for(r"diloco/round")
         process.interrupt()
         process.wait(60)
