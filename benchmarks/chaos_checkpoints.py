@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -98,6 +99,7 @@ def train(job: Job, island: int, rank: int) -> None:
     log = os.open(f"{job.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     trainer, checkpoint = _assemble(job, island)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if rank == 0:
@@ -211,7 +213,7 @@ class Life:
     def __init__(self, job: Job) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        job = Job(**{**asdict(job), "ports": _free_ports(job.num_islands + 1)})
+        self.job = job = Job(**{**asdict(job), "ports": _free_ports(job.num_islands + 1)})
         self.islands: list[list[ForkServerProcess]] = []
         for island in range(job.num_islands):
             job.island(island).mkdir(parents=True, exist_ok=True)
@@ -234,21 +236,44 @@ class Life:
         for process in doomed:
             process.join()
 
-    def wait(self, seconds: float = STUCK_SECONDS) -> list[int | None]:
-        """The exit codes; None for a process that has not ended in time, which is killed."""
-        until = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
+    def wait(self) -> list[int | None]:
+        """The exit codes; None for a process that did nothing for long, which says where it is, and is killed."""
+        seen, until = -1, 0.0
+        while any(process.is_alive() for process in self.processes) and (seen < 0 or time.monotonic() < until):
+            now = sum(_size_of(self.job.island(island) / "metrics.jsonl") for island in range(self.job.num_islands))
+            if now != seen:
+                seen, until = now, time.monotonic() + STUCK_SECONDS
+            time.sleep(0.01)
+        codes = self.codes
         self.kill(range(len(self.islands)))
         return codes
 
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes so far; a process that has none writes where it is to the log."""
+        codes = [process.exitcode for process in self.processes]
+        for process, code in zip(self.processes, codes, strict=True):
+            if code is None and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+        if None in codes:
+            time.sleep(1.0)
+        return codes
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
 
 def _free_ports(number: int) -> tuple[int, ...]:
+    """Below those that the kernel lends to connections: while the ranks start, no other process is given one."""
+    lent = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
+        sockets: list[socket.socket] = []
+        while len(sockets) < number:
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", random.SystemRandom().randrange(lent // 2, lent)))
+                sockets.append(one)
         return tuple(one.getsockname()[1] for one in sockets)
 
 
@@ -269,35 +294,36 @@ def kill_while_saving(job: Job, num_kills: int, rng: random.Random) -> Verdict:
     seconds = _train_undisturbed(calm)
     moments: Counter[str] = Counter()
     problems: list[str] = []
-    again, begun = 0, time.monotonic()
+    again, resumed, begun = 0, 0, time.monotonic()
     for number in range(1, num_kills + 1):
-        before = _newest_round_and_step(job)
-        life = Life(job)
-        moment = _kill_once(job, life, seconds, rng)
+        expected = _newest_round_and_step(job)
+        moment = _kill_once(job, Life(job), seconds, rng)
         moments[moment] += 1
         started = _started_at(job, number)
-        expected = before
         if started is None:
-            problems.append(f"life {number} did not begin to train: see {job.folder}.log")
+            problems.append(f"life {number} did not begin to train ({moment}): see {job.folder}.log")
             break
+        resumed += started == expected
         if started != expected:
             problems.append(f"life {number} began at steps {started}, but {expected} were whole")
         again += sum(max(0, _last_step(job, island) - step) for island, step in enumerate(_newest_round_and_step(job)))
         if moment == "had ended":
             break
-    codes = Life(job).wait(STUCK_SECONDS + job.max_steps)
+    codes = Life(job).wait()
     if any(code != 0 for code in codes):
         problems.append(f"the last life ended with exit codes {codes}: see {job.folder}.log")
-    diverged = sum(_weights(job, island) != _weights(calm, island) for island in range(job.num_islands))
+    ended = [island for island in range(job.num_islands) if _weights(job, island) != "none"]
+    diverged = sum(_weights(job, island) != _weights(calm, island) for island in ended)
     if diverged:
         problems.append(f"{diverged} islands ended with other weights than undisturbed")
     figures = {
-        "kills in the middle of a save": sum(moments.values()) - moments["had ended"],
+        "kills in the middle of a save": moments["unfinished"] + moments["whole"],
         "  of which left it unfinished": moments["unfinished"],
         "  of which came when it was whole, or was cleaning up": moments["whole"],
-        "lives that resumed from the newest whole checkpoint": sum(moments.values()) - len(problems),
-        "lost steps beyond the newest whole checkpoint": len([p for p in problems if "began at" in p]),
+        "lives that began at the newest whole checkpoint": resumed,
+        "lives that began elsewhere, or not at all": sum(moments.values()) - resumed,
         "steps trained again": again,
+        "islands that came to the last step": len(ended),
         "diverged": diverged,
         "seconds": round(time.monotonic() - begun, 1),
     }
@@ -323,7 +349,10 @@ def _train_undisturbed(job: Job) -> float:
 
 
 def _kill_once(job: Job, life: Life, seconds: float, rng: random.Random) -> str:
-    """Waits for one of the next saves and kills; returns what the victim's checkpoint was then."""
+    """Waits for one of the next saves and kills; returns what the victim's checkpoint was then.
+
+    Where there is no such save: that the training had ended, or the exit codes of those who got stuck.
+    """
     victim = rng.randrange(job.num_islands)
     folder = job.island(victim)
     known = {path.name for path in folder.glob("checkpoint-*")}
@@ -334,6 +363,10 @@ def _kill_once(job: Job, life: Life, seconds: float, rng: random.Random) -> str:
         if not any(process.is_alive() for process in life.processes):
             return "had ended"
         time.sleep(0.0005)
+    if len(new) < num_saves:
+        codes = life.codes
+        life.kill(range(job.num_islands))
+        return f"stuck, exit codes {codes}"
     time.sleep(rng.uniform(0.0, 1.2 * seconds))
     everyone = rng.random() < 0.8
     life.kill(range(job.num_islands) if everyone else [victim])
@@ -417,12 +450,12 @@ def fill_the_disk(job: Job, stride: int = 1) -> Verdict:
     last = max(free) + 1
     calm = Job(**{**asdict(job), "folder": tempfile.mkdtemp(), "max_steps": last + 4, "save_steps": last + 4})
     begun = time.monotonic()
-    codes = Life(Job(**{**asdict(job), "max_steps": last, "free_pages": free})).wait(STUCK_SECONDS + last)
+    codes = Life(Job(**{**asdict(job), "max_steps": last, "free_pages": free})).wait()
     lines = Path(f"{job.folder}.whole").read_text().splitlines()
     held = {line["step"]: line["whole"] for line in map(json.loads, lines)}
     whole = _newest_round_and_step(job)
     codes += Life(Job(**{**asdict(job), "max_steps": last + 4, "save_steps": 1})).wait()
-    codes += Life(calm).wait(STUCK_SECONDS + last)
+    codes += Life(calm).wait()
     failed = [step for step in free if step in held and step not in held[step]]
     without = [step for step in list(held)[1:] if not held[step]]
     not_again = [step for step in free if step + 1 in held and step + 1 not in held[step + 1]]
@@ -474,10 +507,10 @@ def main() -> int:
     parser.add_argument("--islands", type=int, default=1, help="1: of two ranks under ZeRO-2; more: of one rank each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disk", action="store_true", help="no space left instead of kills")
-    parser.add_argument("--ranks", type=int, default=2, help="of the island of --disk; more than 1: under ZeRO-2")
+    parser.add_argument("--ranks", type=int, default=2, help="of one island; more than 1: under ZeRO-2")
     parser.add_argument("--stride", type=int, default=1, help="pages more each time, with --disk")
     options = parser.parse_args()
-    num_ranks = 2 if options.islands == 1 else 1
+    num_ranks = options.ranks if options.islands == 1 else 1
     if options.disk:
         return on_small_disk(sys.argv, 16, lambda: _show(_on_disk(options.ranks, options.stride)))
     folder = tempfile.mkdtemp()
