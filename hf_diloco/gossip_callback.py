@@ -14,27 +14,25 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.agreement.facts import MAX_STEPS, Facts, compare_facts
+from hf_diloco.agreement.facts import Facts
 from hf_diloco.config import choose_config
-from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.gossip.beginning import Beginning
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.checkpoint import (
     GossipIndex,
     check_files,
     check_index,
-    newest_common,
     save_index,
     sound_checkpoints,
     whole_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.fingerprint import Fact, digest_of, make_fingerprint
 from hf_diloco.gossip.mean_view import MeanView
 from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.island import IslandGroup
-from hf_diloco.lr_schedule import move_schedule
 from hf_diloco.saving import Saving
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_gossip_arguments, examples_per_step, floats, folder_of
@@ -98,7 +96,6 @@ class GossipCallback(TrainerCallback):
         self._view: MeanView | None = None
         self._shown = ExitStack()
         self._num_evaluations = 0
-        self._saves = ""
         self._combined: dict[str, float] = {}
         self._record: NodeRecord | None = None
         self._num_shown = 0  # evaluations until the model holds the node's own parameters again
@@ -115,6 +112,10 @@ class GossipCallback(TrainerCallback):
     @cached_property
     def _ranks(self) -> IslandGroup:
         return IslandGroup(timeout=self.config.longest_wait)
+
+    @cached_property
+    def _beginning(self) -> Beginning:
+        return Beginning(self.config, self.topology, self._facts, self.node, self.optimizer)
 
     @property
     def optimizer(self) -> GossipOptimizer:
@@ -151,29 +152,29 @@ class GossipCallback(TrainerCallback):
             args.learning_rate,
             **self.config.method_settings,
         )
+        vars(self).pop("_beginning", None)  # of an earlier optimizer
         return self._optimizer
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
-        """Agrees with the other nodes on the step to resume from.
+        """Agrees with the other nodes on the step to resume from: the newest that a majority of them holds.
+
+        If no step has a majority, it is the newest that any node holds. Nodes without a checkpoint of that step enter
+        when training begins, with the mean of those that have one. Of a method whose nodes are not in step, each
+        begins with its own newest; of one whose nodes cannot enter (`pmsgd`), all must hold the step.
 
         Returns:
-            This node's checkpoint of the newest step that all nodes hold; None if no node holds any. Of a method whose
-            nodes are not in step, each node's own newest.
+            This node's checkpoint of that step. On a node that enters its newest earlier one, which gives the position
+            in the data, or None. None, too, if no node holds any.
 
         Raises:
-            CheckpointError: the nodes hold checkpoints, but of no common step.
+            CheckpointError: nodes that cannot enter hold checkpoints, but of no common step.
         """
-        mine = sound_checkpoints(Path(output_dir), self._ranks)
-        if (
-            self.node.is_returning
-        ):  # the others go on meanwhile: from here come only the position in the data, and such
-            return mine[max(mine)] if mine else None
-        records = self.node.share("checkpoints", {"steps": sorted(mine)})
-        steps = [[int(step) for step in record["steps"]] for record in records]
-        if not self.optimizer.is_in_step and all(steps):
-            return mine[max(mine)]
-        step = newest_common(steps)
-        return None if step is None else mine[step]
+        return self._beginning.choose_checkpoint(sound_checkpoints(Path(output_dir), self._ranks))
+
+    @property
+    def entry_step(self) -> int | None:
+        """The step at which this node enters with the others' mean, after `common_checkpoint`; None if it need not."""
+        return self._beginning.entry_step
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
         """Reads every file of a checkpoint that this node is to resume from.
@@ -205,17 +206,15 @@ class GossipCallback(TrainerCallback):
         self._num_evaluations = count_evaluations(frame.f_back if frame else None) or 1
         trainer = find_trainer(frame.f_back if frame else None)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
-        self._saves = f"{args.save_strategy}, every {state.save_steps} steps"
         optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
         node = self.node
         node.end.window = node.end.window if self._wish_takes_time else 1
         node.rekey()
         if state.global_step:
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
-        if node.is_returning:
-            self._return(model, state, kwargs["lr_scheduler"])
-        else:
-            self._compare(model, state)
+        news = self._beginning.begin(
+            model, state, kwargs["lr_scheduler"], f"{args.save_strategy}, every {state.save_steps} steps"
+        )
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
         self.stopped = False
@@ -224,6 +223,8 @@ class GossipCallback(TrainerCallback):
             self._saving.end()
         self._saving = Saving(args, self._ranks, lambda folder: whole_checkpoints(folder).values(), trainer)
         self._open_record(args, state, optimizer)
+        if news:
+            self._need_record().write("neighbour", state.global_step, news=news)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -346,41 +347,6 @@ class GossipCallback(TrainerCallback):
             method=config.method,
             facts=dict(self._facts),
         )
-
-    def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any) -> None:
-        """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
-        if self.optimizer.num_vectors == 0:
-            self.optimizer.begin_state(torch.empty(0))  # which refuses
-        for record in self.node.recall("join"):
-            for name, value in self._fingerprint(model).items():
-                if record["facts"].get(name) != value:
-                    raise FingerprintError(
-                        f"the run that this node returns to trains something else: {name} is "
-                        f"{record['facts'].get(name)} there, and {value} here; make it equal"
-                    )
-        state.global_step = self.optimizer.begin_at(self.node.enter)
-        if not move_schedule(scheduler, state.global_step):
-            logger.warning("%s cannot be moved on: the learning rate begins anew", type(scheduler).__name__)
-        logger.warning(
-            "node %d is back: it goes on from the mean of its neighbours, at step %d",
-            self.config.island,
-            state.global_step,
-        )
-
-    def _fingerprint(self, model: torch.nn.Module) -> dict[str, Fact]:
-        facts = {**make_fingerprint(self.config, self.topology, model), **self._facts}
-        if self.config.payload != "fp32":  # all rekey at the same steps
-            facts["when checkpoints are saved"] = self._saves
-        return facts
-
-    def _compare(self, model: torch.nn.Module, state: TrainerState) -> None:
-        """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
-        facts = {MAX_STEPS: state.max_steps, **self._fingerprint(model)}
-        if self.optimizer.is_in_step:
-            facts["step"] = state.global_step
-        if not state.global_step:
-            facts["initial weights (set the same seed)"] = digest_of(model)
-        compare_facts([record["facts"] for record in self.node.share("join", {"facts": facts})], "node")
 
     def _all_end(self, state: TrainerState) -> bool:
         end = self.node.end

@@ -1,4 +1,4 @@
-"""Which checkpoints of a node are whole, and from which one all nodes go on.
+"""Which checkpoints of a node are whole.
 
 The Trainer's checkpoint holds everything: this node's parameters, the method's vectors with the optimizer's state, and
 the random generators. What is added is a record of who wrote it, with size and digest of every file, last: a
@@ -8,7 +8,6 @@ checkpoint without it, or without one of the files, is not whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -139,24 +138,3 @@ def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
     index = ranks.on_all(lambda: read_index(checkpoint))
     if damage := find_damage(checkpoint, index.files, ranks):
         raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
-
-
-def newest_common(steps: Sequence[Sequence[int]]) -> int | None:
-    """The newest step of which all nodes hold a whole checkpoint; None if no node holds any.
-
-    Args:
-        steps: what each node holds, in their order.
-
-    Raises:
-        CheckpointError: nodes hold checkpoints, but of no common step.
-    """
-    common = set.intersection(*(set(some) for some in steps))
-    if common:
-        return max(common)
-    if any(steps):
-        listing = ", ".join(f"node {node}: {sorted(some) or 'none'}" for node, some in enumerate(steps))
-        raise CheckpointError(
-            f"the nodes hold no checkpoint of a common step ({listing}): bring the missing checkpoints back, or start "
-            "anew in another run folder"
-        )
-    return None

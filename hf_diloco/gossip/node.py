@@ -300,7 +300,8 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     tell_who_is_alone(config, "node")
     if config.num_islands == 1:
         return MemoryGraph(topology).node(0)
-    store, address = connect_store(config, is_host=config.island == 0, notes=WaitNotes(config.island, "node"))
+    notes = WaitNotes(config.island, "node")
+    store, address = connect_store(config, is_host=config.island == 0, notes=notes)
     warn_unprotected(address)
     return MeshNeighbours(
         store,
@@ -310,4 +311,5 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
         connect_timeout=config.join_timeout,
         exchange_timeout=config.exchange_timeout,
         rate_limit=RateLimit(config.bytes_per_second()),
+        notes=notes,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
@@ -80,12 +82,12 @@ def assemble(
     progress.update(message="meeting the other nodes" if config.num_islands > 1 else "starting")
     optimizer = callback.make_optimizer(model, args)
     checkpoint = find_checkpoint(run, callback)
-    is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
+    train, checkpoint = _training_data(run, args, callback, data, checkpoint)
     files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args))
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
+        train_dataset=train,
         eval_dataset=evaluation,
         data_collator=collate,
         processing_class=image_processor(data),
@@ -95,6 +97,28 @@ def assemble(
         callbacks=[callback, files, _Epochs(data.train)],
     )
     return VisionNode(run, trainer, callback, data, checkpoint)
+
+
+def _training_data(
+    run: VisionRun, args: TrainingArguments, callback: GossipCallback, data: ImageData, checkpoint: Path | None
+) -> tuple[Dataset[Any], Path | None]:
+    """What there is to train on, and where from: nothing, where the run's last step is already taken."""
+    entry = callback.entry_step
+    if entry is not None and entry >= run.max_steps:
+        settings = args.accelerator_config
+        assert isinstance(settings, AcceleratorConfig), "TrainingArguments makes it of whatever it is given"
+        settings.dispatch_batches = False  # or accelerate misses the batch that it wants to pass on
+        return _Nothing(), None  # all that it needs is the others'
+    if checkpoint is not None and step_of(checkpoint) >= run.max_steps:
+        return one_step(data.evaluation, args), checkpoint
+    return data.train, checkpoint
+
+
+class _Nothing(IterableDataset[Any]):
+    """Of which the Trainer makes no step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def _quiet(is_simulated: bool, config: GossipConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
-from hf_diloco.gossip.checkpoint import newest_common, whole_checkpoints
+from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.methods import METHODS
@@ -501,13 +501,6 @@ def test_gradients_are_clipped(tmp_path: Path) -> None:
 
 
 # Checkpoints
-
-
-def test_the_newest_common_step() -> None:
-    assert newest_common([[4, 8], [4], [4, 8, 12]]) == 4
-    assert newest_common([[], []]) is None
-    with pytest.raises(CheckpointError, match=r"node 0: \[4\], node 1: none"):
-        newest_common([[4], []])
 
 
 def test_another_nodes_checkpoint_is_refused(finished: VisionRun, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.text import numbers, plural
+from hf_diloco.waiting import WaitNotes
 
 MAX_ATTEMPTS = 5
 """Groups that a node tries to form for one average."""
@@ -46,6 +47,7 @@ class GroupAverage:
         rate_limit: for all that is sent.
         find_lost: the neighbours that this one has lost.
         is_new: it has come back to others that may have averaged before.
+        notes: say for whom this node waits.
 
     Attributes:
         members: the nodes in the last average.
@@ -62,7 +64,9 @@ class GroupAverage:
         rate_limit: RateLimit,
         find_lost: Callable[[], Collection[int]],
         is_new: bool,
+        notes: WaitNotes,
     ) -> None:
+        self._notes = notes
         self.members: tuple[int, ...] = ()
         self._store = SharedStore(store, timeout)
         self._board = board
@@ -197,7 +201,7 @@ class GroupAverage:
         self._board.put(self._key(self._node), record)
         begun = time.monotonic()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others
-        present = {self._node}
+        present, wait = {self._node}, self._notes.begin(patience, "the average of all nodes")
         while (decided := self._board.read(self._key("group"))) is None:
             absent = set(range(self._num_nodes)) - present
             present.update(node for node in absent if self._board.has(self._key(node)))
@@ -206,6 +210,7 @@ class GroupAverage:
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
             else:
+                wait.look(absent)
                 time.sleep(POLL_SECONDS)
         return self._check_members(decided)
 
@@ -218,7 +223,8 @@ class GroupAverage:
         if self._node not in members:
             raise IslandLostError(
                 f"{plural('node', len(members))} {numbers(members)} average without this one, node {self._node}, "
-                "which came too late: raise exchange_timeout, and start all nodes again from their checkpoints",
+                "which came too late. Start this node again, alone, by the same command, and it returns; with pmsgd, "
+                "start all nodes again. If it is often late, raise exchange_timeout",
                 members,
             )
         if others and members == (self._node,):

@@ -20,6 +20,7 @@ from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
 from hf_diloco.gossip.records import whole_number
+from hf_diloco.waiting import Wait
 
 
 class Greetings:
@@ -42,7 +43,7 @@ class Greetings:
         self._greeted: set[int] = set()
         self._waiting: set[int] = set()  # as this one does: they let nobody in
 
-    def wait(self, patience: float, patience_of_greeters: float) -> list[int]:
+    def wait(self, patience: float, patience_of_greeters: float, wait: Wait) -> list[int]:
         """The neighbours that are there: all, but for those that are lost or wait themselves.
 
         Who is left out, but goes on, connects again later.
@@ -50,6 +51,7 @@ class Greetings:
         Args:
             patience: seconds to wait for the first.
             patience_of_greeters: seconds that whoever has greeted waits for this node.
+            wait: says who is absent.
         """
         begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
         while True:
@@ -65,6 +67,7 @@ class Greetings:
             may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
             if not absent or is_over or may_end:
                 return sorted(self._greeted)
+            wait.look(absent)
             time.sleep(POLL_SECONDS)
 
     def _absent(self) -> list[int]:
@@ -174,8 +177,8 @@ class Entry:
     def _check_company(self) -> None:
         if not self._edges:
             raise IslandLostError(
-                f"node {self._node} could not return, as none of its neighbours is there. Start all nodes again from "
-                "their checkpoints"
+                f"node {self._node} could not return, as none of its neighbours is there: start it again when they "
+                "are, or start all nodes again from their checkpoints if none goes on"
             )
 
     def _key(self, what: str) -> str:

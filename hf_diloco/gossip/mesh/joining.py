@@ -13,6 +13,7 @@ from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, not_conn
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.waiting import WaitNotes
 
 MIN_CONNECT_SECONDS = 5.0
 """What connecting may take at least, once all are there."""
@@ -33,6 +34,7 @@ class Joining:
         connect_timeout: seconds to wait for all neighbours.
         exchange_timeout: seconds that connecting to one that returns may take.
         rate_limit: for all that is sent.
+        notes: say for whom this node waits.
 
     Attributes:
         start: which of this node's starts this is, from 1.
@@ -50,7 +52,9 @@ class Joining:
         connect_timeout: float,
         exchange_timeout: float,
         rate_limit: RateLimit,
+        notes: WaitNotes,
     ) -> None:
+        self._notes = notes
         self._store = store
         self._board = board
         self._node = node
@@ -73,17 +77,20 @@ class Joining:
         self.starts = self._count_starts(self._peers)
         if self.start > 1:
             greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
-            there = greetings.wait(self._connect_timeout, self._late)
+            wait = self._notes.begin(self._connect_timeout, "returning")
+            there = greetings.wait(self._connect_timeout, self._late, wait)
             missing = [] if there else self._peers
         else:
             there = self._peers
             keys = {peer: _starts_key(peer) for peer in there}
-            missing = sorted(self._board.await_all(keys, self._connect_timeout))
+            wait = self._notes.begin(self._connect_timeout)
+            missing = sorted(self._board.await_all(keys, self._connect_timeout, wait))
         self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
         edges: dict[int, Edge] = {}
         if not missing:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
-            edges, missing = self._connect({peer: self._life(peer, self.starts[peer]) for peer in there}, seconds)
+            with self._notes.begin(seconds, f"connecting from {self._address}").blocking(there):
+                edges, missing = self._connect({peer: self._life(peer, self.starts[peer]) for peer in there}, seconds)
         if missing:
             raise not_connected(missing, self._address, self._connect_timeout)
         return edges

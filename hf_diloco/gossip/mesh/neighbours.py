@@ -27,7 +27,7 @@ from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.returning import Reception
-from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
@@ -35,6 +35,7 @@ from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.topology import Topology
 from hf_diloco.text import numbers, plural
+from hf_diloco.waiting import WaitNotes
 
 
 class MeshNeighbours(Neighbours):
@@ -56,6 +57,7 @@ class MeshNeighbours(Neighbours):
             lost is given more.
         rate_limit: for all that this node sends. Default: none.
         name: tells the mesh from others in the store.
+        notes: say for whom this node waits. Default: its own, as `hf_diloco.waiting` has them.
 
     Attributes:
         lost: the nodes that this one has lost, each with the reason in words.
@@ -79,6 +81,7 @@ class MeshNeighbours(Neighbours):
         exchange_timeout: float,
         rate_limit: RateLimit | None = None,
         name: str = "gossip",
+        notes: WaitNotes | None = None,
     ) -> None:
         if not 0 <= node < topology.num_nodes:
             raise ConfigError(
@@ -95,6 +98,7 @@ class MeshNeighbours(Neighbours):
         self._exchange_timeout = exchange_timeout
         self._rate_limit = rate_limit or RateLimit()
         self._store = store
+        self._notes = notes or WaitNotes(node, "node")
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
         self._published: MeshPublished | None = None
@@ -102,7 +106,15 @@ class MeshNeighbours(Neighbours):
         self._is_closed = False
         self._peers = edge_peers(topology, node)
         self._joining = Joining(
-            store, self._board, node, self._peers, address, connect_timeout, exchange_timeout, self._rate_limit
+            store,
+            self._board,
+            node,
+            self._peers,
+            address,
+            connect_timeout,
+            exchange_timeout,
+            self._rate_limit,
+            self._notes,
         )
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
@@ -119,7 +131,7 @@ class MeshNeighbours(Neighbours):
         for peer in self._peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
-        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout)
+        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._buffers = Buffers()
         self._swapping = Swapping(self._edges, self._patience, self._lose, self._buffers)
         self._group = GroupAverage(
@@ -132,6 +144,7 @@ class MeshNeighbours(Neighbours):
             self._rate_limit,
             self._find_lost,
             self.is_returning,
+            self._notes,
         )
 
     # Exchanges.
@@ -174,7 +187,8 @@ class MeshNeighbours(Neighbours):
         number = self._num_shared[topic] = self._num_shared.get(topic, 0) + 1
         keys = {node: f"share/{topic}/{number}/{node}" for node in range(self.num_nodes)}
         self._board.put(keys[self.node], record)
-        missing = self._board.await_all(keys, self._connect_timeout)
+        wait = self._notes.begin(self._connect_timeout)
+        missing = self._board.await_all(keys, self._connect_timeout, wait)
         if missing:
             raise IslandLostError(
                 f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
@@ -279,8 +293,8 @@ class MeshNeighbours(Neighbours):
                 self._lose(peer, reason)
         if self._peers and not self._edges and self._reception.is_given_up:
             raise IslandLostError(
-                f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it: "
-                "start it again, and it returns",
+                f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it. "
+                f"{self._way_back()}",
                 self._peers,
             )
 
@@ -313,9 +327,20 @@ class MeshNeighbours(Neighbours):
             return
         reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self._peers if peer in self.lost)
         raise IslandLostError(
-            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). Start all nodes again from "
-            "their checkpoints",
+            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). {self._way_back()}",
             self._peers,
+        )
+
+    def _way_back(self) -> str:
+        """What to do for a node that has nobody left to average with."""
+        if self.node == KEEPER:
+            return (
+                f"Node {KEEPER} keeps the rendezvous, without which no node returns: end the others, if they still go "
+                "on (each writes a checkpoint), then start all nodes again"
+            )
+        return (
+            f"Start node {self.node} again, alone, by the same command: it returns to the nodes that go on. Start all "
+            "nodes again only if none does"
         )
 
     def _check_rate(self, pieces: Sequence[Piece]) -> None:

@@ -13,6 +13,7 @@ from hf_diloco.errors import DiLoCoError, IslandLostError
 from hf_diloco.exchange.connections import Deadline
 from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record
+from hf_diloco.waiting import WaitNotes
 
 
 class Patience:
@@ -23,9 +24,11 @@ class Patience:
         node: this node.
         num_nodes: n.
         seconds: that an exchange may take.
+        notes: say for whom this node waits.
     """
 
-    def __init__(self, board: Board, node: int, num_nodes: int, seconds: float) -> None:
+    def __init__(self, board: Board, node: int, num_nodes: int, seconds: float, notes: WaitNotes) -> None:
+        self._notes = notes
         self.seconds = seconds
         self._board = board
         self._node = node
@@ -41,6 +44,7 @@ class Patience:
         self._seen: dict[int, Record | None] = {}
         self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
         self._deadline = Deadline(self.seconds)
+        self._wait = self._notes.begin(self.seconds, "a step")
 
     def give_up(self) -> None:
         """Nobody is waited for any more. May be called from another thread; an exchange under way then ends soon."""
@@ -65,6 +69,7 @@ class Patience:
         def look() -> None:
             if self._has_given_up:
                 raise IslandLostError(f"node {peer} is waited for no more", [peer])
+            self._wait.look([peer])
             self._say(peer)
             if peer not in self._seen:
                 self._seen[peer] = self._read(peer)

@@ -12,6 +12,7 @@ from torch.distributed import Store
 from hf_diloco.agreement.patience import call_within
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
+from hf_diloco.waiting import Wait
 
 T = TypeVar("T")
 
@@ -131,8 +132,14 @@ class Board:
 
         return self._ask(add)
 
-    def await_all(self, keys: dict[int, str], seconds: float) -> Collection[int]:
-        """Waits until every node's key is there; returns the nodes whose key is not after `seconds`."""
+    def await_all(self, keys: dict[int, str], seconds: float, wait: Wait | None = None) -> Collection[int]:
+        """Waits until every node's key is there; returns the nodes whose key is not after `seconds`.
+
+        Args:
+            keys: by node.
+            seconds: to wait.
+            wait: says who is missing.
+        """
         missing = dict(keys)
         deadline = time.monotonic() + seconds
         while True:
@@ -141,6 +148,8 @@ class Board:
                     del missing[node]
             if not missing or time.monotonic() >= deadline:
                 return missing.keys()
+            if wait:
+                wait.look(missing)
             time.sleep(POLL_SECONDS)
 
     def _path(self, key: str) -> str:

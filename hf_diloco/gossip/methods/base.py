@@ -188,6 +188,17 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             group["num_steps"] += 1
         return loss
 
+    @property
+    def flat_parameters(self) -> torch.Tensor:
+        """All parameters as one vector, in the order in which nodes send them; to be read.
+
+        Raises:
+            UnsupportedError: an exchange has begun.
+        """
+        self._check_nothing_begun()
+        self._adopt()
+        return self._x
+
     @torch.no_grad()
     def begin_at(self, enter: Callable[[torch.Tensor], int]) -> int:
         """Begins anew in the midst of a run that went on without this node.

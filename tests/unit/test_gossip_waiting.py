@@ -1,0 +1,105 @@
+"""What a node says while it waits for others, and when it has nobody left to average with; here each is a thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.errors import IslandLostError
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.topology import make_topology
+from hf_diloco.waiting import WaitNotes
+from tests.islands import run_islands
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOCALHOST = "127.0.0.1"
+SHORT, LONG = 1.0, 60.0
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+
+
+def join(store: TCPStore, node: int, **settings: Any) -> MeshNeighbours:
+    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+    timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
+    notes = WaitNotes(node, "node", first=0.2)
+    topology = make_topology("ring", 2)
+    return MeshNeighbours(client, topology, node, LOCALHOST, notes=notes, **{**timeouts, **settings})
+
+
+def test_a_node_that_is_alone_says_for_whom_it_waits(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(IslandLostError):
+        join(store, 0, connect_timeout=SHORT)
+    assert "node 0: waiting for node 1 (" in caplog.text
+
+
+def test_a_node_that_returns_says_for_whom_it_waits(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with pytest.raises(IslandLostError):
+            join(store, 1, connect_timeout=SHORT)
+    assert "node 1: returning: waiting for node 0 (" in caplog.text
+
+
+def test_a_step_says_for_whom_it_waits_and_how_the_node_comes_back(
+    store: TCPStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Barrier(2)
+
+    def run(node: int) -> str:
+        neighbours = join(store, node, exchange_timeout=SHORT)
+        message = ""
+        if node == 1:
+            x = torch.zeros(8)
+            with pytest.raises(IslandLostError) as caught:
+                neighbours.mix([x], [torch.empty(8)], 0)
+            message = str(caught.value)
+        ended.wait(LONG)
+        neighbours.close()
+        return message
+
+    _, message = run_islands(2, run)
+    assert "node 1: a step: waiting for node 0 (" in caplog.text
+    assert "Start node 1 again, alone, by the same command: it returns" in message
+
+
+def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: TCPStore) -> None:
+    ended = threading.Barrier(2)
+
+    def run(node: int) -> str:
+        neighbours = join(store, node)
+        if node == 1:
+            neighbours.close()
+            ended.wait(LONG)
+            return ""
+        with pytest.raises(IslandLostError) as caught:
+            neighbours.mix([torch.zeros(8)], [torch.empty(8)], 0)
+        ended.wait(LONG)
+        neighbours.close()
+        return str(caught.value)
+
+    message, _ = run_islands(2, run)
+    assert "Node 0 keeps the rendezvous" in message
+    assert "then start all nodes again" in message
+
+
+def test_who_shows_no_record_is_named(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Barrier(2)
+
+    def run(node: int) -> None:
+        neighbours = join(store, node)
+        neighbours._connect_timeout = SHORT  # meeting has its own, which is over
+        if node == 0:
+            with pytest.raises(IslandLostError, match="did not show the record 'join'"):
+                neighbours.share("join", {})
+        ended.wait(LONG)
+        neighbours.close()
+
+    run_islands(2, run)
+    assert "node 0: waiting for node 1 (" in caplog.text
