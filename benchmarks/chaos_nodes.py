@@ -221,7 +221,11 @@ class Graph:
         node = self.nodes[number]
         node.may_fail = True
         node.stop()
-        self.pause(1.5 * EXCHANGE_TIMEOUT + 2)
+        begun = time.monotonic()
+        ahead = max(one.steps for one in self.nodes) + NUM_NODES  # farther than its edges let them
+        others = [one for one in self.nodes if one is not node]
+        self.wait_until("others go on", lambda: min(one.steps for one in others) > ahead)
+        self.say(f"node {number} was given up within {time.monotonic() - begun:.0f} s")
         node.go_on()
         self.counts["stops longer than exchange_timeout"] += 1
         deadline = time.monotonic() + STUCK_SECONDS

@@ -7,18 +7,21 @@ sees, decides it. After each average comes a vote, so that no node goes on while
 - A node whose vote came through knows that all the others had the mean, for else they would not have voted.
 - So if anyone is without the mean, nobody has gone on: the new group averages again.
 - If all have it they keep it, and go on with the new group.
+- Who has gone on says so, and does not come: the others then keep the mean too, and go on without a group. Otherwise a
+  node that stops between its votes would part those who have its vote from those who have not.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import ExchangeError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.exchange.mesh import MeshExchange
 from hf_diloco.exchange.rate import RateLimit
@@ -110,6 +113,8 @@ class GroupAverage:
                 traffic += self._transfer(vector)
                 has_mean = True
                 self._vote()
+                with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+                    self._board.put(_done_key(self._node), {"average": self._num_averages})
                 break
             except ExchangeError as error:
                 self._give_up(error)
@@ -150,7 +155,8 @@ class GroupAverage:
         """Connects those who come.
 
         Returns:
-            Whether those at the earliest average that one of them is at have its mean.
+            Whether those at the earliest average that one of them is at have its mean. There is no group if somebody
+            has gone on with it.
         """
         if self._is_new and not self._attempt:
             self._attempt = whole_number(self._board.read("attempt") or {"number": 0}, "number", KEEPER)
@@ -159,7 +165,12 @@ class GroupAverage:
             self._attempt += 1
             self._num_returned = self._board.count("returned")
             number = None if self._is_new else self._num_averages
-            members = self._meet({"average": number, "has_mean": has_mean})
+            members = self._meet({"average": number, "has_mean": has_mean}, has_mean)
+            if not members:
+                if has_mean:
+                    return True
+                self._num_attempts -= 1  # of others, for an average that is behind this node
+                continue
             records = [self._read_record(member) for member in members]
             self._board.put("attempt", {"number": self._attempt})
             try:
@@ -196,8 +207,11 @@ class GroupAverage:
             rate_limit=self._rate_limit,
         )
 
-    def _meet(self, record: Record) -> tuple[int, ...]:
-        """Shows that this node is there; returns who is in the next group, as one of them decides."""
+    def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:
+        """Shows that this node is there; returns who is in the next group, as one of them decides.
+
+        Nobody is if all of them have the mean, as somebody's going on with it shows.
+        """
         self._board.put(self._key(self._node), record)
         begun = time.monotonic()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others
@@ -206,6 +220,9 @@ class GroupAverage:
             absent = set(range(self._num_nodes)) - present
             present.update(node for node in absent if self._board.has(self._key(node)))
             absent -= present
+            if has_mean and self._has_anyone_gone_on():
+                self._board.put_first(self._key("group"), {"nodes": []})
+                continue
             waited = time.monotonic() - begun
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
@@ -220,7 +237,7 @@ class GroupAverage:
             raise PayloadError(f"the list of nodes that average is none ({decided}): give the rendezvous its own port")
         members = tuple(sorted(nodes))
         others = set(range(self._num_nodes)) - {self._node}
-        if self._node not in members:
+        if members and self._node not in members:
             raise IslandLostError(
                 f"{plural('node', len(members))} {numbers(members)} average without this one, node {self._node}, "
                 "which came too late. Start this node again, alone, by the same command, and it returns; with pmsgd, "
@@ -235,6 +252,12 @@ class GroupAverage:
             )
         return members
 
+    def _has_anyone_gone_on(self) -> bool:
+        """Whether another node has had all votes in this average, without which none goes on."""
+        others = (node for node in range(self._num_nodes) if node != self._node)
+        records = (self._board.read(_done_key(node), node) for node in others)
+        return any(record and record.get("average") == self._num_averages for record in records)
+
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
         """Those of the absent whom this node, or another one, has lost."""
         suspects = self._suspects | set(self._find_lost())
@@ -248,6 +271,11 @@ class GroupAverage:
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"
+
+
+def _done_key(node: int) -> str:
+    """Where a node says which average it has had last."""
+    return f"averaged/{node}"
 
 
 def lost_key(node: int) -> str:

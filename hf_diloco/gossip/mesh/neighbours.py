@@ -175,6 +175,7 @@ class MeshNeighbours(Neighbours):
             return Traffic()
         before = self._group.members
         traffic = self._group.average(vector)
+        self._patience.extend()
         if self._group.members != before:
             self._note_members(before)
         return traffic

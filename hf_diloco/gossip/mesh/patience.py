@@ -36,6 +36,7 @@ class Patience:
         self._tick = 0
         self._is_silent = False
         self._has_given_up = False
+        self._is_extended = False
         self.begin()
 
     def begin(self) -> None:
@@ -43,8 +44,13 @@ class Patience:
         self._num_excuses = 0
         self._seen: dict[int, Record | None] = {}
         self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
-        self._deadline = Deadline(self.seconds)
+        self._deadline = Deadline(self.seconds * (1 + self._is_extended))
+        self._is_extended = False
         self._wait = self._notes.begin(self.seconds, "a step")
+
+    def extend(self) -> None:
+        """After an average of all: in the next exchange, neighbours may still wait there for one that is lost."""
+        self._is_extended = True
 
     def give_up(self) -> None:
         """Nobody is waited for any more. May be called from another thread; an exchange under way then ends soon."""

@@ -1,0 +1,76 @@
+"""A node that stops between its votes: some of the others have all votes of an average, and some have not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.errors import IslandLostError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.topology import make_topology
+from tests.islands import run_islands
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOCALHOST = "127.0.0.1"
+SHORT, LONG = 3.0, 60.0
+NUM_NODES, STOPPED, AHEAD = 4, 3, 1
+"""Node 1 has two neighbours, 0 and 2, and so has node 3."""
+
+
+class Stopped(Exception):
+    """The node does nothing more, but its connections stand."""
+
+
+class OneVoteArrives(MeshExchange):
+    """In the first vote of a group of four, the stopped node's vote comes to one node only."""
+
+    def __init__(self, store: Any, name: str, place: int, num: int, *args: Any, **settings: Any) -> None:
+        super().__init__(store, name, place, num, *args, **settings)
+        self._is_first = num == NUM_NODES
+        self._place = place
+
+    def average(self, values: torch.Tensor, *args: Any, **settings: Any) -> Traffic:
+        if values.numel() > 1 or not self._is_first:
+            return super().average(values, *args, **settings)
+        self._is_first = False
+        if self._place == AHEAD:
+            return Traffic()
+        if self._place == STOPPED:
+            raise Stopped
+        time.sleep(SHORT)
+        raise IslandLostError("no vote", [STOPPED])
+
+
+def test_others_keep_the_mean_and_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_diloco.gossip.mesh.average.MeshExchange", OneVoteArrives)
+    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    have_ended = threading.Barrier(NUM_NODES)
+
+    def run(node: int) -> tuple[float, tuple[int, ...], set[int]]:
+        client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+        neighbours = MeshNeighbours(
+            client, make_topology("ring", NUM_NODES), node, LOCALHOST, connect_timeout=LONG, exchange_timeout=SHORT
+        )
+        x, out = torch.full((8,), float(node)), torch.empty(8)
+        with suppress(Stopped):
+            neighbours.average(x)
+            for step in range(4):
+                neighbours.mix([x], [out], step)
+                x.copy_(out)
+            neighbours.average(x)
+        have_ended.wait(2 * LONG)
+        lost = set(neighbours.lost)
+        neighbours.close()
+        return float(x[0]), neighbours.averaged_over, lost
+
+    for mean, members, lost in run_islands(NUM_NODES, run)[:STOPPED]:
+        assert (mean, members, lost) == (1.5, (0, 1, 2), {STOPPED})
