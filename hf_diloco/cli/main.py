@@ -81,7 +81,9 @@ def launch(
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long islands that are asked to stop may take.")
     ] = 120,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show what would be started, and start nothing.")
+    ] = False,
 ) -> None:
     """Start the islands of a run: all of them on this machine, or one on its cluster.
 

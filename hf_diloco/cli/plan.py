@@ -18,6 +18,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.runs.load import load_run
+from hf_diloco.runs.paths import given_checkpoint
 from hf_diloco.store_url import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -110,6 +111,7 @@ def make_plan(options: LaunchOptions) -> Plan:
     threads = _threads(run, len(numbers) * num_processes)
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
+        _check_resume(run, number)
         folder = run.island_folder(number)
         own_file = folder / "accelerate.yaml"
         command = accelerate.command(
@@ -146,6 +148,12 @@ def _load(options: LaunchOptions) -> BaseRun:
     run = load_run(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
     run.check()
     return run
+
+
+def _check_resume(run: BaseRun, island: int) -> None:
+    """What `launch.resume` names is there, if it names something."""
+    if run.launch.resume not in ("auto", "never"):
+        given_checkpoint(run.launch.resume, island)
 
 
 def _processes(run: BaseRun) -> tuple[int, Path | None]:

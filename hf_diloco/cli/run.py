@@ -21,6 +21,9 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     plan = make_plan(options)
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
+        from hf_diloco.runs.preflight import check_all  # libraries that take seconds to load
+
+        check_all(plan.run)
         _print_plan(plan, out)
         return 0
     display = make_display(out, [island.number for island in plan.islands])

@@ -25,7 +25,8 @@ from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
 from hf_diloco.runs.arguments import training_arguments
 from hf_diloco.runs.environment import ENV_DEBUG
-from hf_diloco.runs.resume import check_world, find_checkpoint, given_checkpoint, leader_first, one_step, step_of
+from hf_diloco.runs.paths import given_checkpoint
+from hf_diloco.runs.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.runs.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.trainer_arguments import examples_per_step
 
@@ -149,7 +150,8 @@ def _outer_loop(
         "evaluation_data": data.eval_hash,
         "seed": run.seed,
     }
-    given = None if run.launch.resume in ("auto", "never") else given_checkpoint(run)
+    resume = run.launch.resume
+    given = None if resume in ("auto", "never") else given_checkpoint(resume, run.meeting.island)
     return DiLoCoCallback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
 
 

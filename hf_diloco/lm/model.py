@@ -86,6 +86,16 @@ def load_model(path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: i
     return model
 
 
+def find_model(path: str) -> None:
+    """Raises `ConfigError` if the configuration of a pre-trained model cannot be had; does not load its weights."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path)
+    except Exception as error:  # of the Hub, the file system or the configuration's format
+        raise ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+
+
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {
         "eos_token_id": tokenizer.eos_token_id,

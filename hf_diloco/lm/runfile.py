@@ -5,7 +5,8 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -142,6 +143,20 @@ class RunFile(BaseRun):
     def meeting(self) -> DiLoCoBlock:
         """How many islands there are and where they meet."""
         return self.diloco
+
+    def probes(self) -> Iterator[Callable[[], object]]:
+        """Opens tokenizer and configuration of a model that is loaded, and the first document."""
+        from hf_diloco.data.sources import open_documents, texts
+        from hf_diloco.lm.model import find_model
+        from hf_diloco.lm.tokenizer import load_tokenizer
+
+        if self.model.path is not None:
+            yield partial(find_model, self.model.path)
+        if self.tokenizer.train is None and (path := self.tokenizer.path or self.model.path):
+            yield partial(load_tokenizer, path)
+        if self.data.source != "embedded":
+            streamed = self.data.model_copy(update={"streaming": True})
+            yield lambda: next(iter(texts(open_documents(streamed))), None)
 
 
 def load_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -122,6 +122,10 @@ class BaseRun(Block):
 
     def check(self) -> None:
         """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
+
+    def probes(self) -> Iterator[Callable[[], object]]:
+        """What to call to see whether model and data can be reached, each raising a `DiLoCoError` if not."""
+        return iter(())
 
     @property
     def max_steps(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.runs.yaml_file import KeyPath, nearest_line
 
 
@@ -93,3 +93,17 @@ def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     for key in path[:-1]:
         values = values[key]
     values[path[-1]] = value
+
+
+def given_checkpoint(resume: str, island: int) -> Path:
+    """The checkpoint that `launch.resume` names, for one island.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    path = Path(resume.replace("{island}", str(island)))
+    if not (path / "trainer_state.json").exists():
+        raise CheckpointError(
+            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
+        )
+    return path

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import Dataset, Subset
 
-from hf_diloco.errors import CheckpointError, UnsupportedError
+from hf_diloco.errors import UnsupportedError
 from hf_diloco.island import IslandGroup
 from hf_diloco.runs.base import BaseRun
+from hf_diloco.runs.paths import given_checkpoint
 from hf_diloco.trainer_arguments import examples_per_step
 
 if TYPE_CHECKING:
@@ -39,23 +40,9 @@ def find_checkpoint(run: BaseRun, callback: Agreeing) -> Path | None:
         return callback.common_checkpoint(run.island_folder())
     if run.launch.resume == "never":
         return None
-    checkpoint = given_checkpoint(run)
+    checkpoint = given_checkpoint(run.launch.resume, run.meeting.island)
     callback.check_checkpoint(checkpoint)
     return checkpoint
-
-
-def given_checkpoint(run: BaseRun) -> Path:
-    """The checkpoint that `launch.resume` names.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    path = Path(run.launch.resume.replace("{island}", str(run.meeting.island)))
-    if not (path / "trainer_state.json").exists():
-        raise CheckpointError(
-            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
-        )
-    return path
 
 
 def step_of(checkpoint: Path) -> int:

@@ -51,6 +51,23 @@ def open_hub(data: ImageDataBlock) -> tuple[DatasetPictures, DatasetPictures | N
     return _pictures(train, names, data), evaluation, names
 
 
+def find_dataset(data: ImageDataBlock) -> None:
+    """Raises `ConfigError` if the description of a dataset of the Hub cannot be had; downloads no images."""
+    from datasets import load_dataset_builder
+
+    try:
+        load_dataset_builder(str(data.path), name=data.name)
+    except Exception as error:  # of the Hub, the network or the file system
+        raise _unreadable(str(data.path), error) from error
+
+
+def _unreadable(what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"data: cannot read {what}: {type(error).__name__}: {error}; where the Hub cannot be reached, download the "
+        "dataset and give its folder as data.path"
+    )
+
+
 def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     from datasets import Dataset, Features, Image, Value
     from PIL.Image import registered_extensions
@@ -76,10 +93,7 @@ def _load(data: ImageDataBlock, split: str) -> Dataset:
     try:
         dataset = load_dataset(str(data.path), name=data.name, split=split)
     except Exception as error:  # of the Hub, the network, the file system or the parser
-        raise ConfigError(
-            f"data: cannot read split {split} of {data.path}: {type(error).__name__}: {error}; where the Hub cannot "
-            "be reached, download the dataset and give its folder as data.path"
-        ) from error
+        raise _unreadable(f"split {split} of {data.path}", error) from error
     for key in ("image_column", "label_column"):
         column = getattr(data, key)
         if column not in dataset.column_names:

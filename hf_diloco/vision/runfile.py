@@ -5,7 +5,8 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,6 +70,16 @@ class VisionRun(BaseRun):
         from hf_diloco.gossip.check import check_gossip
 
         check_gossip(self.gossip)
+
+    def probes(self) -> Iterator[Callable[[], object]]:
+        """Opens the configuration of a model that is loaded, and the pictures; of the Hub only their description."""
+        from hf_diloco.vision.hub import find_dataset
+        from hf_diloco.vision.preprocess import checkpoint_config
+        from hf_diloco.vision.sources import open_source
+
+        if self.model.path is not None:
+            yield partial(checkpoint_config, self.model.path)
+        yield partial(find_dataset if self.data.source == "hub" else open_source, self.data)
 
 
 def load_vision_run(path: str | Path, overrides: Sequence[str] = ()) -> VisionRun:

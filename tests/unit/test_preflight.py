@@ -1,0 +1,99 @@
+"""`--dry-run` finds what an island would find before its first step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.cli.plan import LaunchOptions
+from hf_diloco.cli.run import run_launch
+from hf_diloco.errors import DiLoCoError
+from tests.processes import ROOT
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+VISION = ROOT / "configs" / "vision" / "quickstart.yaml"
+
+WRONG = {
+    "training.max_step=3": "unknown setting training.max_step=3 .did you mean max_steps",
+    "training.learning_rate=1e-3x": "training.learning_rate: input should be a valid number, got '1e-3x'",
+    "training.lr_scheduler_type=cosin": "cosin is not a valid SchedulerType",
+    "training.fsdp=full_shard": "fsdp='full_shard' cannot be used: FSDP is not supported yet",
+    "training.load_best_model_at_end=true": "load_best_model_at_end=True cannot be used",
+    "training.report_to=[mlflow]": "training.report_to: 'mlflow' is not to be had here",
+    "training.report_to=[tensorbord]": "'tensorbord' is not to be had here .did you mean tensorboard",
+    "deepspeed={zero_optimization: {stage: 7}}": "deepspeed: zero_optimization.stage: .*, got 7",
+    "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
+    "model.path=/nosuch": "model.path: no file '/nosuch'",
+    "model.path=nobody/nothing": "model.path: cannot load 'nobody/nothing'",
+    "tokenizer.path=nobody/nothing": "tokenizer.path: cannot load 'nobody/nothing'",
+    "data={source: hub, path: nobody/nothing}": "data.*nobody/nothing",
+    "launch.resume=/nosuch": "launch.resume: /nosuch is no checkpoint of a Trainer",
+}
+
+
+def dry_run(file: Path, *overrides: str) -> int:
+    return run_launch(LaunchOptions(file, overrides), grace=1, dry_run=True)
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG.items(), ids=WRONG)
+def test_what_is_wrong_is_found(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(DiLoCoError, match=f"(?i){message}"):
+        dry_run(QUICKSTART, f"output={tmp_path}", override)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    {
+        "training.max_step=3": "unknown setting training.max_step=3",
+        "training.save_total_limit=1": "save_total_limit=1 cannot be used",
+        "data={source: idx, path: /nosuch}": "/nosuch",
+        "data={source: hub, path: nobody/nothing}": "data: cannot read nobody/nothing",
+        "model.path=nobody/nothing": "model.path: .*nobody/nothing",
+    }.items(),
+)
+def test_the_same_of_images(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(DiLoCoError, match=message):
+        dry_run(VISION, f"output={tmp_path}", override)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DiLoCoError) as caught:
+        dry_run(
+            QUICKSTART, f"output={tmp_path}", "training.max_step=3", "training.report_to=[mlflow]", "model.path=a/b"
+        )
+    assert all(part in str(caught.value) for part in ("training.max_step", "mlflow", "model.path"))
+
+
+@pytest.mark.parametrize("file", [QUICKSTART, VISION], ids=["text", "images"])
+def test_what_is_right_passes(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(file, f"output={tmp_path}") == 0
+    assert "# island 0" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"words": "some"}) + "\n")
+    with pytest.raises(DiLoCoError, match="column"):
+        dry_run(QUICKSTART, f"output={tmp_path}", f"data={{source: files, files: [{tmp_path}/text.jsonl]}}")
+    assert dry_run(
+        QUICKSTART,
+        f"output={tmp_path}",
+        f"data={{source: files, files: [{tmp_path}/text.jsonl], text_column: words}}",
+    ) == 0  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.real_start
+def test_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hf_diloco.cli", "launch", str(QUICKSTART), f"output={tmp_path}", "--dry-run"]
+    completed = subprocess.run(
+        [*command, "training.max_step=3"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert completed.returncode == 2
+    assert "unknown setting training.max_step=3" in completed.stderr
+    assert "Traceback" not in completed.stderr
