@@ -120,7 +120,7 @@ def second_island(port: int, folder: Path, rounds: int, **config: Any) -> Iterat
 
     thread = threading.Thread(target=island_main, daemon=True)
     thread.start()
-    yield common
+    yield {"island": 0, **common}
     thread.join(30)
     assert not failures, failures
 
@@ -368,7 +368,7 @@ def test_a_plan_that_ends_off_a_boundary_is_warned_of(tmp_path: Path, caplog: py
 
 def test_a_plan_that_fits_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_diloco"):
-        make_trainer(tmp_path, DiLoCoCallback(sync_every=4)).train()
+        make_trainer(tmp_path, DiLoCoCallback(sync_every=4, num_islands=1)).train()
     assert not [record for record in caplog.records if record.name == "hf_diloco"]
 
 
