@@ -13,10 +13,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.advice import warn_about_plan
-from hf_diloco.agreement.facts import Facts
+from hf_diloco.agreement.facts import Facts, facts_given
 from hf_diloco.checkpoint import find_complete, last_of_earlier_round
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import (
+    ConfigError,
     DiLoCoError,
     DivergedError,
     DuplicateIslandError,
@@ -34,7 +35,7 @@ from hf_diloco.record import IslandRecord
 from hf_diloco.saving import Saving
 from hf_diloco.schedule import count_rounds, step_of
 from hf_diloco.sessions import BaseSession, open_session
-from hf_diloco.shards import Shards, open_shards
+from hf_diloco.shards import Shards, open_shards, unwrap_optimizer
 from hf_diloco.stop import StopFlag
 from hf_diloco.trainer_arguments import check_arguments, examples_per_step, floats, folder_of, tokens_per_step
 from hf_diloco.trainer_frames import count_evaluations, find_trainer, move_before_trackers
@@ -62,6 +63,7 @@ class DiLoCoCallback(TrainerCallback):
 
     Raises:
         ConfigError: a setting is wrong.
+        TypeError: `config` or `fingerprint` is of another kind.
 
     Attributes:
         config: the settings.
@@ -81,7 +83,7 @@ class DiLoCoCallback(TrainerCallback):
         self.config = choose_config(DiLoCoConfig, config, settings, "DiLoCoCallback(sync_every=500)")
         self.stopped = False
         self.moved_at_end = False
-        self._facts: Facts = dict(fingerprint or {})
+        self._facts: Facts = facts_given(fingerprint)
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._stop = StopFlag(Path(stop_file) if stop_file else None)
         self._session: BaseSession | None = None
@@ -131,6 +133,9 @@ class DiLoCoCallback(TrainerCallback):
                 trainer.save_model("outer")
 
         Call it on all ranks of the island, between steps.
+
+        Raises:
+            ConfigError: training has not begun: there are no outer parameters yet.
         """
         self._unnoted += self._need_session().settle()
         self._shown = view = OuterView(self._outer)
@@ -160,10 +165,11 @@ class DiLoCoCallback(TrainerCallback):
         self.moved_at_end = False
         self._failure = None
         trainer = find_trainer(frame.f_back if frame else None)
-        check_arguments(self.config, args, trainer.callback_handler.callbacks if trainer else ())
+        callbacks = trainer.callback_handler.callbacks if trainer else ()
+        check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
+        shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
         session = self._connect()
         self._has_finished = False
-        shards = open_shards(kwargs["model"], kwargs["optimizer"], session.island.size)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -260,6 +266,7 @@ class DiLoCoCallback(TrainerCallback):
                 self._outer.steps,
                 self.config.sync_every,
             )
+        self._warn_if_short(state)
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
         self._has_finished = not (self._failure or self.stopped)
         self._need_session().leave(finished=self._has_finished)
@@ -267,6 +274,17 @@ class DiLoCoCallback(TrainerCallback):
             raise self._failure
 
     # Steps of the above
+
+    def _warn_if_short(self, state: TrainerState) -> None:
+        """What else may end training, of which the other islands know nothing: its data, or another callback."""
+        is_known = self._failure or self.stopped or self._need_session().is_over
+        if state.global_step < state.max_steps and not is_known:
+            logger.warning(
+                "training ended after %d of %d steps: another callback ended it, or the data did, on this island "
+                "alone. To end all islands early, call stop() of this callback on each",
+                state.global_step,
+                state.max_steps,
+            )
 
     def _connect(self) -> BaseSession:
         if self._session is None or self._session.has_left:
@@ -293,7 +311,11 @@ class DiLoCoCallback(TrainerCallback):
             )
 
     def _need_session(self) -> BaseSession:
-        assert self._session is not None, "on_train_begin has not run"
+        if self._session is None:
+            raise ConfigError(
+                "training has not begun with this DiLoCoCallback: give it to the Trainer before trainer.train(), not "
+                "while it trains, and use outer_weights() during training or after it"
+            )
         return self._session
 
     def _need_record(self) -> IslandRecord:

@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.agreement.facts import Facts
+from hf_diloco.agreement.facts import Facts, facts_given
 from hf_diloco.config import choose_config
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.beginning import Beginning
@@ -87,7 +87,7 @@ class GossipCallback(TrainerCallback):
         self.config = choose_config(GossipConfig, config, settings, "GossipCallback(method='decentlam')")
         self.topology = check_gossip(self.config)
         self.stopped = False
-        self._facts: Facts = dict(fingerprint or {})
+        self._facts: Facts = facts_given(fingerprint)
         self._stop = StopFlag(Path(stop_file) if stop_file else None)
         self._num_eval_examples = num_eval_examples
         self._evaluates_at_end = evaluates_at_end
@@ -191,7 +191,11 @@ class GossipCallback(TrainerCallback):
     @contextmanager
     def mean_weights(self) -> Iterator[None]:
         """The model holds the mean over all nodes meanwhile. Collective over the nodes, and their ranks."""
-        assert self._view is not None, "training has not begun"
+        if self._view is None:
+            raise ConfigError(
+                "training has not begun with this GossipCallback: give it to the Trainer before trainer.train(), and "
+                "use mean_weights() during training or after it"
+            )
         with self._view.shown():
             yield
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_diloco.agreement.facts import Facts
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from hf_diloco.agreement.facts import Facts, facts_given
 from hf_diloco.checkpoint import read_index
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
@@ -16,11 +21,9 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
 from hf_diloco.outer_view import OuterView
 from hf_diloco.refusals import refuse
+from hf_diloco.schedule import count_rounds
 from hf_diloco.sessions import BaseSession, open_session
-from hf_diloco.shards import open_shards
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from hf_diloco.shards import open_shards, unwrap_optimizer
 
 logger = logging.getLogger("hf_diloco")
 
@@ -41,10 +44,14 @@ class OuterLoop:
         fingerprint: further facts that must be equal on all islands.
         output_dir: where this island writes checkpoints, different on every island of a machine.
         resume_from: a folder that `save_state` wrote to; call `accelerator.load_state` first.
-        num_rounds: rounds that the run is to have, where islands come and go; see `is_over`.
+        num_steps: optimizer steps that the loop is to take; islands that give unequal numbers are refused.
+        num_rounds: rounds that the run is to have, where islands come and go; see `is_over`. Default: as many as
+            `num_steps` make, or no limit.
 
     Raises:
-        ConfigError: the Accelerator has a setting that does not go with the outer loop; on entering.
+        TypeError: an argument is of another kind.
+        ConfigError: `optimizer` was not prepared, or trains another model; on entering: the Accelerator has a setting
+            that does not go with the outer loop.
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
@@ -61,25 +68,33 @@ class OuterLoop:
         fingerprint: Facts | None = None,
         output_dir: str | Path | None = None,
         resume_from: str | Path | None = None,
+        num_steps: int | None = None,
         num_rounds: int | None = None,
     ) -> None:
         self.config = choose_config(DiLoCoConfig, config, {}, "OuterLoop(..., DiLoCoConfig(sync_every=500))")
+        _check_prepared(accelerator, model, optimizer)
         self.report: SyncReport | None = None
         self._accelerator = accelerator
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
-        self._facts: Facts = dict(fingerprint or {})
+        self._facts: Facts = facts_given(fingerprint)
         self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
         self._resume_from = Path(resume_from) if resume_from else None
-        self._num_rounds = num_rounds
+        self._num_steps = num_steps
+        self._num_rounds = (
+            count_rounds(self.config, num_steps) or None if num_steps and num_rounds is None else num_rounds
+        )
         self._global_step = 0
         self._session: BaseSession | None = None
 
     def __enter__(self) -> OuterLoop:
-        refuse(_settings_of(self._accelerator), "loop")
+        if self._session is not None:
+            raise ConfigError("this OuterLoop was entered before: make another one for another loop")
+        refuse(_settings_of(self._accelerator, self._optimizer), "loop")
         island = IslandGroup(timeout=self.config.longest_wait)
         shards = open_shards(self._model, self._optimizer, island.size)
         self._session = open_session(self.config, island)
+        self._session.num_steps = self._num_steps
         self._session.num_rounds = self._num_rounds
         self._session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
@@ -97,7 +112,13 @@ class OuterLoop:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()
         if kind is None and session.is_due(is_last=True):
-            self._advance(is_last=True)
+            try:
+                self._advance(is_last=True)
+            except MissedRoundError as error:
+                logger.warning("%s", error)
+            except DiLoCoError:
+                session.leave(finished=False)
+                raise
         if kind is None and not session.outer.on_boundary:
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
@@ -128,13 +149,16 @@ class OuterLoop:
 
         Raises:
             ExchangeError: an island was lost; nothing was changed, `save_state` still works.
+            ConfigError: the weight is missing, negative or not finite; or the loop has ended.
         """
+        if self._need_session().has_left:
+            raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
         if weight is None and self.config.weight_by != "uniform":
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
         outer = self._need_session().outer
-        outer.add_weight(weight or 0.0)
+        outer.add_weight(_checked(weight))
         if not self._accelerator.sync_gradients:
             return None
         self._global_step += 1
@@ -196,9 +220,44 @@ class OuterLoop:
         return self._session
 
 
-def _settings_of(accelerator: Accelerator) -> dict[str, Any]:
-    """What `REFUSALS` names of an Accelerator."""
+def _checked(weight: Any) -> float:
+    """A step's weight as a number."""
+    try:
+        number = float(weight or 0.0)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(weight, str) or not 0 <= number < math.inf:
+        raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
+    return number
+
+
+def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
+    """Raises unless these are what they should be, and belong together."""
+    call = "call OuterLoop(accelerator, model, optimizer, config)"
+    for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a {type(value).__name__}: {call}")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
+            "accelerator.prepare(model, optimizer) returned"
+        )
+    inner = unwrap_optimizer(optimizer)
+    if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
+        return
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    if mine and not mine & trained:
+        raise ConfigError(
+            f"optimizer trains none of the parameters of model, a {type(model).__name__}: give both as one call of "
+            "accelerator.prepare(model, optimizer) returned them"
+        )
+
+
+def _settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    """What `REFUSALS` names of an Accelerator and of what it has prepared."""
     return {
+        "optim": type(unwrap_optimizer(optimizer)).__name__,
         "fsdp": getattr(accelerator.state, "fsdp_plugin", None),
         "parallelism_config": accelerator.parallelism_config,
         "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,

@@ -26,6 +26,11 @@ def _is_best(value: Any) -> bool:
     return str(getattr(value, "value", value)) == "best"
 
 
+def is_schedule_free(optimizer: Any) -> bool:
+    """Whether the name of an optimizer, in `optim` or of its class, is one of schedule-free training."""
+    return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A setting that does not go with the outer loop.
@@ -83,6 +88,14 @@ REFUSALS: tuple[Refusal, ...] = (
         values="best",
     ),
     Refusal(
+        "optim",
+        "schedule-free optimizers evaluate and save a mix of the weights with state that islands do not exchange: "
+        "each would end with another model; choose another one, such as adamw_torch",
+        where=("islands", "loop"),
+        applies=is_schedule_free,
+        values="schedule_free_*, and such an optimizer given as an object",
+    ),
+    Refusal(
         "fsdp",
         "FSDP is not supported yet; use DDP or DeepSpeed ZeRO inside the island",
         where=("islands", "nodes", "loop"),
@@ -98,6 +111,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "EarlyStoppingCallback",
         "it would end this island alone while the others wait for it in the next round; leave it out, and stop all "
         "islands together (Ctrl-C, SIGTERM or callback.stop())",
+    ),
+    Refusal(
+        "callbacks",
+        "a Trainer has one DiLoCoCallback or GossipCallback, else weights are averaged twice; leave out all but one",
+        applies=lambda names: len(names or ()) > 1,
+        values="several of this package",
     ),
     Refusal(
         "deepspeed",

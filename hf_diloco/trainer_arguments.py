@@ -11,21 +11,26 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.refusals import refuse
+from hf_diloco.refusals import is_schedule_free, refuse
 
 
-def check_arguments(config: DiLoCoConfig, args: TrainingArguments, callbacks: Iterable[TrainerCallback] = ()) -> None:
+def check_arguments(
+    config: DiLoCoConfig, args: TrainingArguments, callbacks: Iterable[TrainerCallback] = (), optimizer: Any = None
+) -> None:
     """Refuses what does not go with the outer loop.
 
     Args:
         config: the outer loop's settings.
         args: of the Trainer.
         callbacks: all of the Trainer's.
+        optimizer: the Trainer's, unwrapped, which may be another than `args.optim`.
 
     Raises:
         ConfigError: naming every setting of `REFUSALS` that is used; or tokens are to be weighed but are not counted.
     """
-    refuse({**vars(args), **_early_stopping(callbacks)}, "islands")
+    name = type(optimizer).__name__
+    given = {"optim": name} if is_schedule_free(name) else {}
+    refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
     if config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
         raise ConfigError(
             "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
@@ -47,7 +52,7 @@ def check_gossip_arguments(
         ConfigError: naming every setting of `REFUSALS` that is used; with a payload also checkpoints that nodes might
             write after different steps.
     """
-    refuse({**vars(args), **_early_stopping(callbacks)}, "nodes")
+    refuse({**vars(args), **_of_callbacks(callbacks)}, "nodes")
     if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
         raise ConfigError(
             f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
@@ -55,8 +60,14 @@ def check_gossip_arguments(
         )
 
 
-def _early_stopping(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
-    return {"EarlyStoppingCallback": any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)}
+def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
+    """What `REFUSALS` names of a Trainer's callbacks."""
+    found = list(callbacks)
+    names = [kind.__name__ for callback in found for kind in type(callback).__mro__]
+    return {
+        "EarlyStoppingCallback": any(isinstance(callback, EarlyStoppingCallback) for callback in found),
+        "callbacks": [name for name in names if name in ("DiLoCoCallback", "GossipCallback")],
+    }
 
 
 def folder_of(args: TrainingArguments) -> Path:

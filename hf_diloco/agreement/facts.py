@@ -12,6 +12,25 @@ MAX_STEPS = "max_steps"
 """The fact that says how many inner steps an island is to take; a loop of one's own may not know it."""
 
 
+def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
+    """What a caller wants to be equal on all islands, as it was given.
+
+    Raises:
+        TypeError: it is no mapping of names to plain values, which alone can be compared between islands.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"fingerprint is a dict of facts by name, as {{'sequence_length': 1024}}, got {given!r}")
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise TypeError(
+                f"fingerprint[{name!r}] is a {type(value).__name__}: give text, numbers or booleans by name, such as "
+                "a hash of what must be equal"
+            )
+    return dict(given)
+
+
 def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
     """Raises `FingerprintError`, with everybody's values, for the first fact that differs."""
     for name in dict.fromkeys(name for facts in fingerprints for name in facts):

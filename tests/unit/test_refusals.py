@@ -24,6 +24,7 @@ from tests.programs.trainer_island import Tokens, make_model
 
 REFUSED_VALUES: dict[str, Any] = {
     "save_strategy": "best",
+    "optim": "schedule_free_adamw",
     "fsdp": "full_shard",
     "parallelism_config": "tp",
     "deepspeed": "zero2.json",

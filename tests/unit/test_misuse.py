@@ -1,0 +1,250 @@
+"""Callbacks and loops that are used in another way than they are made for say so, and say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
+from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
+from hf_diloco.refusals import REFUSALS
+from tests.islands import try_islands
+from tests.programs.trainer_island import Tokens, make_model
+from tests.unit.test_refusals import make_trainer
+
+# Every argument of transformers 5.23 that is not on the list: it acts within an island, between rounds, or not at all
+# on what islands agree on. A field of a later version is to be decided: here, or in REFUSALS.
+HARMLESS = """
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+    gradient_accumulation_steps average_tokens_across_devices max_grad_norm label_smoothing_factor bf16
+    bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
+    gradient_checkpointing gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
+    use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps logging_strategy
+    logging_steps logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only
+    eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
+    batch_eval_metrics save_steps save_on_each_node hub_token hub_private_repo hub_model_id hub_strategy
+    hub_always_push hub_revision metric_for_best_model greater_is_better ignore_data_skip full_determinism seed
+    data_seed use_cpu accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    remove_unused_columns label_names train_sampling_strategy length_column_name ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp_config debug
+    skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
+"""
+
+
+def test_every_training_argument_is_decided() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    refused = {refusal.setting for refusal in REFUSALS} & fields
+    harmless = set(HARMLESS.split())
+    assert not harmless & refused
+    assert fields - refused - harmless == set(), "decide: add them to REFUSALS, or to HARMLESS above"
+
+
+# Callbacks
+
+
+class ScheduleFreeSGD(torch.optim.SGD):
+    """Stands for those of the package schedulefree, which is not installed here."""
+
+
+def test_a_schedule_free_optimizer_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=2))
+    trainer.optimizer = ScheduleFreeSGD(make_model(lora=False, tied=True, seed=1).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"optim='ScheduleFreeSGD' cannot be used: .* each would end with another"):
+        trainer.train()
+
+
+def one_twice() -> list[TrainerCallback]:
+    return [DiLoCoCallback(sync_every=2)] * 2
+
+
+def two_of_a_kind() -> list[TrainerCallback]:
+    return [DiLoCoCallback(sync_every=2), DiLoCoCallback(sync_every=2)]
+
+
+def two_kinds() -> list[TrainerCallback]:
+    return [DiLoCoCallback(sync_every=2), GossipCallback(num_islands=1)]
+
+
+@pytest.mark.parametrize("make", [one_twice, two_of_a_kind, two_kinds])
+def test_several_callbacks_are_refused(make: Callable[[], list[TrainerCallback]], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, *make())
+    with pytest.raises(ConfigError, match=r"callbacks=\['\w+Callback', '\w+Callback'\] cannot be used"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+class Adding(TrainerCallback):
+    """Adds a callback at the first step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.add_callback(DiLoCoCallback(sync_every=2))
+
+
+def test_a_callback_that_is_added_while_training_is_refused(tmp_path: Path) -> None:
+    adding = Adding()
+    adding.trainer = make_trainer(tmp_path, adding)
+    with pytest.raises(ConfigError, match=r"give it to the Trainer before trainer\.train\(\)"):
+        adding.trainer.train()
+
+
+def outer_weights() -> None:
+    with DiLoCoCallback().outer_weights():
+        pass
+
+
+def mean_weights() -> None:
+    with GossipCallback(num_islands=1).mean_weights():
+        pass
+
+
+@pytest.mark.parametrize("use", [outer_weights, mean_weights])
+def test_weights_that_are_not_there_yet(use: Callable[[], None]) -> None:
+    with pytest.raises(ConfigError, match=r"training has not begun with this .*weights\(\) during training or after"):
+        use()
+
+
+def test_a_frozen_model_is_refused_before_islands_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):  # which the island's program sets
+        monkeypatch.delenv(name, raising=False)
+    callback = DiLoCoCallback(sync_every=2, num_islands=2, island=1, rendezvous="tcp://127.0.0.1:9", join_timeout=300)
+    trainer = make_trainer(tmp_path, callback)
+    assert trainer.model is not None
+    trainer.model.requires_grad_(False)
+    trainer.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(UnsupportedError, match="no trainable parameter"):
+        trainer.train()
+
+
+def test_evaluating_and_predicting_without_training_meet_nobody(tmp_path: Path) -> None:
+    callback = DiLoCoCallback(num_islands=2, island=1, rendezvous="tcp://127.0.0.1:9", join_timeout=300)
+    trainer = make_trainer(tmp_path, callback)
+    assert "eval_loss" in trainer.evaluate()
+    metrics = trainer.predict(Tokens(1, size=8)).metrics
+    assert metrics is not None
+    assert metrics["test_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("abc", "fingerprint is a dict of facts by name"),
+        ({"x": [1, 2]}, r"fingerprint\['x'\] is a list"),
+        ({"x": torch.ones(2)}, r"fingerprint\['x'\] is a Tensor"),
+        ({3: "x"}, r"fingerprint\[3\] is a str"),
+    ],
+)
+def test_facts_that_cannot_be_compared(given: Any, message: str) -> None:
+    for make in (DiLoCoCallback, GossipCallback):
+        with pytest.raises(TypeError, match=message):
+            make(fingerprint=given)
+    with pytest.raises(TypeError, match=message):
+        make_loop(fingerprint=given)
+
+
+class Ending(TrainerCallback):
+    """Ends training on its own."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_callback_that_ends_training_alone_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hf_diloco"):
+        make_trainer(tmp_path, DiLoCoCallback(sync_every=2), Ending()).train()
+    assert "training ended after 2 of 4 steps: another callback ended it" in caplog.text
+
+
+# The loop
+
+
+def make_loop(**arguments: Any) -> OuterLoop:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made = {
+        "accelerator": accelerator,
+        "model": prepared,
+        "optimizer": optimizer,
+        "config": DiLoCoConfig(sync_every=1),
+    }
+    return OuterLoop(**{**made, **arguments})
+
+
+def sgd(kind: type[torch.optim.SGD] = torch.optim.SGD) -> torch.optim.SGD:
+    return kind([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"accelerator": torch.nn.Linear(1, 1)}, TypeError, "accelerator is a Linear: call OuterLoop"),
+        ({"model": "gpt2"}, TypeError, "model is a str: call OuterLoop"),
+        ({"optimizer": None}, ConfigError, "optimizer is a NoneType that this Accelerator has not prepared"),
+        ({"optimizer": sgd()}, ConfigError, "optimizer is a SGD that this Accelerator has not prepared"),
+        ({"model": torch.nn.Linear(3, 1)}, ConfigError, "trains none of the parameters of model, a Linear"),
+    ],
+    ids=["accelerator", "model", "no optimizer", "optimizer", "another model"],
+)
+def test_a_loop_of_other_things(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_loop(**arguments)
+
+
+def test_a_loop_refuses_schedule_free_optimizers(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, ScheduleFreeSGD(model.parameters(), lr=0.1))
+    loop = OuterLoop(accelerator, model, optimizer, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match="optim='ScheduleFreeSGD' cannot be used"), loop:
+        pass
+
+
+@pytest.mark.parametrize("weight", [-3, float("nan"), float("inf"), "4", [1]], ids=str)
+def test_weights_of_steps_that_are_none(weight: Any, tmp_path: Path) -> None:
+    config = DiLoCoConfig(sync_every=1, weight_by="examples")
+    with make_loop(config=config, output_dir=tmp_path) as outer:
+        with pytest.raises(ConfigError, match=r"step\(weight=.*\): give the number of examples"):
+            outer.step(weight=weight)
+        assert outer.step(weight=torch.tensor(4)).weight == 4  # type: ignore[arg-type, union-attr]
+
+
+def test_a_loop_is_entered_once_and_stepped_inside(tmp_path: Path) -> None:
+    with make_loop(output_dir=tmp_path) as outer:
+        with pytest.raises(ConfigError, match="entered before"), outer:
+            pass
+        outer.step()
+    with pytest.raises(ConfigError, match="after the `with` block"):
+        outer.step()
+    with pytest.raises(ConfigError, match="entered before"), outer:
+        pass
+    assert outer.round == 1
+
+
+def test_loops_of_unequal_lengths_are_refused_when_they_meet(tmp_path: Path, free_port: int) -> None:
+    def island_main(island: int) -> None:
+        rendezvous = f"tcp://127.0.0.1:{free_port}"
+        config = DiLoCoConfig(island=island, num_islands=2, rendezvous=rendezvous, join_timeout=60)
+        loop = loops[island]
+        loop.config = config
+        with loop:
+            raise AssertionError("the loop has begun")
+
+    loops = [make_loop(num_steps=steps, output_dir=tmp_path / str(steps)) for steps in (8, 12)]
+    for outcome in try_islands(2, island_main):
+        assert isinstance(outcome, FingerprintError)
+        assert "max_steps differs (island 0: 8, island 1: 12)" in str(outcome)
