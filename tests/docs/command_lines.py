@@ -46,8 +46,14 @@ def check_shell(text: str) -> None:
 
 
 def _hf_diloco(words: list[str]) -> None:
-    dry = ["--dry-run"] if words[0] == "launch" else []
-    run([sys.executable, "-m", "hf_diloco.cli", *words, *dry])
+    program = [sys.executable, "-m", "hf_diloco.cli"]
+    if words[0] != "launch":
+        run([*program, *words])
+        return
+    completed = run([*program, *words, "--dry-run"], expect=None)
+    # Tests have no network. Data of the Hub are tried last: with any other problem the line would begin with that.
+    is_offline = re.search(r"^error: data: cannot read \S+: \w+: Couldn't reach", completed.output, re.MULTILINE)
+    assert completed.returncode == (2 if is_offline else 0), completed.output
 
 
 def _train_lm(words: list[str]) -> None:
