@@ -424,8 +424,9 @@ def _lost_steps(island: Island, used: Mapping[int, Used], delay: int) -> tuple[i
     """Inner steps that a process made before it took part in a round, and that are in no round; and what is wrong.
 
     Where a process has just taken part, all steps since its start must be in the rounds since then. A process that
-    resumed may have brought steps of its checkpoint to its first round, so it is counted from there. Of several
-    fragments, each has all steps. A round that lands `delay` steps after its offer, and leaves the offer out, drops
+    resumed may have brought steps of its checkpoint to its first round, so it is counted from there. One that did not
+    is counted from the round at which it began: earlier ones hold what processes before it had done, and those left
+    no checkpoint. Of several fragments, each has all steps. A round that lands `delay` steps after its offer, and leaves the offer out, drops
     these as well.
     """
     lost, problems = 0, []
@@ -441,7 +442,7 @@ def _lost_steps(island: Island, used: Mapping[int, Used], delay: int) -> tuple[i
                 continue
             first, last = taken[0], taken[-1]
             if not section[0]["resumed"]:
-                first = {"round": 0, "step": section[0]["step"]}
+                first = section[0]
             rounds = [r for r in used if first["round"] < r <= last["round"] and (r - 1) % num_fragments == fragment]
             in_rounds = sum(used[r].steps.get(island.number, 0) for r in rounds)
             num_left_out = sum(island.number in used[r].left_out for r in rounds)

@@ -456,6 +456,7 @@ class DiLoCoCallback(TrainerCallback):
             examples_per_step=examples,
             tokens_per_step=tokens_per_step(self._facts, examples),
             resumed=resumed,
+            round=self._outer.round,
             comes_and_goes=self.config.meets_in_store,
             params_hash=self._outer.outer_hash,
         )

@@ -344,6 +344,7 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
         "examples_per_step": 2 * BATCH,
         "tokens_per_step": 2 * BATCH * LENGTH,
         "resumed": False,
+        "round": 0,
     }
     assert {name: start[name] for name in expected} == expected
     assert start["shards"] == "plain, 1 rank"
