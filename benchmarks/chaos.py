@@ -426,8 +426,8 @@ def _lost_steps(island: Island, used: Mapping[int, Used], delay: int) -> tuple[i
     Where a process has just taken part, all steps since its start must be in the rounds since then. A process that
     resumed may have brought steps of its checkpoint to its first round, so it is counted from there. One that did not
     is counted from the round at which it began: earlier ones hold what processes before it had done, and those left
-    no checkpoint. Of several fragments, each has all steps. A round that lands `delay` steps after its offer, and leaves the offer out, drops
-    these as well.
+    no checkpoint. Of several fragments, each has all steps. A round that lands `delay` steps after its offer, and
+    leaves the offer out, drops these as well.
     """
     lost, problems = 0, []
     for section in _sections(island):

@@ -14,7 +14,7 @@ from hf_diloco.agreement.seal import load_key
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.runs.load import load_run
@@ -153,7 +153,10 @@ def _load(options: LaunchOptions) -> BaseRun:
 def _check_resume(run: BaseRun, island: int) -> None:
     """What `launch.resume` names is there, if it names something."""
     if run.launch.resume not in ("auto", "never"):
-        given_checkpoint(run.launch.resume, island)
+        try:
+            given_checkpoint(run.launch.resume, island)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None  # of the command, as all that is found before anything starts
 
 
 def _processes(run: BaseRun) -> tuple[int, Path | None]:

@@ -584,7 +584,7 @@ def test_the_command_takes_own_weights(tmp_path: Path) -> None:
     path = tmp_path / "w.csv"
     write_csv(path)
     output = command(path).output
-    assert re.search(r"3 nodes", output)
+    assert re.search(r"3\s+nodes", output)
     assert "   1  1/2  1/4  1/4   0, 2" in output
 
 
