@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -25,6 +25,7 @@ PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring eac
 PARTS_IN_FLIGHT = 4
 DELETES_AT_ONCE = 1000
 
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 ENVIRONMENT_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _LONGEST_REQUEST = timedelta(hours=1)
 
@@ -87,8 +88,14 @@ class Cloud:
                 obstore.delete(self._client, batch)
             except FileNotFoundError:  # some stores stop at the first that is absent
                 for path in batch:
-                    with contextlib.suppress(FileNotFoundError):
-                        obstore.delete(self._client, [path])
+                    self._delete_if_there(path)
+
+    def _delete_if_there(self, path: str) -> None:
+        try:
+            obstore.delete(self._client, [path])
+        except FileNotFoundError as error:
+            if lacks_bucket(error):
+                raise
 
     def move(self, path: str, target: str) -> None:
         obstore.copy(self._client, path, target)
@@ -102,6 +109,11 @@ class Cloud:
 
     def links(self) -> list[str]:
         return []
+
+
+def lacks_bucket(error: Exception) -> bool:
+    """Whether it is the bucket that does not exist, and not an object."""
+    return _NO_BUCKET.search(str(error)) is not None
 
 
 def open_backend(url: str, timeout: float, read_only: bool) -> Backend:

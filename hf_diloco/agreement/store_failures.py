@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-from hf_diloco.agreement.backends import ENVIRONMENT_PREFIX
+from hf_diloco.agreement.backends import ENVIRONMENT_PREFIX, lacks_bucket
 
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
@@ -55,7 +54,7 @@ class Failures:
             return "give the rendezvous of a run, on a machine that can read it"
         if self.scheme in ("file", "memory"):
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
-        if _NO_BUCKET.search(text):
+        if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
         if "builder error" in text:
             return f"set {ENVIRONMENT_PREFIX[self.scheme]}_ALLOW_HTTP=true for an endpoint without TLS, or use https"
@@ -74,11 +73,6 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return re.search(r"status code: 507|QuotaExceeded|InsufficientStorage|XMinioStorageFull", str(error)) is not None
-
-
-def lacks_bucket(error: Exception) -> bool:
-    """Whether it is the bucket that does not exist, and not an object."""
-    return _NO_BUCKET.search(str(error)) is not None
 
 
 def reason_of(error: Exception) -> str:
