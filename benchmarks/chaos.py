@@ -8,12 +8,14 @@
 Three islands train a tiny model, each started by its own `hf-diloco launch --island K`; island 1 has two ranks under
 ZeRO-2. Now and then an island's whole process tree is killed, and started again with the same command, or stopped for
 some seconds; a fourth island joins. A quorum (two islands) always remains. Then the run's log in the store and the
-islands' own records are held against each other. The exit code is 1 if
+islands' own records are held against each other, and the store is looked through as `hf-diloco store check` does. The exit code
+is 1 if
 
 - an island ended otherwise than by a kill or with exit code 0, or rounds are missing;
 - two islands report different outer parameters for one round;
 - an inner step of a process that was not killed is in no round, or in two, or its step counter went back;
-- an island that was killed did not resume from its checkpoint, or one that joined took part in no round.
+- an island that was killed did not resume from its checkpoint, or one that joined took part in no round;
+- an object in the store is damaged, forged or of a name that nobody gives. What killed processes left is only counted.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from hf_diloco.agreement.seal import load_key
 from hf_diloco.checkpoint import complete_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.schedule import count_rounds
+from hf_diloco.status.check import check_store
 
 NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {
@@ -340,6 +343,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
     lost = {island.number: _lost_steps(island, used, delay) for island in islands}
     lives = [life for island in islands for life in island.lives]
     stall, where = max(_stalls(islands), default=(0.0, ""))
+    store = check_store(open_object_store(archipelago.url), load_key(None))
     problems = [
         *(f"island {i.number} ended with exit code {i.code}" for i in islands if i.code != 0),
         *_missing_rounds(used, rounds),
@@ -352,6 +356,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
             for i in islands
             if not any(i.number in u.steps for u in used.values())
         ),
+        *(f"{one.kind} {one.path}: {one.reason}" for one in store.findings if one.kind != "abandoned"),
     ]
     figures = {
         "kills, each started again": sum(life.killed is not None for life in lives),
@@ -365,6 +370,8 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
         "longest stall of an island, s": f"{stall:.1f} ({where})",
         "offers left out as outliers": sum(len(u.left_out) for u in used.values()),
         "different hashes of one round": len(_unequal_hashes(islands)),
+        "objects in the store": store.num_objects,
+        "objects left by killed processes": store.counts.get("abandoned", 0),
     }
     return Verdict(figures, problems)
 

@@ -29,6 +29,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's, as in training.max_steps=20"),
 ]
+StoreArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RENDEZVOUS",
+        envvar=ENV_RENDEZVOUS,
+        help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+        show_default=False,
+    ),
+]
+KeyFileOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -148,15 +160,7 @@ def report(
 
 @app.command()
 def status(
-    rendezvous: Annotated[
-        str,
-        typer.Argument(
-            metavar="RENDEZVOUS",
-            envvar=ENV_RENDEZVOUS,
-            help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
-            show_default=False,
-        ),
-    ],
+    rendezvous: StoreArgument,
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again and again, until Ctrl-C or the run's end.")
     ] = False,
@@ -167,9 +171,7 @@ def status(
         bool, typer.Option("--json", help="Print JSON, for programs; with --watch a line for each look.")
     ] = False,
     num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How many of the last rounds.")] = 10,
-    key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
-    ] = None,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Show where the islands of a run stand that meet in an object store, and what became of the last rounds.
 
@@ -204,15 +206,7 @@ def store_options() -> None:
 
 @store_app.command("check")
 def store_check(
-    rendezvous: Annotated[
-        str,
-        typer.Argument(
-            metavar="RENDEZVOUS",
-            envvar=ENV_RENDEZVOUS,
-            help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
-            show_default=False,
-        ),
-    ],
+    rendezvous: StoreArgument,
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Move what is damaged, forged or abandoned to damaged/. Nothing is deleted."),
@@ -221,9 +215,7 @@ def store_check(
         bool, typer.Option("--deep", help="Read all values too, and compare them with their digests.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
-    ] = None,
+    key_file: KeyFileOption = None,
 ) -> None:
     """List what is damaged, forged or left behind in the store of a run, and names that no island gives.
 

@@ -100,7 +100,15 @@ def make_plan(options: LaunchOptions) -> Plan:
     Raises:
         ConfigError: when the run file, an override or this machine does not fit.
     """
-    run = _load(options)
+    return plan_islands(load_options(options), options)
+
+
+def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
+    """As `make_plan`, of a run file that is read already.
+
+    Raises:
+        ConfigError: when the options or this machine do not fit.
+    """
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
@@ -139,7 +147,12 @@ def make_plan(options: LaunchOptions) -> Plan:
     return Plan(run, tuple(islands), rendezvous)
 
 
-def _load(options: LaunchOptions) -> BaseRun:
+def load_options(options: LaunchOptions) -> BaseRun:
+    """The run file with all overrides.
+
+    Raises:
+        ConfigError: when the file or an override does not fit.
+    """
     kind = kind_of(options.run_file)
     island = f"{kind.meeting_name}.island"
     if any(item.replace(" ", "").startswith(f"{island}=") for item in options.overrides):

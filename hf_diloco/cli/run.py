@@ -9,7 +9,7 @@ from rich.console import Console
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.ending import print_ending
 from hf_diloco.cli.launch import Launcher
-from hf_diloco.cli.plan import LaunchOptions, Plan, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan, plan_islands
 
 
 def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
@@ -18,14 +18,15 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     Raises:
         DiLoCoError: when the run file, the options or this machine do not fit; nothing was started then.
     """
-    plan = make_plan(options)
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
         from hf_diloco.runs.preflight import check_all  # libraries that take seconds to load
 
-        check_all(plan.run)
-        _print_plan(plan, out)
+        run = load_options(options)
+        check_all(run, lambda: plan_islands(run, options))
+        _print_plan(plan_islands(run, options), out)
         return 0
+    plan = make_plan(options)
     display = make_display(out, [island.number for island in plan.islands])
     launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.meeting.survives_losses)
     display.note(_summary(plan))

@@ -14,13 +14,17 @@ from hf_diloco.runs.base import BaseRun
 from hf_diloco.text import nearest
 
 
-def check_all(run: BaseRun) -> None:
+def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
     """Tries what the run file names: arguments of the Trainer, trackers, DeepSpeed's settings, model and data.
+
+    Args:
+        run: the run file.
+        others: what else to try, before all that; each raises `DiLoCoError`.
 
     Raises:
         ConfigError: naming every problem.
     """
-    problems = [problem for attempt in _attempts(run) if (problem := _problem(attempt))]
+    problems = [problem for attempt in (*others, *_attempts(run)) if (problem := _problem(attempt))]
     if problems:
         raise ConfigError("; ".join(dict.fromkeys(problems)))
 

@@ -64,9 +64,14 @@ def test_the_same_of_images(tmp_path: Path, override: str, message: str) -> None
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(DiLoCoError) as caught:
         dry_run(
-            QUICKSTART, f"output={tmp_path}", "training.max_step=3", "training.report_to=[mlflow]", "model.path=a/b"
+            QUICKSTART,
+            f"output={tmp_path}",
+            "training.max_step=3",
+            "training.report_to=[mlflow]",
+            "model.path=a/b",
+            "launch.resume=/nosuch",
         )
-    assert all(part in str(caught.value) for part in ("training.max_step", "mlflow", "model.path"))
+    assert all(part in str(caught.value) for part in ("training.max_step", "mlflow", "model.path", "/nosuch"))
 
 
 @pytest.mark.parametrize("file", [QUICKSTART, VISION], ids=["text", "images"])
