@@ -8,8 +8,8 @@
 Three islands train a tiny model, each started by its own `hf-diloco launch --island K`; island 1 has two ranks under
 ZeRO-2. Now and then an island's whole process tree is killed, and started again with the same command, or stopped for
 some seconds; a fourth island joins. A quorum (two islands) always remains. Then the run's log in the store and the
-islands' own records are held against each other, and the store is looked through as `hf-diloco store check` does. The exit code
-is 1 if
+islands' own records are held against each other, and the store is looked through as `hf-diloco store check` does. The
+exit code is 1 if
 
 - an island ended otherwise than by a kill or with exit code 0, or rounds are missing;
 - two islands report different outer parameters for one round;

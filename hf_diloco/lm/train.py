@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.errors import ConfigError
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.runs.commandline import parse_command_line
@@ -45,6 +45,8 @@ def train(run: RunFile) -> int:
         DiLoCoError: a setting is wrong, an island was lost, ...
     """
     config = run.diloco.resolve() if run.diloco.enabled else None
+    if config is not None:
+        need_number(config, config.num_shares)
     check_folder(run)
     prepare_environment(run.deepspeed is not None)
     from hf_diloco.runs.arguments import check_training

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.runs.commandline import parse_command_line
 from hf_diloco.runs.environment import is_leader
@@ -43,7 +44,9 @@ def train(run: VisionRun) -> int:
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
     run.check()
-    return train_node(run, run.gossip.resolve())
+    config = run.gossip.resolve()
+    need_number(config, config.num_islands, "node")
+    return train_node(run, config)
 
 
 def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None = None) -> int:

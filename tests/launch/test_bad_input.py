@@ -195,9 +195,10 @@ def test_two_processes_with_one_number(processes: Processes, runs: Runs, tmp_pat
 # In an object store
 
 
-def island_in(store: str, runs: Runs, name: str, *overrides: str) -> list[str | Path]:
+def island_in(store: str, runs: Runs, name: str, *overrides: str, island: int = 0) -> list[str | Path]:
     """The command of an island whose run meets in a store."""
-    return [sys.executable, ROOT / "train_lm.py", runs.write(name, {}), f"--rendezvous={store}", *overrides]
+    command = [sys.executable, ROOT / "train_lm.py", runs.write(name, {}), f"--rendezvous={store}"]
+    return [*command, f"--island={island}", *overrides]
 
 
 @pytest.mark.distributed
@@ -213,7 +214,7 @@ def test_a_store_that_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
 def test_a_second_process_of_an_island_that_lives(processes: Processes, runs: Runs, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     first = processes.spawn(island_in(store, runs, "double"))  # waits for island 1
-    wait_for_file(tmp_path / "store" / "beats" / "0" / "000001.json")
+    wait_for_file(tmp_path / "store" / "beats" / "0" / "000001.json", first)
     second = run(island_in(store, runs, "double", f"output={tmp_path}"), expect=1, timeout=120)
     error = the_error(second.output)
     assert f"another process runs as island 0 of this run (process {first.pid} on " in error
@@ -224,12 +225,12 @@ def test_a_second_process_of_an_island_that_lives(processes: Processes, runs: Ru
 @pytest.mark.distributed
 def test_a_run_of_another_setting_or_key(processes: Processes, runs: Runs, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
-    processes.spawn(island_in(store, runs, "other"))
-    wait_for_file(tmp_path / "store" / "run.json")
-    unequal = island_in(store, runs, "other", "--island=1", "diloco.sync_every=2")
+    first = processes.spawn(island_in(store, runs, "other"))
+    wait_for_file(tmp_path / "store" / "run.json", first)
+    unequal = island_in(store, runs, "other", "diloco.sync_every=2", island=1)
     error = the_error(run(unequal, expect=1, timeout=120).output)
     assert "sync_every differs (the run, begun by island 0: 4; island 1: 2); make it equal" in error
-    stranger = island_in(store, runs, "other", "--island=1")
+    stranger = island_in(store, runs, "other", island=1)
     error = the_error(run(stranger, env={"HF_DILOCO_KEY": "k" * 32}, expect=1, timeout=120).output)
     assert f"the run at {store} was begun with another key" in error
     assert "HF_DILOCO_KEY or key_file" in error
@@ -258,8 +259,9 @@ def test_a_checkpoint_of_another_run(runs: Runs, tmp_path: Path) -> None:
     assert "start in another run folder" in error
 
 
-def wait_for_file(path: Path) -> None:
+def wait_for_file(path: Path, writer: Process) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
+        assert writer.popen.poll() is None, f"no {path}: {writer.state}"
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.1)

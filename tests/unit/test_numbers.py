@@ -14,8 +14,12 @@ from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipBlock
 from hf_diloco.island import IslandGroup
-from hf_diloco.lm.runfile import DiLoCoBlock
+from hf_diloco.lm import train as lm
+from hf_diloco.lm.runfile import DiLoCoBlock, RunFile
+from hf_diloco.runs.load import load_run
 from hf_diloco.sessions.open import open_session
+from hf_diloco.vision import train as vision
+from hf_diloco.vision.runfile import VisionRun
 from tests.processes import ROOT, Processes
 from tests.programs.trainer_island import make_model
 from tests.unit.test_refusals import make_trainer
@@ -44,6 +48,19 @@ def test_a_run_file_leaves_the_number_to_whoever_starts_it(block: Any, monkeypat
     assert block(num_islands=2, island=0, rendezvous=NOWHERE).resolve().model_fields_set >= {"island"}
     monkeypatch.setenv("HF_DILOCO_ISLAND", "1")
     assert block(num_islands=2, rendezvous=NOWHERE).resolve().island == 1
+
+
+@pytest.mark.parametrize(("kind", "train", "unit"), [(RunFile, lm.train, "island"), (VisionRun, vision.train, "node")])
+def test_a_run_without_a_number_ends_before_anything_is_written(
+    kind: Any, train: Any, unit: str, tmp_path: Path
+) -> None:
+    file = {RunFile: "configs/quickstart.yaml", VisionRun: "configs/vision/quickstart.yaml"}[kind]
+    run = load_run(kind, ROOT / file, [f"output={tmp_path}", f"{kind.meeting_name}.rendezvous={NOWHERE}"])
+    assert run.meeting.num_islands > 1
+    numbers = rf"this one has no number.* from 0 to {run.meeting.num_islands - 1}"
+    with pytest.raises(ConfigError, match=rf"{unit}s, and {numbers}"):
+        train(run)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_environment_gives_the_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
