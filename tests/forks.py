@@ -31,6 +31,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,11 @@ AT_IMPORT = re.compile(
     r"(HF_(?!DILOCO)|TRANSFORMERS_|TORCH_|PYTORCH_|NUMBA_|LD_|LC_|MKL_|NCCL_).*|HOME|LANG|MPLBACKEND"
     r"|PYTHON(?!PATH$|UNBUFFERED$).*"
 )
-NOT_READ = {"TORCH_EXTENSIONS_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # not at import
+NOT_READ = {  # not at import; accelerate and torch set them in tests that train
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
 _ROOM = 32_768  # bytes that /proc shows of a template's arguments and environment; a forked process overwrites them
@@ -114,10 +119,10 @@ class Template:
         self._environment = environment
         self._lock = threading.Lock()
 
-    def suits(self, environment: dict[str, str]) -> bool:
-        """Whether no variable that is read at import has another value there."""
+    def misfits(self, environment: dict[str, str]) -> list[str]:
+        """Variables that are read at import and have another value there."""
         changed = dict(self._environment.items() ^ environment.items())
-        return not any(AT_IMPORT.fullmatch(name) and name not in NOT_READ for name in changed)
+        return sorted(name for name in changed if AT_IMPORT.fullmatch(name) and name not in NOT_READ)
 
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
         """The pid of a new child of this process.
@@ -188,7 +193,10 @@ def _start(args: Any, executables: Any, close_fds: Any, keep: Any, cwd: Any, env
     program = parse(command, executable) if executable else None
     environment = dict(os.environ) if env is None else dict(os.fsdecode(entry).split("=", 1) for entry in env)
     plain = preexec is None and gid is None and gids is None and uid is None and umask < 0 and group < 0
-    if _enabled and program and plain and _fork_template and _fork_template.suits(environment):
+    misfits = _fork_template.misfits(environment) if _fork_template else []
+    if misfits and _enabled and program:
+        warnings.warn(f"started anew, as {', '.join(misfits)} differ: {command}"[:300], stacklevel=2)
+    if _enabled and program and plain and _fork_template and not misfits:
         standard = [given if given >= 0 else number for number, given in enumerate((stdin, stdout, stderr))]
         kept = [file for file in keep if file != errors]
         request = {

@@ -41,6 +41,18 @@ def test_environment_is_changed_by_env(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run([sys.executable, "-c", program], env={"REMOVED": None, "ADDED": 7}).output == "None 7\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_processes_are_forked_also_after_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that libraries leave behind must not cost all later tests an interpreter a process."""
+    program = "import sys; modules = vars(sys)['modules']; print('torch' in modules)"
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "1")
+    assert run([sys.executable, "-c", program]).output == "True\n"
+    monkeypatch.setenv("TORCH_LOGS", "")  # read when torch is imported
+    with pytest.warns(UserWarning, match="started anew, as TORCH_LOGS differ"):
+        assert run([sys.executable, "-c", program]).output == "False\n"
+
+
 def test_kills_descendants_in_sessions_of_their_own() -> None:
     with Processes() as processes:
         parent = processes.spawn([sys.executable, "-c", DETACH])
