@@ -67,7 +67,7 @@ class Seal:
             ValueError: the body is not JSON (NaN and infinities are not), or too large.
         """
         text = json.dumps(dict(body), allow_nan=False, separators=(",", ":"), sort_keys=True)
-        data = json.dumps({"body": text, "mac": self._mac(path, text.encode())}).encode()
+        data = json.dumps({"body": text, "mac": self.mac(path, text.encode())}).encode()
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"the record {path} has {len(data)} bytes, more than the {MAX_RECORD_BYTES} allowed")
         return data
@@ -89,11 +89,12 @@ class Seal:
             text, claimed = body.encode(), mac.encode("ascii")
         except UnicodeEncodeError:  # half a surrogate pair
             raise ForgedError(f"the record {path} holds no text: {_ORIGIN}") from None
-        if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self._mac(path, text).encode()):
+        if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
             raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {_ORIGIN}")
         return _parse(path, text)
 
-    def _mac(self, path: str, text: bytes) -> str:
+    def mac(self, path: str, text: bytes) -> str:
+        """The code that seals a text at a path; without a key, a checksum."""
         code = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in (_PROTOCOL, self.run_id.encode(), path.encode(), text):
             code.update(len(part).to_bytes(8, "big"))

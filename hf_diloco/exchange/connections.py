@@ -127,6 +127,9 @@ class Connections:
 
     Raises:
         IslandLostError: the others did not connect in time.
+
+    Attributes:
+        groups: one a connection; none once this end is closed.
     """
 
     def __init__(
@@ -143,9 +146,9 @@ class Connections:
         self.num_connections = num_connections
         self._rate_limit = rate_limit or RateLimit()
         self._peers = [peer for peer in range(num_islands) if peer != island]
-        self._groups: list[ProcessGroupGloo] = []  # one a connection; none once this end is closed
+        self.groups: list[ProcessGroupGloo] = []
         if self._peers:
-            self._groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
+            self.groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
         self._waiter = _Waiter()
 
     def send(
@@ -153,7 +156,7 @@ class Connections:
     ) -> None:
         """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
         waited for. A checksum goes behind it, over the same connection, if the other end expects one."""
-        for connection, part in self._spread(tensor, tag):
+        for connection, part in self.spread(tensor, tag):
             self._rate_limit.take(part.nbytes)
             transfers.add(self._start("send", part, peer, tag, connection), sent=part.nbytes)
         if with_checksum and tensor.numel():
@@ -165,7 +168,7 @@ class Connections:
     ) -> None:
         """Starts receiving; the tensor is whole once the transfer has been waited for, and, with a checksum, either
         what was sent or 0 and `peer` in `Transfers.damaged`."""
-        for connection, part in self._spread(tensor, tag):
+        for connection, part in self.spread(tensor, tag):
             transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
         if with_checksum and tensor.numel():
             checksum = torch.empty(1, dtype=torch.int64)
@@ -192,19 +195,19 @@ class Connections:
 
     def find_broken(self) -> list[int]:
         """Peers whose connection has broken; none once this end is closed. Does not block."""
-        numbers = range(len(self._groups))
+        numbers = range(len(self.groups))
         return [peer for peer in self._peers if any(self._is_broken(peer, number) for number in numbers)]
 
     def close(self) -> None:
         """Closes the sockets at once, which wakes the peers; may be called more than once."""
-        if not self._groups:
+        if not self.groups:
             return
         if self._waiter.is_busy:
             self._break()
         self._waiter.end()
-        self._groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
+        self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
-    def _spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Parts of `tensor`, each with the number of its connection; the same at both ends.
 
         So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
@@ -217,10 +220,10 @@ class Connections:
                 yield (tag + number) % self.num_connections, part
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
-        if not self._groups:
+        if not self.groups:
             raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
         try:
-            return Work(getattr(self._groups[connection], operation)([tensor], peer, tag), peer, connection)
+            return Work(getattr(self.groups[connection], operation)([tensor], peer, tag), peer, connection)
         except RuntimeError as error:
             raise lost(peer, reason(error)) from None
 

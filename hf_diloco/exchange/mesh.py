@@ -89,9 +89,7 @@ class MeshExchange(Exchange):
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(store, name, island)
         self._rate_limit = rate_limit or RateLimit()
-        self._links = Connections(
-            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit
-        )
+        self.links = Connections(store, name, island, num_islands, address, timeout, num_connections, self._rate_limit)
         if key and self._peers:
             self._authenticate(name, key)
 
@@ -139,9 +137,9 @@ class MeshExchange(Exchange):
                 tag = self._next_tag()
                 if self.island == source:
                     for peer in self._peers:
-                        self._links.send(chunk, peer, tag, transfers, self._with_checksums)
+                        self.links.send(chunk, peer, tag, transfers, self._with_checksums)
                 else:
-                    self._links.receive(chunk, source, tag, transfers, self._with_checksums)
+                    self.links.receive(chunk, source, tag, transfers, self._with_checksums)
             traffic = self._wait(transfers, deadline)
         except ExchangeError as error:
             transfers.drop()
@@ -150,10 +148,10 @@ class MeshExchange(Exchange):
         return traffic
 
     def find_broken(self) -> list[int]:
-        return self._links.find_broken()
+        return self.links.find_broken()
 
     def close(self) -> None:
-        self._links.close()
+        self.links.close()
 
     def _check_rate(self, num_bytes: int) -> None:
         """Closes, and raises, if the rate limit alone takes longer than an exchange may."""
@@ -169,7 +167,7 @@ class MeshExchange(Exchange):
 
     def _authenticate(self, name: str, key: bytes) -> None:
         try:
-            self._tag = handshake.authenticate(self._links, name, self.island, self._peers, key, self._timeout)
+            self._tag = handshake.authenticate(self.links, name, self.island, self._peers, key, self._timeout)
         except DiLoCoError:
             self.close()
             raise
@@ -190,9 +188,9 @@ class MeshExchange(Exchange):
         for peer in self._peers:
             received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
-            self._links.receive(received, peer, tag, chunk.transfers, self._with_checksums)
+            self.links.receive(received, peer, tag, chunk.transfers, self._with_checksums)
         for peer in self._peers:  # last: here a rate limit takes its time
-            self._links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers, self._with_checksums)
+            self.links.send(chunk.code_of(peer, codec), peer, tag, chunk.transfers, self._with_checksums)
 
     def _reduce(self, chunk: _Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
         """Where each island has a piece of its own: averages it and starts handing it to all."""
@@ -207,9 +205,9 @@ class MeshExchange(Exchange):
             codec.encode(mean, pieces[self.island][codec.locate(where.start, where.stop)])
         tag = self._next_tag()
         for peer in self._peers:
-            self._links.receive(pieces[peer], peer, tag, chunk.transfers, self._with_checksums)
+            self.links.receive(pieces[peer], peer, tag, chunk.transfers, self._with_checksums)
         for peer in self._peers:
-            self._links.send(pieces[self.island], peer, tag, chunk.transfers, self._with_checksums)
+            self.links.send(pieces[self.island], peer, tag, chunk.transfers, self._with_checksums)
 
     def _finish(
         self, chunk: _Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
@@ -229,7 +227,7 @@ class MeshExchange(Exchange):
         return traffic
 
     def _wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
-        traffic = self._links.wait(transfers, deadline)
+        traffic = self.links.wait(transfers, deadline)
         self._damaged |= transfers.damaged
         return traffic
 

@@ -84,7 +84,7 @@ class AlignedPartition(Partition):
 
 
 @dataclass(frozen=True)
-class _Overlap:
+class Overlap:
     """A run of elements that one segment and one lane share."""
 
     segment: int
@@ -101,10 +101,14 @@ class LanePartition(Partition):
         island: the ranks of the island.
         num_lanes: equal on all islands, at least the ranks of the largest.
         block_values: lanes begin at multiples of it, so that a codec's blocks lie in one lane.
+
+    Attributes:
+        shards: this rank's master weights.
+        windows: parts of the ranks' vectors that are swapped one after the other, to bound the memory it takes.
     """
 
     def __init__(self, shards: Shards, island: IslandGroup, num_lanes: int, block_values: int = 1) -> None:
-        self._shards = shards
+        self.shards = shards
         self._island = island
         total = shards.num_parameters
         num_blocks = -(-total // block_values)
@@ -126,18 +130,18 @@ class LanePartition(Partition):
         self._starts = [[start for start, _, _ in intervals] for intervals in self._held]
         largest = max(sum(high - low for low, high in ranges) for ranges in self._ranges)
         window = max(1, WINDOW_VALUES // island.size)
-        self._windows = [(start, min(start + window, largest)) for start in range(0, largest, window)]
+        self.windows = [(start, min(start + window, largest)) for start in range(0, largest, window)]
 
     def gather(self, out: torch.Tensor) -> None:
         island = self._island
-        values = [segment.values for segment in self._shards.segments()]
-        if self._shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
-            for overlap in self._overlaps(island.rank, island.rank, (0, self.numel)):
+        values = [segment.values for segment in self.shards.segments()]
+        if self.shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
+            for overlap in self.overlaps(island.rank, island.rank, (0, self.numel)):
                 _in_vector(out, overlap).copy_(_in_segments(values, overlap))
             return
-        for window in self._windows:
-            outgoing = [self._overlaps(island.rank, owner, window) for owner in range(island.size)]
-            incoming = [self._overlaps(holder, island.rank, window) for holder in range(island.size)]
+        for window in self.windows:
+            outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
+            incoming = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
             received = self._swap(
                 [[_in_segments(values, overlap) for overlap in overlaps] for overlaps in outgoing],
                 [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
@@ -146,18 +150,18 @@ class LanePartition(Partition):
 
     def scatter(self, vector: torch.Tensor) -> None:
         island = self._island
-        values = [segment.values for segment in self._shards.segments()]
-        for window in self._windows:
-            outgoing = [self._overlaps(holder, island.rank, window) for holder in range(island.size)]
-            incoming = [self._overlaps(island.rank, owner, window) for owner in range(island.size)]
+        values = [segment.values for segment in self.shards.segments()]
+        for window in self.windows:
+            outgoing = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
+            incoming = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
             received = self._swap(
                 [[_in_vector(vector, overlap) for overlap in overlaps] for overlaps in outgoing],
                 [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
             )
             _place(received, [_in_segments(values, overlap) for overlaps in incoming for overlap in overlaps])
-        self._shards.commit()
+        self.shards.commit()
 
-    def _overlaps(self, holder: int, owner: int, window: Interval) -> list[_Overlap]:
+    def overlaps(self, holder: int, owner: int, window: Interval) -> list[Overlap]:
         """What rank `holder`'s segments share with the part `window` of rank `owner`'s vector, in its order."""
         found = []
         vector_start = 0
@@ -170,7 +174,7 @@ class LanePartition(Partition):
                     break
                 first, last = max(begin, start), min(end, start + length)
                 if first < last:
-                    found.append(_Overlap(number, first - start, vector_start + first - low, last - first))
+                    found.append(Overlap(number, first - start, vector_start + first - low, last - first))
             vector_start += high - low
         return found
 
@@ -225,11 +229,11 @@ def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
     return {"ranks": island.gather(digest), "replicated": shards.is_replicated}
 
 
-def _in_segments(values: list[torch.Tensor], overlap: _Overlap) -> torch.Tensor:
+def _in_segments(values: list[torch.Tensor], overlap: Overlap) -> torch.Tensor:
     return values[overlap.segment].narrow(0, overlap.segment_start, overlap.length)
 
 
-def _in_vector(vector: torch.Tensor, overlap: _Overlap) -> torch.Tensor:
+def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
     return vector.narrow(0, overlap.vector_start, overlap.length)
 
 

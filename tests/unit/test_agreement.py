@@ -163,9 +163,8 @@ def test_who_is_asked_to_stop_while_waiting_leaves(stores: Stores) -> None:
 def test_once_all_have_arrived_it_is_too_late_to_leave(stores: Stores) -> None:
     """Island 0 reads the plan "go", which island 1 wrote, after it was asked to stop: it must take part."""
     book = Ledger(stores(0), 0, 2, should_stop=lambda: True)
-    other = Ledger(stores(1), 1, 2)
-    other._post("round/1/arrived/1", {"weight": 1})
-    assert other._decide("round/1/plan", "go") == "go"
+    stores(1).set("round/1/arrived/1", json.dumps({"weight": 1}))
+    assert stores(1).compare_set("round/1/plan", "", "go") == b"go"
     assert book.arrive(1, {"weight": 0}, 5) == [{"weight": 0}, {"weight": 1}]
 
 

@@ -100,9 +100,7 @@ def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[
 @pytest.mark.parametrize("size", [0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 5 * MAX_PART_BYTES + 3])
 def test_what_is_sent_is_cut_into_parts_for_all_connections(num_connections: int, size: int) -> None:
     def talk(end: int, links: Connections) -> list[tuple[int, int]]:
-        return [
-            (connection, part.nbytes) for connection, part in links._spread(torch.empty(size, dtype=torch.int8), 7)
-        ]
+        return [(connection, part.nbytes) for connection, part in links.spread(torch.empty(size, dtype=torch.int8), 7)]
 
     here, there = joined(2, num_connections, talk)
     assert here == there
@@ -139,7 +137,7 @@ def test_one_broken_connection_of_several_is_found() -> None:
 
     def talk(end: int, links: Connections) -> list[int]:
         if end == 1:
-            del links._groups[2]
+            del links.groups[2]
             has_dropped.set()
             return []
         assert links.find_broken() == [] or has_dropped.is_set()
@@ -160,7 +158,7 @@ def test_a_transfer_is_not_given_up_for_another_connection(monkeypatch: pytest.M
         tensor = torch.full((10,), float(end))
         transfers = Transfers()
         if end == 1:
-            del links._groups[1]
+            del links.groups[1]
             time.sleep(1)
             links.send(tensor, 0, 2, transfers)
         else:

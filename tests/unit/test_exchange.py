@@ -384,9 +384,9 @@ def test_traffic_is_what_the_sockets_get(small_chunks: None, num_islands: int, p
     def run(island: int) -> tuple[Traffic, Traffic]:
         exchange = opener(island)
         assert isinstance(exchange, MeshExchange)
-        links = exchange._links
-        group = CountingGroup(links._groups[0])
-        links._groups = [group]  # type: ignore[list-item]
+        links = exchange.links
+        group = CountingGroup(links.groups[0])
+        links.groups = [group]  # type: ignore[list-item]
         traffic = exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])
         traffic += exchange.broadcast(make_values(0, island, 30), source=1)
         return traffic, Traffic(group.sent, group.received)
@@ -437,9 +437,9 @@ def test_damage_on_the_way_is_seen_by_who_receives_it_and_can_be_sent_again(
     def run(island: int) -> torch.Tensor:
         exchange = opener(island)
         assert isinstance(exchange, MeshExchange)
-        links = exchange._links
+        links = exchange.links
         if island == 1:
-            links._groups = [DamagingGroup(links._groups[0], number)]  # type: ignore[list-item]
+            links.groups = [DamagingGroup(links.groups[0], number)]  # type: ignore[list-item]
             with pytest.raises(DamagedTransferError, match=r"island [02] sent came damaged"):
                 exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])
         else:

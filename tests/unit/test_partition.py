@@ -71,7 +71,7 @@ def positions(intervals: list[tuple[int, int]]) -> list[int]:
 @given(windows_and_partitions().map(lambda drawn: drawn[1]))
 def test_lanes_cut_the_index_space_once(cuts: list[LanePartition]) -> None:
     everything = list(chain.from_iterable(positions(cut.intervals) for cut in cuts))
-    assert everything == list(range(cuts[0]._shards.num_parameters))
+    assert everything == list(range(cuts[0].shards.num_parameters))
     lanes = list(chain.from_iterable(cut.lanes for cut in cuts))
     assert lanes == list(range(len(lanes)))
     lengths = [length for cut in cuts for length in cut.lane_sizes]
@@ -84,7 +84,7 @@ def test_lanes_cut_the_index_space_once(cuts: list[LanePartition]) -> None:
 def test_overlaps_are_what_counting_finds(cuts: list[LanePartition]) -> None:
     cut = cuts[0]
     for holder, one in enumerate(cuts):
-        segments = one._shards.intervals()
+        segments = one.shards.intervals()
         where = {
             (number, index - start): index
             for number, (start, length) in enumerate(segments)
@@ -97,8 +97,8 @@ def test_overlaps_are_what_counting_finds(cuts: list[LanePartition]) -> None:
             )
             found = sorted(
                 (overlap.segment, overlap.segment_start + step, overlap.vector_start + step)
-                for window in cut._windows
-                for overlap in cut._overlaps(holder, owner, window)
+                for window in cut.windows
+                for overlap in cut.overlaps(holder, owner, window)
                 for step in range(overlap.length)
             )
             assert found == counted
@@ -109,12 +109,12 @@ def test_a_window_bounds_what_is_under_way(drawn: tuple[int, list[LanePartition]
     bound, cuts = drawn
     cut = cuts[0]
     ranks = range(len(cuts))
-    for window in cut._windows:
-        lengths = [[sum(one.length for one in cut._overlaps(h, o, window)) for o in ranks] for h in ranks]
+    for window in cut.windows:
+        lengths = [[sum(one.length for one in cut.overlaps(h, o, window)) for o in ranks] for h in ranks]
         for rank in ranks:
             sent, received = sum(lengths[rank]), sum(line[rank] for line in lengths)
             assert max(sent, received) <= bound
-    assert all(end == start for (_, end), (start, _) in pairwise(cut._windows))
+    assert all(end == start for (_, end), (start, _) in pairwise(cut.windows))
 
 
 @given(
