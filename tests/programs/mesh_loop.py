@@ -7,7 +7,6 @@ optimizer step), resume_from (a folder), result (file).
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,6 @@ def train(settings: dict[str, Any], trackers: list[Any] | None = None) -> tuple[
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):  # which trainer_island sets, for DeepSpeed
-        os.environ.pop(name, None)
     weights, reports = train(settings)
     torch.save((weights, [report.outer_hash for report in reports]), settings["result"])
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-    os.environ.setdefault(name, value)
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+"""What a launcher tells a single rank; DeepSpeed wants to hear it."""
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -87,6 +87,8 @@ def deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     if settings.get("zero") is not None:
         import deepspeed.ops
 
