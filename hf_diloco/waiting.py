@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+
+from hf_diloco.clock import REAL, Clock
 
 logger = logging.getLogger("hf_diloco")
 
@@ -35,7 +36,7 @@ class WaitNotes:
         unit: "island" or "node".
         first: seconds of a wait before it is told.
         every: seconds from one line to the next, whichever wait it is about.
-        clock: monotonic time in seconds.
+        clock: by which the waits are measured.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class WaitNotes:
         unit: str = "island",
         first: float = FIRST_SECONDS,
         every: float = EVERY_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL,
     ) -> None:
         self.unit = unit
         self.first = first
@@ -69,7 +70,7 @@ class WaitNotes:
 
     def say(self, begun: float, text: Callable[[], str]) -> None:
         """Logs `text()`, if the wait that has `begun` then is long enough and nothing was said just before."""
-        now = self.clock()
+        now = self.clock.now()
         if now - begun >= self.first and now >= self._next_at:
             self._next_at = now + self._every
             logger.warning("%s", text())
@@ -83,7 +84,7 @@ class Wait:
         self._limit = limit
         self._prefix = prefix
         self._suffix = suffix
-        self._begun = notes.clock()
+        self._begun = notes.clock.now()
 
     def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int]) -> None:
         """Says for whom this waits, if it is time to.
@@ -95,7 +96,7 @@ class Wait:
         def text() -> str:
             found = missing() if callable(missing) else missing
             names = found if isinstance(found, str) else self._notes.names(found)
-            waited = self._notes.clock() - self._begun
+            waited = self._notes.clock.now() - self._begun
             limit = "" if self._limit == float("inf") else f" of {self._limit:,.0f} s"
             return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit})"
 
@@ -104,7 +105,7 @@ class Wait:
     @contextmanager
     def blocking(self, missing: Callable[[], str | Collection[int]] | str | Collection[int]) -> Iterator[None]:
         """Looks from a thread of its own while the caller blocks in a library."""
-        over = threading.Event()
+        over = self._notes.clock.event()
 
         def watch() -> None:
             pause = self._notes.first

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
 from hf_diloco.agreement.voting import Verdict, Voting
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
 from hf_diloco.waiting import WaitNotes
 
@@ -102,8 +102,7 @@ class Council:
         members: this island and the others.
         rules: when a round takes place.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
 
     def __init__(
@@ -112,21 +111,19 @@ class Council:
         members: Members,
         rules: Rules,
         should_stop: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         self._log = log
         self._members = members
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
-        self._sleep = sleep
         self._usual_norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(rules.num_fragments)]
         self._last_participants: frozenset[int] = frozenset()
         self._offers: dict[str, OfferRecord] = {}
         self._notes = WaitNotes(members.island, clock=clock)
-        self._decisions = Decisions(log, members.island, sleep)
-        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock, sleep)
+        self._decisions = Decisions(log, members.island, clock)
+        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock)
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
@@ -183,7 +180,7 @@ class Council:
         """
         self._members.check_claim()
         self.offer(attempt, offer)
-        started = self._clock()
+        started = self._clock.now()
         wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
         pause = _MIN_POLL_SECONDS
@@ -203,20 +200,20 @@ class Council:
             if self._rules.needs_presence:
                 offers = {island: made for island, made in offers.items() if self._waits(island, made[1], alive)}
             if len(offers) >= self._rules.min_islands:
-                quorum_at = self._clock() if quorum_at is None else quorum_at
-                waited = self._clock() - quorum_at
+                quorum_at = self._clock.now() if quorum_at is None else quorum_at
+                waited = self._clock.now() - quorum_at
                 if waited >= self._rules.grace or not self._awaited(attempt, alive, waited) - offers.keys():
                     if self._log.create(f"{attempt.path}/plan.json", plan := self._plan(attempt, offers, offer.state)):
                         return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
                     continue  # to read what was written first
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
                 raise self._no_quorum(attempt, offers, "the others give no sign of life")
-            elif self._clock() - started >= self._rules.patience:
+            elif self._clock.now() - started >= self._rules.patience:
                 raise self._no_quorum(
                     attempt, offers, f"no more came within {self._rules.patience:g} s (sync_timeout)"
                 )
             wait.look((self._awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
-            self._sleep(pause)
+            self._clock.sleep(pause)
             pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
@@ -293,23 +290,23 @@ class Council:
             StopRequested: this island was asked to stop.
             StoreError: the store does not answer.
         """
-        deadline = self._clock() + patience
+        deadline = self._clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
-        seen_at = self._clock()
+        seen_at = self._clock.now()
         while self._decisions.outcome(attempt.path) is None:
             alive = self._members.alive()
             others = [offer for offer in offers if offer.island != self._members.island]
             if any(self._waits(offer.island, offer, alive) for offer in others):
-                seen_at = self._clock()
+                seen_at = self._clock.now()
             if self._should_stop():
                 raise StopRequested
-            if self._clock() - seen_at >= self._rules.grace:
+            if self._clock.now() - seen_at >= self._rules.grace:
                 self.abort(attempt, "", "its participants are gone")
                 return
-            if self._clock() >= deadline:
+            if self._clock.now() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             wait.look([offer.island for offer in others])
-            self._sleep(_MAX_POLL_SECONDS / 2)
+            self._clock.sleep(_MAX_POLL_SECONDS / 2)
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
         """Takes a committed round as the last one, and its norms as usual ones."""

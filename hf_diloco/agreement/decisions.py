@@ -22,11 +22,10 @@ seems damaged, because another program is still copying it, costs an attempt and
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 
 from hf_diloco.agreement.log import R, RunLog
 from hf_diloco.agreement.round_records import OutcomeRecord, PlanRecord
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import ForgedError, StoreError
 
 MAX_ATTEMPTS = 100
@@ -44,13 +43,13 @@ class Decisions:
     Args:
         log: of the run.
         island: this island's number.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
 
-    def __init__(self, log: RunLog, island: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, log: RunLog, island: int, clock: Clock = REAL) -> None:
         self._log = log
         self._island = island
-        self._sleep = sleep
+        self._clock = clock
 
     def plan(self, attempt: str) -> PlanRecord | None:
         """The plan of the attempt in a folder, None if there is none yet.
@@ -151,7 +150,7 @@ class Decisions:
                 if path in self._log.refused or look == _LOOKS:
                     self._log.refuse(path, error)
                     raise
-            self._sleep(SETTLE_SECONDS / _LOOKS)
+            self._clock.sleep(SETTLE_SECONDS / _LOOKS)
         raise AssertionError("the last look returns or raises")
 
 

@@ -18,13 +18,13 @@ waiting writes "abort", and if "commit" was there first, reads that and commits.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from hf_diloco.agreement.patience import call_within
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.waiting import Wait, WaitNotes
 
@@ -46,18 +46,19 @@ MAX_TRIES = 3
 class _Watch:
     """Looks now and then for broken connections while something is waited for."""
 
-    def __init__(self, find_broken: Callable[[], Collection[int]]) -> None:
+    def __init__(self, find_broken: Callable[[], Collection[int]], clock: Clock) -> None:
         self._find_broken = find_broken
+        self._clock = clock
         self._broken: set[int] = set()
-        self._next_at = time.monotonic() + LOOK_SECONDS
+        self._next_at = clock.now() + LOOK_SECONDS
         self.gone: set[int] = set()
 
     def look(self) -> None:
-        if time.monotonic() < self._next_at:
+        if self._clock.now() < self._next_at:
             return
         before, self._broken = self._broken, set(self._find_broken())
         self.gone = before & self._broken
-        self._next_at = time.monotonic() + LOOK_SECONDS
+        self._next_at = self._clock.now() + LOOK_SECONDS
 
 
 class Ledger:
@@ -70,8 +71,7 @@ class Ledger:
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         find_broken: names islands whose connections have broken; a round does not wait for those.
         where: islands meet, for messages.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class Ledger:
         should_stop: Callable[[], bool] = lambda: False,
         find_broken: Callable[[], Collection[int]] = tuple,
         where: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         self._store = store
         self.island = island
@@ -92,7 +91,6 @@ class Ledger:
         self._find_broken = find_broken
         self._where = where
         self._clock = clock
-        self._sleep = sleep
         self._notes = WaitNotes(island, clock=clock)
         self._is_lost = False
         self._tries: dict[int, int] = {}
@@ -134,7 +132,7 @@ class Ledger:
         topic = self._topic(round_number)
         self._post(f"{topic}/arrived/{self.island}", record)
         keys = [f"{topic}/arrived/{island}" for island in range(self.num_islands)]
-        watch = _Watch(self._find_broken)
+        watch = _Watch(self._find_broken, self._clock)
         wait = self._notes.begin(timeout, f"round {round_number}")
         try:
             missing = self._await(keys, timeout, wait, unless=f"{topic}/plan", watch=watch)
@@ -188,7 +186,7 @@ class Ledger:
         self._post(f"{topic}/vote/{self.island}", vote)
         keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
         if vote["ok"]:
-            watch = _Watch(self._find_broken)
+            watch = _Watch(self._find_broken, self._clock)
             wait = self._notes.begin(timeout, f"round {round_number}, vote")
             self._await(keys, timeout, wait, interruptible=False, unless=f"{topic}/outcome", watch=watch)
         votes = {str(island): self._read(key) for island, key in enumerate(keys) if self._has(key)}
@@ -253,7 +251,7 @@ class Ledger:
 
         Where `watch` sees that absent islands are gone, it returns those before.
         """
-        deadline = self._clock() + timeout
+        deadline = self._clock.now() + timeout
         absent = dict(enumerate(keys))
         while absent:
             if watch:
@@ -265,12 +263,12 @@ class Ledger:
                 return []
             if watch and (gone := watch.gone & absent.keys()):
                 return sorted(gone)
-            left = deadline - self._clock()
+            left = deadline - self._clock.now()
             if left <= 0:
                 break
             wait.look(absent.keys())
             waited = timeout - left
-            self._sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
+            self._clock.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
         return sorted(absent)
 
     def _has(self, key: str) -> bool:

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import psutil
 from pydantic import Field
 
 from hf_diloco.agreement.log import Record, RunLog
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import DuplicateIslandError, StoreError
 from hf_diloco.waiting import WaitNotes
 
@@ -95,8 +95,7 @@ class Members:
         island: this island's number.
         folder: where it writes.
         lease: seconds after which an island whose beat stands still counts as gone.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
 
     def __init__(
@@ -105,8 +104,7 @@ class Members:
         island: int,
         folder: str = "",
         lease: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         self.island = island
         self.claim = 0
@@ -115,7 +113,6 @@ class Members:
         self._folder = folder
         self._lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
-        self._sleep = sleep
         self._seen: dict[int, tuple[int, BeatRecord, float]] = {}
         self._claims: set[str] = set()
         self._count = 0
@@ -123,7 +120,7 @@ class Members:
         self._reached_at = -math.inf
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._nudged = threading.Event()
+        self._nudged = clock.event()
         self._thread: threading.Thread | None = None
 
     # This island
@@ -199,7 +196,7 @@ class Members:
                     logger.info("no sign of life could be given: %s", error)
                     continue
                 if self._is_cut_off:
-                    self._reached_at = self._clock()
+                    self._reached_at = self._clock.now()
                     self._is_cut_off = False
 
         self._thread = threading.Thread(target=run, name="hf-diloco-beat", daemon=True)
@@ -209,12 +206,16 @@ class Members:
         """The next beat comes at once."""
         self._nudged.set()
 
-    def leave(self, phase: Phase) -> None:
-        """Stops beating and says so, so that nobody waits."""
+    def stop_beating(self) -> None:
+        """Gives no further sign of life by itself."""
         self._ended.set()
         self._nudged.set()
         if self._thread:
             self._thread.join(timeout=5)
+
+    def leave(self, phase: Phase) -> None:
+        """Stops beating and says so, so that nobody waits."""
+        self.stop_beating()
         self.standing.phase = phase
         try:
             self.beat()
@@ -238,7 +239,7 @@ class Members:
                 if beat is None:
                     continue  # what lies there is no sign of life, but an earlier process may have given one
                 if known is None or known[:2] != (claim, beat):
-                    self._seen[island] = claim, beat, self._clock()
+                    self._seen[island] = claim, beat, self._clock.now()
                 break
         return {island: beat for island, (_, beat, _) in self._seen.items()}
 
@@ -247,7 +248,7 @@ class Members:
 
         While the store did not answer, no other island could give a sign of life either: their lease begins anew.
         """
-        now = self._clock()
+        now = self._clock.now()
         return {
             island: beat
             for island, beat in self.look().items()
@@ -275,11 +276,11 @@ class Members:
         logger.info(
             "island %d was taken before: looking for %g s whether that process lives", self.island, self._lease
         )
-        deadline = self._clock() + self._lease
+        deadline = self._clock.now() + self._lease
         wait = WaitNotes(self.island, clock=self._clock).begin(self._lease, "start")
-        while self._clock() < deadline:
+        while self._clock.now() < deadline:
             wait.look(f"a sign of life of the process that had this number before ({self._where(claim)})")
-            self._sleep(_LOOK_SECONDS)
+            self._clock.sleep(_LOOK_SECONDS)
             beat = self._log.read_or_refuse(path, BeatRecord)
             if beat and beat.phase in ("left", "finished"):
                 return False

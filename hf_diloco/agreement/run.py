@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 
 from pydantic import Field
 
@@ -11,6 +10,7 @@ from hf_diloco.agreement.facts import Facts, differ, remedy_for
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.agreement.objects import ObjectStore
 from hf_diloco.agreement.seal import Seal
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 
 PATH = "run.json"
@@ -38,7 +38,13 @@ class RunRecord(Record):
 
 
 def enter_run(
-    store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, fingerprint: Facts
+    store: ObjectStore,
+    key: bytes,
+    island: int,
+    parent: str,
+    num_rounds: int | None,
+    fingerprint: Facts,
+    clock: Clock = REAL,
 ) -> tuple[RunRecord, bool]:
     """Finds the run in the store, or begins one.
 
@@ -54,7 +60,7 @@ def enter_run(
     mine = RunRecord(
         run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
     )
-    found = find_run(log) or _find_again(log)
+    found = find_run(log) or _find_again(log, clock)
     if found is None:
         store.check_creation()
         try:
@@ -77,7 +83,7 @@ def find_run(log: RunLog) -> RunRecord | None:
         raise _not_ours(log.store, error) from None
 
 
-def _find_again(log: RunLog) -> RunRecord | None:
+def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
     """The run whose other records are there already; None if there are none.
 
     `run.json` is written before all others. Whoever sees others, but not it, has looked too early, or reads it from a
@@ -95,7 +101,7 @@ def _find_again(log: RunLog) -> RunRecord | None:
             return found
         if PATH not in paths:
             break
-        time.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
+        clock.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
     raise RendezvousError(
         f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {PATH}, which names "
         f"that run, is gone: a second run in the same place would mix with them. Bring {PATH} back from a copy; or "
@@ -108,7 +114,7 @@ def open_log(store: ObjectStore, key: bytes, run: RunRecord) -> RunLog:
     return RunLog(store, Seal(key, run.run))
 
 
-def open_run(store: ObjectStore, key: bytes) -> tuple[RunRecord, RunLog]:
+def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:
     """The run in a store, to look at it.
 
     Raises:
@@ -116,7 +122,7 @@ def open_run(store: ObjectStore, key: bytes) -> tuple[RunRecord, RunLog]:
     """
     found = find_run(RunLog(store, Seal(key, _NO_RUN)))
     if found is None:
-        found = _find_again(RunLog(store, Seal(key, _NO_RUN)))
+        found = _find_again(RunLog(store, Seal(key, _NO_RUN)), clock)
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
     return found, open_log(store, key, found)

@@ -16,7 +16,6 @@ find two winners:
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
@@ -26,6 +25,7 @@ from pydantic import Field
 from hf_diloco.agreement.decisions import Decisions, is_outcome
 from hf_diloco.agreement.log import Record, RunLog
 from hf_diloco.agreement.members import Members
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.waiting import Wait
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
@@ -82,8 +82,7 @@ class Voting:
         members: this island and the others.
         patience: seconds to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
 
     def __init__(
@@ -93,8 +92,7 @@ class Voting:
         members: Members,
         patience: float,
         should_stop: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         self._log = log
         self._decisions = decisions
@@ -102,7 +100,6 @@ class Voting:
         self._patience = patience
         self._should_stop = should_stop
         self._clock = clock
-        self._sleep = sleep
 
     def vote(
         self, folder: str, participants: Collection[int], mean: str, wait: Wait, is_unanimous: bool = False
@@ -124,7 +121,7 @@ class Voting:
         own = self._members.island
         if own in participants:
             self._place(folder, own, mean)
-        deadline = self._clock() + self._patience
+        deadline = self._clock.now() + self._patience
         pause = _MIN_POLL_SECONDS
         while True:
             paths = self._log.list(f"{folder}/")
@@ -132,7 +129,7 @@ class Voting:
                 return Verdict.DECIDED
             votes = self._read(folder, paths)
             won_by = winner(participants, votes)
-            is_over = self._should_stop() or self._clock() >= deadline
+            is_over = self._should_stop() or self._clock.now() >= deadline
             at_it = set() if is_over else self._at_it() - {own}
             silent = set(participants) - votes.keys()
             if won_by is None and not silent & at_it:
@@ -148,7 +145,7 @@ class Voting:
                     return Verdict.OUTVOTED
             others = set(participants) - {own}
             wait.look(silent & others or others)
-            self._sleep(pause)
+            self._clock.sleep(pause)
             pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
     def _place(self, folder: str, island: int, mean: str) -> None:

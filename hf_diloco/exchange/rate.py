@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+
+from hf_diloco.clock import REAL, Clock
 
 BURST_SECONDS = 0.1
 """What has not been used of the limit so long before may be made up for."""
@@ -17,8 +17,7 @@ class RateLimit:
 
     Args:
         bytes_per_second: None lets everything through.
-        clock: seconds, from any beginning.
-        sleep: waits for so many seconds.
+        clock: by which it waits.
 
     Raises:
         ValueError: the limit is not more than 0.
@@ -27,14 +26,12 @@ class RateLimit:
     def __init__(
         self,
         bytes_per_second: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise ValueError(f"bytes_per_second={bytes_per_second}: input should be more than 0, or None")
         self.bytes_per_second = bytes_per_second
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._paid_until = float("-inf")  # the moment at which all that was taken is within the limit
 
@@ -43,11 +40,11 @@ class RateLimit:
         if self.bytes_per_second is None:
             return
         with self._lock:
-            now = self._clock()
+            now = self._clock.now()
             self._paid_until = max(self._paid_until, now - BURST_SECONDS) + num_bytes / self.bytes_per_second
             pause = self._paid_until - now
         if pause > 0:
-            self._sleep(pause)
+            self._clock.sleep(pause)
 
     def seconds(self, num_bytes: int) -> float:
         """The least that so many bytes take."""

@@ -25,6 +25,7 @@ from hf_diloco.agreement.objects import ObjectStore, open_object_store
 from hf_diloco.agreement.run import RunRecord, enter_run, open_log
 from hf_diloco.agreement.seal import load_key
 from hf_diloco.checkpoint import newest_sound, whole_checkpoints
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -71,28 +72,41 @@ class ElasticSession(BaseSession):
         config: the outer loop's settings; `rendezvous` names the store.
         island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+        clock: by which it waits for them, and tells whether they live.
+
+    Attributes:
+        store: where the islands meet.
+        rounds: offers and carries them out; this and the next since `join`.
+        engines: how values get from island to island, one a fragment.
+        council: decides rounds; this and the next on the leader.
+        members: the islands.
     """
 
+    rounds: Rounds
+    engines: list[Engine]
+    council: Council | None = None
+    members: Members | None = None
     _run: RunRecord
-    _rounds: Rounds
     _pace: Pace
     _snapshots: Snapshots
-    _engines: list[Engine]
-    _council: Council | None = None  # this and the next: on the leader
-    _members: Members | None = None
 
     def __init__(
-        self, config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool] = lambda: False
+        self,
+        config: DiLoCoConfig,
+        island: IslandGroup,
+        should_stop: Callable[[], bool] = lambda: False,
+        clock: Clock = REAL,
     ) -> None:
         super().__init__(config, island)
         assert config.rendezvous is not None
+        self._clock = clock
         self._is_training = False
         self._is_closing = False
         self._should_stop = lambda: self._is_closing or should_stop()
         self._key = island.on_all(lambda: load_key(config.key_file))
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
-        self._store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
+        self.store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
         self._went_on = time.monotonic(), 0
 
@@ -147,7 +161,7 @@ class ElasticSession(BaseSession):
 
         def enter() -> tuple[dict[str, Any], bool, int]:
             run, is_new = enter_run(
-                self._store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint
+                self.store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint, self._clock
             )
             if is_new and self.outer.run:
                 logger.warning(
@@ -156,31 +170,31 @@ class ElasticSession(BaseSession):
                     self.config.rendezvous,
                     self.outer.run,
                 )
-            log = open_log(self._store, self._key, run)
-            self._members = Members(log, self.config.island, os.path.realpath(folder))
-            self._members.enter()
+            log = open_log(self.store, self._key, run)
+            self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
+            self.members.enter()
             self._refresh()
-            self._members.start_beating(self._refresh)
-            self._council = Council(log, self._members, self._rules(), self._should_stop)
-            return run.model_dump(), is_new, self._members.claim
+            self.members.start_beating(self._refresh)
+            self.council = Council(log, self.members, self._rules(), self._should_stop, self._clock)
+            return run.model_dump(), is_new, self.members.claim
 
         raw, is_new, claim = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
         buckets = [self._bucket_of(fragment) for fragment in self.outer.fragments]
-        log = open_log(self._store, self._key, self._run)
+        log = open_log(self.store, self._key, self._run)
         author = author_of(self.config.island, claim)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
-        self._engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
-        self._rounds = Rounds(
-            self.config, self.outer, self._talk, self._engines, self._snapshots, self._council, claim
+        self.engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
+        self.rounds = Rounds(
+            self.config, self.outer, self._talk, self.engines, self._snapshots, self.council, claim, self._clock
         )
-        self._pace = Pace(self.config, self.outer, self._members)
+        self._pace = Pace(self.config, self.outer, self.members)
         return is_new
 
     def _bucket_of(self, fragment: Fragment) -> BucketExchange:
         intervals = fragment.partition.intervals
         start = intervals[0][0] if intervals else 0
-        return BucketExchange(self._store, start, fragment.partition.numel, rate_limit=self._rate_limit)
+        return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit)
 
     def _rules(self) -> Rules:
         config = self.config
@@ -213,9 +227,9 @@ class ElasticSession(BaseSession):
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
-        if not self._rounds.recovery.take_over(self._find_snapshot):
+        if not self.rounds.recovery.take_over(self._find_snapshot):
             self._offer_start()
-            self._rounds.recovery.take_over(self._snapshots.start)
+            self.rounds.recovery.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
         self._catch_up()
@@ -228,15 +242,15 @@ class ElasticSession(BaseSession):
         Raises:
             IslandLostError: that stays so for `join_timeout` seconds.
         """
-        last, since = -1, time.monotonic()
+        last, since = -1, self._clock.now()
         while True:
             if self.outer.round != last:
-                last, since = self.outer.round, time.monotonic()
+                last, since = self.outer.round, self._clock.now()
             try:
-                planned = self._rounds.find(is_resuming)
+                planned = self.rounds.find(is_resuming)
                 if planned is None:
                     return
-                self._rounds.carry_out(planned, SyncClock(), is_resuming)
+                self.rounds.carry_out(planned, SyncClock(), is_resuming)
             except IslandLostError as error:
                 if not self.island.on_leader(partial(self._may_try_again, since)):
                     raise
@@ -246,8 +260,8 @@ class ElasticSession(BaseSession):
     def _may_try_again(self, since: float) -> bool:
         if self._should_stop():
             raise StopRequested
-        time.sleep(LOOK_SECONDS)
-        return time.monotonic() < since + self.config.join_timeout
+        self._clock.sleep(LOOK_SECONDS)
+        return self._clock.now() < since + self.config.join_timeout
 
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
@@ -261,10 +275,12 @@ class ElasticSession(BaseSession):
     def _await_islands(self) -> None:
         """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
         if not self._has_last_round:
-            self.island.on_leader(lambda: await_islands(self.config, self._need_members(), self._should_stop))
+            self.island.on_leader(
+                lambda: await_islands(self.config, self._need_members(), self._should_stop, self._clock)
+            )
 
     def _find_snapshot(self) -> str | None:
-        return find_snapshot(self._run, self._snapshots, self._need_members(), self._should_stop)
+        return find_snapshot(self._run, self._snapshots, self._need_members(), self._should_stop, self._clock)
 
     # Rounds
 
@@ -313,7 +329,7 @@ class ElasticSession(BaseSession):
         self._stand("syncing")
         try:
             self._rescue_average()
-            self._after_round(self._rounds.carry_flight(flight))
+            self._after_round(self.rounds.carry_flight(flight))
         finally:
             self._stand("training")
 
@@ -327,7 +343,7 @@ class ElasticSession(BaseSession):
         round_before = self.outer.round
         report = None
         while True:
-            planned = self._rounds.find()
+            planned = self.rounds.find()
             if planned is None and (self._has_last_round or self._has_caught_up(round_before)):
                 if report is None:
                     raise MissedRoundError(
@@ -336,10 +352,10 @@ class ElasticSession(BaseSession):
                 return report
             if planned is None:
                 self._rescue_average()
-                offer = self._rounds.publish(clock)
-                planned = clock.wait(lambda: self._rounds.convene(offer))  # noqa: B023 - called at once
+                offer = self.rounds.publish(clock)
+                planned = clock.wait(lambda: self.rounds.convene(offer))  # noqa: B023 - called at once
             fragment = self.outer.current
-            report = self._rounds.carry_out(planned, clock) or report
+            report = self.rounds.carry_out(planned, clock) or report
             self.outer.rest(fragment)
             if report is not None and not fragment.steps:
                 self._after_round(planned)
@@ -347,8 +363,8 @@ class ElasticSession(BaseSession):
 
     def _rescue_average(self) -> None:
         """Where nobody has put the last average into the store, a snapshot takes its place."""
-        self._rounds.rest()
-        if self._talk.on_leader(self._rounds.is_average_missing):
+        self.rounds.rest()
+        if self._talk.on_leader(self.rounds.is_average_missing):
             logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
             self._snapshots.wait()
             self._write_snapshot()
@@ -361,19 +377,20 @@ class ElasticSession(BaseSession):
         """Others that are about to plan a round would wait until an island that begins now has trained for it too."""
         if self.outer.round == 0:  # where the run begins, all take part
             return
-        deadline = time.monotonic() + self.config.grace  # after which they plan it anyway, if they can
-        notes = WaitNotes(self.config.island).begin(self.config.grace, f"round {self.outer.round + 1}")
+        deadline = self._clock.now() + self.config.grace  # after which they plan it anyway, if they can
+        notes = WaitNotes(self.config.island, clock=self._clock)
+        note = notes.begin(self.config.grace, f"round {self.outer.round + 1}")
 
         def wait() -> bool:
-            while self._pace.others_convene() and time.monotonic() < deadline:
+            while self._pace.others_convene() and self._clock.now() < deadline:
                 if self._need_members().standing.phase != "passing":
                     self._stand("passing")
                 if self._need_council().current(self.outer.round + 1).plan:
                     return True
                 if self._should_stop():
                     raise StopRequested
-                notes.look("the others, which begin it without this island")
-                time.sleep(LOOK_SECONDS)
+                note.look("the others, which begin it without this island")
+                self._clock.sleep(LOOK_SECONDS)
             return False
 
         while self.island.on_leader(wait):
@@ -390,15 +407,15 @@ class ElasticSession(BaseSession):
 
     def _stand(self, phase: Phase) -> None:
         """What the next sign of life says; it is given at once, because others may wait to hear it."""
-        if self._members is not None:
-            self._members.standing.phase = phase
+        if self.members is not None:
+            self.members.standing.phase = phase
             self._refresh()
-            self._members.nudge()
+            self.members.nudge()
 
     def _refresh(self) -> None:
-        if self._members is None:
+        if self.members is None:
             return
-        standing = self._members.standing
+        standing = self.members.standing
         standing.round, standing.steps = self.outer.round, self.outer.steps
         standing.num_ranks = self.island.size
         standing.tokens_per_second = self._speed()
@@ -417,15 +434,15 @@ class ElasticSession(BaseSession):
         self._is_closing = False
         if not finished and self._is_training and self.outer.steps:
             try:
-                self._rounds.bequeath()
+                self.rounds.bequeath()
             except DiLoCoError as error:
                 logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
         self.has_left = True
         self.close()
         if finished:
             self._note_missing_rounds()
-        if self._members is not None:
-            self._members.leave("finished" if finished else "left")
+        if self.members is not None:
+            self.members.leave("finished" if finished else "left")
 
     def _note_missing_rounds(self) -> None:
         if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
@@ -438,16 +455,16 @@ class ElasticSession(BaseSession):
 
     def close(self) -> None:
         self._overlap.close()
-        if hasattr(self, "_engines"):
+        if hasattr(self, "engines"):
             self._snapshots.wait()
-            self._rounds.rest()
-            for engine in self._engines:
+            self.rounds.rest()
+            for engine in self.engines:
                 engine.close()
 
     def _need_council(self) -> Council:
-        assert self._council is not None
-        return self._council
+        assert self.council is not None
+        return self.council
 
     def _need_members(self) -> Members:
-        assert self._members is not None
-        return self._members
+        assert self.members is not None
+        return self.members

@@ -29,6 +29,7 @@ from hf_diloco.agreement.records import (
     parse_records,
 )
 from hf_diloco.agreement.verdicts import states_are_equal
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
 from hf_diloco.exchange.base import Exchange
@@ -46,7 +47,7 @@ from hf_diloco.shards.partition import choose_partition, layout_of
 
 logger = logging.getLogger("hf_diloco")
 
-_FAREWELL_SECONDS = {"finished": 60.0, "early": 5.0}
+FAREWELL_SECONDS = {"finished": 60.0, "early": 5.0}
 _ENDED_BEFORE = (
     "island %d ended after round %d, but other islands were to go on and have ended early: give all islands the same "
     "number of steps, and start them again to train on"
@@ -61,6 +62,7 @@ class FixedSession(BaseSession):
         island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         transport: how to reach the other islands; default: what `config.rendezvous` calls for.
+        clock: by which it waits for them.
 
     Raises:
         RendezvousError: the rendezvous cannot be reached.
@@ -73,6 +75,7 @@ class FixedSession(BaseSession):
         island: IslandGroup,
         should_stop: Callable[[], bool] = lambda: False,
         transport: Transport | None = None,
+        clock: Clock = REAL,
     ) -> None:
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
@@ -85,6 +88,7 @@ class FixedSession(BaseSession):
             lambda: self._is_closing or should_stop(),
             self._find_broken,
             where=config.rendezvous,
+            clock=clock,
         )
         self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
         self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)
@@ -242,7 +246,7 @@ class FixedSession(BaseSession):
         def farewell() -> None:
             try:
                 self._ledger.leave(self.outer.round + 1, finished)
-                patience = _FAREWELL_SECONDS["finished" if finished else "early"]
+                patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
                 others = self._ledger.share("done", goodbye, patience, interruptible=False)
                 if finished and not all(other.get("finished") for other in others):

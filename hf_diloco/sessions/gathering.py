@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from hf_diloco.agreement.members import Members
 from hf_diloco.agreement.run import RunRecord
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import RendezvousError, StopRequested
 from hf_diloco.sessions.snapshots import Snapshots, round_of
@@ -24,8 +24,7 @@ def find_snapshot(
     snapshots: Snapshots,
     members: Members,
     should_stop: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Clock = REAL,
 ) -> str | None:
     """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it.
 
@@ -34,8 +33,7 @@ def find_snapshot(
         snapshots: of the run.
         members: the islands.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
     """
     wait = WaitNotes(members.island, clock=clock).begin(math.inf, "start of the run")
     while True:
@@ -48,15 +46,14 @@ def find_snapshot(
         if should_stop():
             raise StopRequested
         wait.look(f"the outer parameters of island {run.by}")
-        sleep(LOOK_SECONDS)
+        clock.sleep(LOOK_SECONDS)
 
 
 def await_islands(
     config: DiLoCoConfig,
     members: Members,
     should_stop: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Clock = REAL,
 ) -> None:
     """Returns when all islands are there, or the others train already; or when enough are, and time is over.
 
@@ -64,14 +61,13 @@ def await_islands(
         config: the outer loop's settings.
         members: the islands.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
 
     Raises:
         RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.
     """
     wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
-    deadline = clock() + config.join_timeout
+    deadline = clock.now() + config.join_timeout
     while True:
         beats = members.look()
         alive = members.alive()
@@ -81,10 +77,10 @@ def await_islands(
             return
         if should_stop():
             raise StopRequested
-        if clock() > deadline:
+        if clock.now() > deadline:
             break
         wait.look(set(range(config.num_islands)) - alive.keys() - ended)
-        sleep(LOOK_SECONDS)
+        clock.sleep(LOOK_SECONDS)
     if len(alive) < config.quorum:
         missing = sorted(set(range(config.num_islands)) - alive.keys())
         raise RendezvousError(

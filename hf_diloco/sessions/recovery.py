@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hf_diloco.agreement.snapshot_records import Snapshot
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.island import IslandGroup
@@ -32,6 +32,7 @@ class Recovery:
         island: the ranks of this island.
         engines: how values get from island to island, one a fragment.
         snapshots: of the run.
+        clock: by which it waits.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class Recovery:
         island: IslandGroup,
         engines: Sequence[Engine],
         snapshots: Snapshots,
+        clock: Clock = REAL,
     ) -> None:
         self.config = config
         self.outer = outer
         self.island = island
         self._engines = engines
         self._snapshots = snapshots
-        self._notes = WaitNotes(config.island)
+        self._clock = clock
+        self._notes = WaitNotes(config.island, clock=clock)
 
     def await_average(self, planned: PlannedRound) -> bool:
         """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
@@ -55,14 +58,14 @@ class Recovery:
         Asked on the leader only.
         """
         engine = self._engines[self.outer.number_of(planned.number)]
-        deadline = time.monotonic() + self.config.exchange_timeout
+        deadline = self._clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
         islands = [offer.island for offer in planned.offers]
         while not engine.has_average(planned):
-            if self._snapshots.newest(self.outer.round) is not None or time.monotonic() >= deadline:
+            if self._snapshots.newest(self.outer.round) is not None or self._clock.now() >= deadline:
                 return False
             wait.look(f"its average in the store, from {name_all(islands)}")
-            time.sleep(_LOOK_SECONDS)
+            self._clock.sleep(_LOOK_SECONDS)
         return True
 
     def pass_over(self, planned: PlannedRound, error: PayloadError, part: Part, is_resuming: bool) -> None:

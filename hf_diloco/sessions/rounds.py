@@ -21,6 +21,7 @@ import torch
 
 from hf_diloco.agreement.council import Attempt, Council
 from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
@@ -50,9 +51,11 @@ class Rounds:
         snapshots: of the run.
         council: decides rounds; on the island's leader only.
         claim: of this process.
+        clock: by which it waits.
 
     Attributes:
         recovery: where a round cannot be carried out.
+        last: that this process has completed, and how it was decided.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Rounds:
         snapshots: Snapshots,
         council: Council | None,
         claim: int,
+        clock: Clock = REAL,
     ) -> None:
         self.config = config
         self.outer = outer
@@ -71,10 +75,10 @@ class Rounds:
         self._engines = engines
         self._snapshots = snapshots
         self._council = council
-        self.recovery = Recovery(config, outer, island, engines, snapshots)
+        self.recovery = Recovery(config, outer, island, engines, snapshots, clock)
         self._offers = Offers(config, outer, island, engines, claim)
         self._doubts = Doubts(island.is_leader)
-        self._last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self.last: tuple[PlannedRound, OutcomeRecord] | None = None
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
     # Which round
@@ -317,7 +321,7 @@ class Rounds:
 
     def _complete(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor) -> None:
         self._engine_of(planned.number).settled(planned, outcome, mean)
-        self._last = planned, outcome
+        self.last = planned, outcome
         self.island.on_leader(lambda: self._need_council().remember(planned.number, planned.plan))
 
     def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
@@ -399,9 +403,9 @@ class Rounds:
 
         Asked on the leader only.
         """
-        if self._last is None or not self._engines[0].needs_presence:
+        if self.last is None or not self._engines[0].needs_presence:
             return False
-        planned, outcome = self._last
+        planned, outcome = self.last
         alive = self._need_council().processes()
         left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.claim}
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -16,6 +15,7 @@ from hf_diloco.agreement.members import BeatRecord, ClaimRecord
 from hf_diloco.agreement.objects import Entry, ObjectStore
 from hf_diloco.agreement.run import open_run
 from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
+from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import ForgedError, PayloadError
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
@@ -44,8 +44,7 @@ class Observer:
         store: where its islands meet.
         key: the run's; empty for none.
         num_rounds: how many of the last rounds to describe.
-        clock: this machine's monotonic time in seconds.
-        sleep: waits so many seconds.
+        clock: by which it waits.
 
     Raises:
         RendezvousError: there is no run, or it was begun with another key.
@@ -57,15 +56,13 @@ class Observer:
         store: ObjectStore,
         key: bytes,
         num_rounds: int = 10,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL,
     ) -> None:
         self._store = store
         self._has_key = bool(key)
         self._num_rounds = num_rounds
         self._clock = clock
-        self._sleep = sleep
-        self._run, self._log = open_run(store, key)
+        self._run, self._log = open_run(store, key, clock)
         self._lives: dict[int, _Life] = {}
         self._refused: dict[str, str] = {}
         # What no longer changes is read once.
@@ -81,7 +78,7 @@ class Observer:
         """
         status = self.look()
         while any(island.presence == "unknown" for island in status.islands):
-            self._sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
             self._refused = {}
             by_folder = _by_folder(self._store.entries("claims")), _by_folder(self._store.entries("beats"))
             if all(island.presence != "unknown" for island in self._islands(*by_folder, newest_round=0)):
@@ -151,9 +148,9 @@ class Observer:
     ) -> IslandStatus:
         life = self._lives.get(island)
         if life is None:
-            life = self._lives[island] = _Life(number, beat, self._clock())
+            life = self._lives[island] = _Life(number, beat, self._clock.now())
         elif (life.claim, life.beat) != (number, beat):
-            life = self._lives[island] = _Life(number, beat, self._clock(), has_changed=True)
+            life = self._lives[island] = _Life(number, beat, self._clock.now(), has_changed=True)
         return IslandStatus(
             island=island,
             claim=number,
@@ -162,7 +159,7 @@ class Observer:
             folder=claim.folder if claim else "",
             phase=beat.phase if beat else None,
             presence=self._presence(life),
-            seconds_silent=round(self._clock() - life.since, 1),
+            seconds_silent=round(self._clock.now() - life.since, 1),
             round=beat.round if beat else None,
             lag=max(0, newest_round - beat.round) if beat else None,
             steps=beat.steps if beat else None,
@@ -173,7 +170,8 @@ class Observer:
     def _presence(self, life: _Life) -> Presence:
         if life.beat and life.beat.phase in _ENDED:
             return "ended"
-        if self._clock() - life.since >= 2 * members.BEAT_SECONDS + 0.5:  # one beat may be late, as the store may be
+        patience = 2 * members.BEAT_SECONDS + 0.5  # one beat may be late, as the store may be
+        if self._clock.now() - life.since >= patience:
             return "silent"
         return "alive" if life.has_changed else "unknown"
 

@@ -25,6 +25,7 @@ from hf_diloco.exchange.bucket import BucketExchange
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.object_info import ObjectInfo, find_cover, iter_blocks, read_info
 from hf_diloco.exchange.rate import RateLimit
+from tests.clocks import StillClock
 from tests.islands import run_islands
 
 FP32, BF16 = CODECS["fp32"], CODECS["bf16"]
@@ -200,18 +201,15 @@ def test_any_number_of_ranks_writes_and_reads_the_same_bits(store: ObjectStore, 
 
 def test_what_is_published_is_paced(tmp_path: Path) -> None:
     """By a clock that only waiting moves on."""
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    limit = RateLimit(1e3, lambda: now[0], sleep)
+    clock = StillClock()
+    limit = RateLimit(1e3, clock)
+    begun = clock.now()
     store = open_object_store(f"file://{tmp_path}")
     values = make_values(0, 0, 3_000)
     bucket = BucketExchange(store, 0, len(values), rate_limit=limit)
     info, traffic = bucket.publish(values, "paced", CODECS["fp32"])
     assert traffic.bytes_sent == 12_000
-    assert now[0] == pytest.approx(limit.seconds(12_000))
+    assert clock.now() - begun == pytest.approx(limit.seconds(12_000))
     back = torch.empty_like(values)
     bucket.fetch([info], back)
     assert same_bits(back, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hf_diloco.agreement.objects import ObjectStore
+from hf_diloco.clock import Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import FingerprintError, MissedRoundError, StoreError
 from hf_diloco.island import IslandGroup
@@ -18,11 +20,11 @@ from hf_diloco.schedule import count_rounds
 from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.shards import open_shards
 from tests.islands import run_islands, try_islands
-from tests.unit.test_elastic import FEDAVG, Meeting, Member, engine, nobody_survives_the_test, quick_beats
-from tests.unit.test_session import batches, take_step
-from tests.unit.test_streaming import NUM_STEPS, Stack, expected_weights, make_optimizer, strided, vector_of
+from tests.meetings import ENGINES, FEDAVG, Meeting, Member
+from tests.small_model import batches, take_step
+from tests.streaming_reference import NUM_STEPS, Stack, expected_weights, make_optimizer, strided, vector_of
 
-__all__ = ["engine", "nobody_survives_the_test", "quick_beats"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fast_clock")
 
 FOUR: dict[str, Any] = {"sync_every": 8, "num_fragments": 4}
 BEHIND: dict[str, Any] = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.25}
@@ -34,10 +36,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine", ["bucket", "mesh"], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "engine", ENGINES[request.param])
+
+
 class Streamer(Member):
     """An island that trains a stack of blocks in fragments."""
 
-    def __init__(self, config: DiLoCoConfig, folder: Path, num_rounds: int | None, checkpoint: Path | None) -> None:
+    def __init__(
+        self, config: DiLoCoConfig, folder: Path, num_rounds: int | None, checkpoint: Path | None, clock: Clock
+    ) -> None:
         self.number = config.island
         self.model: torch.nn.Module = Stack()
         self.optimizer = make_optimizer(self.model)
@@ -47,7 +56,7 @@ class Streamer(Member):
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.num_steps = saved["num_steps"]
-        self.session = ElasticSession(config, IslandGroup())
+        self.session = ElasticSession(config, IslandGroup(), clock=clock)
         self.started.append(self)
         self.session.num_rounds = num_rounds
         self.session.join(open_shards(self.model, self.optimizer, 1), folder, checkpoint=checkpoint)
@@ -101,8 +110,8 @@ class Streamer(Member):
         return folder
 
     def die(self) -> None:
-        self.session._overlap.close()
         super().die()
+        self.session.close()
 
     def progress_of(self, number: int) -> torch.Tensor:
         """What it trained of a fragment and has not brought into a round."""
@@ -120,7 +129,7 @@ class Streams(Meeting):
 
     def join(self, number: int, checkpoint: Path | None = None, **settings: Any) -> Streamer:
         config = self.config(number, **settings)
-        return Streamer(config, self.folder / f"island-{number}", self.num_rounds, checkpoint)
+        return Streamer(config, self.folder / f"island-{number}", self.num_rounds, checkpoint, self.clock)
 
     def join_all(self, checkpoints: list[Path] | None = None) -> list[Streamer]:
         """All of them, before one takes a step: nobody is late for the first round."""
@@ -245,6 +254,11 @@ def test_a_store_that_does_not_answer_lets_training_go_on(tmp_path: Path, monkey
     assert all(report.round == number for number, report in enumerate(islands[0].reports, start=1))
 
 
+def after(event: threading.Event, call: Callable[..., Any], *given: Any) -> Any:
+    event.wait(30)
+    return call(*given)
+
+
 def fail(*_: Any, **__: Any) -> None:
     raise StoreError("the store does not answer")
 
@@ -279,14 +293,9 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
         "keep_rounds": 1,
     }
     first, asleep = Streams(tmp_path, 2, **settings).join_all()
-    awake, rounds = threading.Event(), asleep.session._rounds
-    average = rounds._average
-
-    def sleep(*given: Any) -> None:
-        awake.wait(30)
-        average(*given)
-
-    rounds._average = sleep  # type: ignore[method-assign,assignment]
+    awake = threading.Event()
+    for engine in asleep.session.engines:
+        engine.average = partial(after, awake, engine.average)  # type: ignore[method-assign]
     asleep.stream(3)  # a round is under way since step 2
     first.stream(40).settle()
     assert first.reports[0].participants == [0, 1]

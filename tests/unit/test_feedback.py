@@ -16,31 +16,18 @@ from hf_diloco.checkpoint import load_outer, read_index
 from hf_diloco.codecs import CODECS, Codec, feedback
 from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.errors import ExchangeError
-from hf_diloco.sessions import FixedSession, fixed
+from hf_diloco.sessions import FixedSession
 from hf_diloco.shards import open_shards
+from tests.fixed_runs import FaultyTransport, Run, cut, save
 from tests.islands import run_islands, try_islands
-from tests.unit.test_session import (
-    FEDAVG,
-    FaultyTransport,
-    Run,
-    batches,
-    cut,
-    make_model,
-    save,
-    set_weights,
-    take_step,
-    weights_of,
-)
+from tests.small_model import batches, make_model, set_weights, take_step, weights_of
 
+pytestmark = pytest.mark.usefixtures("quick_farewell")
+
+FEDAVG: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 CODED = ["int8", "int4", "fp4", "topk", "sign"]
 SIZES = [0, 1, 127, 4095, 4097, 3 * 4096 + 333]
 WIDTH = 701  # of the hidden layer: 4,908 values, a block of 4,096 and part of another
-
-
-@pytest.fixture(autouse=True)
-def quick_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests leave islands alone on purpose."""
-    monkeypatch.setitem(fixed._FAREWELL_SECONDS, "early", 0.2)
 
 
 @pytest.fixture

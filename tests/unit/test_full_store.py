@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_elastic import Meeting
+from tests.meetings import Meeting
 
 
 def limit_folder(folder: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

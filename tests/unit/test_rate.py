@@ -7,32 +7,20 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
+from hf_diloco.clock import REAL
 from hf_diloco.exchange.rate import BURST_SECONDS, RateLimit
+from tests.clocks import StillClock
 
 
-class Clock:
-    """Stands still unless somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def read(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
-
-
-def limit_on(clock: Clock, bytes_per_second: float | None) -> RateLimit:
-    return RateLimit(bytes_per_second, clock.read, clock.sleep)
+def limit_on(clock: StillClock, bytes_per_second: float | None) -> RateLimit:
+    return RateLimit(bytes_per_second, clock)
 
 
 def test_no_limit_never_waits() -> None:
-    clock = Clock()
+    clock = StillClock()
     limit = limit_on(clock, None)
     limit.take(1 << 60)
-    assert clock.now == 1000.0
+    assert clock.time == 100.0
     assert limit.seconds(1 << 60) == 0.0
 
 
@@ -43,31 +31,31 @@ def test_a_limit_is_more_than_nothing(bytes_per_second: float) -> None:
 
 
 def test_bytes_take_their_time_but_for_a_burst() -> None:
-    clock = Clock()
+    clock = StillClock()
     limit = limit_on(clock, 100.0)
     limit.take(10)
-    assert clock.now == 1000.0, "a burst goes at once"
+    assert clock.time == 100.0, "a burst goes at once"
     limit.take(100)
-    assert clock.now == pytest.approx(1001.0)
+    assert clock.time == pytest.approx(101.0)
     limit.take(50)
-    assert clock.now == pytest.approx(1001.5)
+    assert clock.time == pytest.approx(101.5)
 
 
 def test_a_pause_saves_up_one_burst_and_no_more() -> None:
-    clock = Clock()
+    clock = StillClock()
     limit = limit_on(clock, 100.0)
     limit.take(100)
-    clock.now += 3600.0
-    begin = clock.now
+    clock.time += 3600.0
+    begin = clock.time
     for _ in range(20):
         limit.take(10)
-    assert clock.now - begin == pytest.approx(2.0 - BURST_SECONDS)
+    assert clock.time - begin == pytest.approx(2.0 - BURST_SECONDS)
 
 
 def test_bytes_go_only_when_they_are_paid_for() -> None:
-    clock = Clock()
+    clock = StillClock()
     limit_on(clock, 100.0).take(1000)
-    assert clock.now == pytest.approx(1000.0 + 10.0 - BURST_SECONDS)
+    assert clock.time == pytest.approx(100.0 + 10.0 - BURST_SECONDS)
 
 
 @given(
@@ -77,13 +65,13 @@ def test_bytes_go_only_when_they_are_paid_for() -> None:
 def test_no_stretch_of_time_lets_more_through_than_the_limit_and_one_burst(
     rate: float, steps: list[tuple[int, float]]
 ) -> None:
-    clock = Clock()
+    clock = StillClock()
     limit = limit_on(clock, rate)
     gone: list[tuple[float, int]] = []
     for num_bytes, pause in steps:
         limit.take(num_bytes)
-        gone.append((clock.now, num_bytes))
-        clock.now += pause
+        gone.append((clock.time, num_bytes))
+        clock.time += pause
     for first, (begin, _) in enumerate(gone):
         total = 0
         for end, num_bytes in gone[first + 1 :]:  # what went at `begin` had been waited for before
@@ -93,11 +81,11 @@ def test_no_stretch_of_time_lets_more_through_than_the_limit_and_one_burst(
 
 @given(rate=st.floats(1e3, 1e10), num_bytes=st.integers(0, 1 << 40))
 def test_the_seconds_foretold_are_those_that_it_takes(rate: float, num_bytes: int) -> None:
-    clock = Clock()
+    clock = StillClock()
     limit = limit_on(clock, rate)
     foretold = limit.seconds(num_bytes)
     limit.take(num_bytes)
-    assert clock.now - 1000.0 == pytest.approx(foretold, abs=1e-6)
+    assert clock.time - 100.0 == pytest.approx(foretold, abs=1e-6)
 
 
 def test_threads_share_a_limit() -> None:
@@ -109,9 +97,9 @@ def test_threads_share_a_limit() -> None:
             limit.take(10_000)
 
     threads = [threading.Thread(target=take) for _ in range(4)]
-    begin = limit._clock()
+    begin = REAL.now()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert limit._clock() - begin >= limit.seconds(400_000)
+    assert REAL.now() - begin >= limit.seconds(400_000)

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
 
-from hf_diloco.codecs import Codec
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -29,75 +27,17 @@ from hf_diloco.errors import (
     RendezvousError,
     StopRequested,
 )
-from hf_diloco.exchange.base import Exchange, Observer, Traffic
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport, Transport
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport, cosine_to_others
-from hf_diloco.sessions import FixedSession, fixed
+from hf_diloco.sessions import FixedSession
 from hf_diloco.shards import open_shards
+from tests.fixed_runs import FaultyTransport, Run, cut, raise_it, save
 from tests.islands import run_islands, try_islands
+from tests.small_model import batches, make_model, set_weights, take_step, weights_of
+
+pytestmark = pytest.mark.usefixtures("quick_farewell")
 
 FEDAVG: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def quick_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests leave islands alone on purpose."""
-    monkeypatch.setitem(fixed._FAREWELL_SECONDS, "early", 0.2)
-
-
-def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5, generator=generator)
-    return model
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-
-
-def set_weights(model: nn.Module, values: torch.Tensor | float) -> None:
-    parameters = list(model.parameters())
-    vector = torch.as_tensor(values, dtype=torch.float32).expand(sum(one.numel() for one in parameters))
-    with torch.no_grad():
-        for parameter, part in zip(parameters, vector.split([one.numel() for one in parameters]), strict=True):
-            parameter.copy_(part.view_as(parameter))
-
-
-def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    (model(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
-    optimizer.step()
-
-
-def batches(seed: int, number: int, size: int = 4) -> torch.Tensor:
-    return torch.randn(number, size, 5, generator=torch.Generator().manual_seed(seed))
-
-
-class Run:
-    """`num_islands` islands that share a network and a store; `session` makes an island's session."""
-
-    def __init__(self, folder: Path, num_islands: int, timeout: float = 30, **config: Any) -> None:
-        self.folder = folder
-        self.num_islands = num_islands
-        self.config = {"rendezvous": "tcp://unused:1", "num_islands": num_islands, "sync_timeout": timeout, **config}
-        self.network = MemoryNetwork(num_islands, timeout)
-        self.store = HashStore()
-
-    def transport(self, island: int) -> Transport:
-        return MemoryTransport(self.network, self.store, island)
-
-    def session(self, island: int, transport: Transport | None = None, **more: Any) -> FixedSession:
-        config = DiLoCoConfig(**{"island": island, **self.config, **more.pop("config", {})})
-        return FixedSession(config, IslandGroup(), transport=transport or self.transport(island), **more)
-
-    def join(self, island: int, model: nn.Module, **more: Any) -> FixedSession:
-        session = self.session(island, **more)
-        session.join(open_shards(model, None), self.folder / str(island))
-        return session
 
 
 @dataclass
@@ -145,11 +85,6 @@ def train_alone(
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def raise_it(outcome: object) -> None:
-    if isinstance(outcome, BaseException):
-        raise outcome
 
 
 # What comes out
@@ -385,44 +320,6 @@ def test_if_no_island_is_finite_nothing_happens(tmp_path: Path) -> None:
 
 
 # What is undone
-
-
-class FaultyExchange(Exchange):
-    """Averages, and then spoils it."""
-
-    def __init__(self, inner: Exchange, spoil: Callable[[torch.Tensor], None]) -> None:
-        self._inner = inner
-        self._spoil = spoil
-
-    def average(
-        self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
-    ) -> Traffic:
-        def see(own: torch.Tensor, mean: torch.Tensor) -> None:
-            self._spoil(mean)
-            if observe:
-                observe(own, mean)
-
-        return self._inner.average(values, weights, codec, see)
-
-    def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
-        return self._inner.broadcast(values, source)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class FaultyTransport(Transport):
-    def __init__(self, inner: Transport, spoil: Callable[[torch.Tensor], None]) -> None:
-        self.store = inner.store
-        self._inner = inner
-        self._spoil = spoil
-
-    def open(self, lane: int) -> Exchange:
-        return FaultyExchange(self._inner.open(lane), self._spoil)
-
-
-def cut(mean: torch.Tensor) -> None:
-    raise ExchangeError("the link was cut")
 
 
 def flip(mean: torch.Tensor) -> None:
@@ -716,20 +613,21 @@ def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path) -> N
 def test_records_of_something_else_are_refused(topic: str, content: str, tmp_path: Path) -> None:
     run = Run(tmp_path, 2, timeout=2, sync_every=1)
 
+    class Forger:
+        """Writes something else in place of one record."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(run.store, name)
+
+        def set(self, key: str, value: str) -> None:
+            run.store.set(key, content if key == topic else value)
+
     def island_main(island: int) -> None:
-        if island == 1 and topic == "join/1":
-            run.store.set(topic, content)
-            return
-        session = run.session(island)
-        if island == 1 and topic == "state/1":
-            session._meet(open_shards(make_model(), None), tmp_path / "1", {})
-            run.store.set(topic, content)
-            return
-        session.join(open_shards(make_model(), None), tmp_path / str(island))
+        transport = run.transport(island)
+        if island:
+            transport.store = Forger()  # type: ignore[assignment]
+        session = run.join(island, make_model(), transport=transport)
         session.outer.count_step()
-        if island == 1:
-            run.store.set(topic, content)
-            return
         session.sync()
 
     with pytest.raises(RendezvousError, match=r"island 1 sent|is not JSON"):
@@ -737,13 +635,6 @@ def test_records_of_something_else_are_refused(topic: str, content: str, tmp_pat
 
 
 # Going on from a checkpoint
-
-
-def save(session: FixedSession, folder: Path, global_step: int) -> Path:
-    checkpoint = folder / f"checkpoint-{global_step}"
-    session.outer.save(checkpoint, global_step, {"steps": global_step})
-    (checkpoint / "trainer_state.json").write_text("{}")
-    return checkpoint
 
 
 @pytest.mark.parametrize("at", [4, 5, 6, 7])

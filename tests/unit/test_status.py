@@ -11,27 +11,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_diloco.agreement import members
 from hf_diloco.agreement.log import MAX_RECORD_BYTES
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.objects import open_object_store
 from hf_diloco.agreement.round_records import OutcomeRecord
-from hf_diloco.agreement.run import enter_run, open_run
-from hf_diloco.sessions import elastic
+from hf_diloco.agreement.run import open_run
 from hf_diloco.status import IslandStatus, Observer, RunStatus
 from hf_diloco.status.tables import render
+from tests.clocks import StillClock
 from tests.islands import run_islands
+from tests.meetings import Meeting, Member
 from tests.processes import Completed, Processes, run
-from tests.unit.test_elastic import Meeting, Member
-from tests.unit.test_session import set_weights
+from tests.small_model import set_weights
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
+pytestmark = pytest.mark.usefixtures("quick_beats")
 KEY = "0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -52,7 +47,8 @@ def status(*arguments: str | Path, expect: int = 0, **env: str) -> Completed:
 
 def give_beat(member: Member) -> None:
     """The next look finds where the island stands now, and not where it stood at its last beat."""
-    member.session._need_members().beat()
+    assert member.session.members is not None
+    member.session.members.beat()
 
 
 def look(meeting: Meeting, **settings: Any) -> RunStatus:
@@ -64,19 +60,6 @@ def shown(found: RunStatus) -> str:
     with console.capture() as capture:
         console.print(render(found))
     return capture.get()
-
-
-class Clock:
-    """Time that passes only where it is waited for."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def test_islands_and_rounds(meeting: Meeting) -> None:
@@ -132,8 +115,8 @@ def test_silence_is_measured_by_this_machines_clock_alone(meeting: Meeting) -> N
     islands = start(meeting, 2)
     for member in islands:
         member.die()
-    clock = Clock()
-    observer = Observer(open_object_store(meeting.url), b"", clock=clock, sleep=clock.sleep)
+    clock = StillClock()
+    observer = Observer(open_object_store(meeting.url), b"", clock=clock)
 
     def presence() -> list[tuple[str, float]]:
         return [(island.presence, island.seconds_silent) for island in observer.look().islands]
@@ -328,11 +311,8 @@ def test_watching_on_a_terminal(meeting: Meeting) -> None:
 
 
 @pytest.mark.distributed
-def test_watching_ends_with_the_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def enter(store: ObjectStore, key: bytes, island: int, parent: str, num_rounds: int | None, facts: Any) -> Any:
-        return enter_run(store, key, island, parent, 3, facts)
-
-    monkeypatch.setattr(elastic, "enter_run", enter)
+def test_watching_ends_with_the_run(meeting: Meeting) -> None:
+    meeting.num_rounds = 3
     islands = start(meeting, 4)
     assert not look(meeting).is_over
     run_islands(2, lambda island: islands[island].train(2).leave())

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_diloco.agreement import decisions as deciding, members
+from hf_diloco.agreement import decisions as deciding
 from hf_diloco.agreement.objects import open_object_store
 from hf_diloco.cli.main import app
 from hf_diloco.errors import RendezvousError
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
+from tests.clocks import FastClock
 from tests.islands import run_islands
-from tests.unit.test_elastic import Meeting, Member
+from tests.meetings import Meeting
 from tests.unit.test_store_junk import JUNK, throw
 
 
 @pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)
+def quick_checks(monkeypatch: pytest.MonkeyPatch, fast_clock: FastClock) -> None:
     monkeypatch.setattr(deciding, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(check, "STILL_SECONDS", 0.1)
-
-
-@pytest.fixture(autouse=True)
-def nobody_survives_the_test() -> Iterator[None]:
-    yield
-    while Member.started:
-        Member.started.pop().die()
 
 
 def look(url: str, key: bytes = b"", is_deep: bool = False) -> CheckReport:

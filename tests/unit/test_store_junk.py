@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_diloco.agreement import decisions as deciding, members
 from hf_diloco.agreement.decisions import Decisions
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.objects import ObjectStore, open_object_store
@@ -19,23 +18,11 @@ from hf_diloco.agreement.round_records import OutcomeRecord, Participant, PlanRe
 from hf_diloco.agreement.seal import Seal
 from hf_diloco.agreement.voting import VoteRecord
 from hf_diloco.errors import RendezvousError, StoreError
+from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
-from tests.unit.test_elastic import Meeting, Member
+from tests.meetings import Meeting
 
-
-@pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(deciding, "SETTLE_SECONDS", 0.1)
-
-
-@pytest.fixture(autouse=True)
-def nobody_survives_the_test() -> Iterator[None]:
-    yield
-    while Member.started:
-        Member.started.pop().die()
-
+pytestmark = pytest.mark.usefixtures("fast_clock")
 
 # Decisions that are damaged after somebody has acted on them
 
@@ -52,7 +39,7 @@ def log() -> RunLog:
 
 
 def decisions(log: RunLog, island: int = 0) -> Decisions:
-    return Decisions(log, island, sleep=lambda seconds: None)
+    return Decisions(log, island, StillClock())
 
 
 def vote(log: RunLog, attempt: str, island: int) -> None:
@@ -113,10 +100,11 @@ def test_a_decision_that_is_still_being_copied_counts(log: RunLog) -> None:
     whole = log.store.get(f"{ATTEMPT}/outcome.json", 1 << 20) or b""
     log.store.put(f"{ATTEMPT}/outcome.json", whole[:20])
 
-    def copy_the_rest(seconds: float) -> None:
-        log.store.put(f"{ATTEMPT}/outcome.json", whole)
+    class CopiesTheRest(StillClock):
+        def sleep(self, seconds: float) -> None:
+            log.store.put(f"{ATTEMPT}/outcome.json", whole)
 
-    assert Decisions(log, 0, sleep=copy_the_rest).outcome(ATTEMPT) == COMMIT
+    assert Decisions(log, 0, CopiesTheRest()).outcome(ATTEMPT) == COMMIT
 
 
 def test_rubbish_under_all_names_is_told(log: RunLog) -> None:
@@ -185,12 +173,12 @@ def test_rubbish_of_all_kinds_neither_stops_a_run_nor_changes_it(tmp_path: Path,
     assert meeting.island(1, seed=9).hash == islands[0].hash  # whose number rubbish claims
 
 
-def test_records_written_while_islands_run(tmp_path: Path) -> None:
+def test_records_written_while_islands_run(tmp_path: Path, fast_clock: FastClock) -> None:
     """One thread puts rubbish over and beside what two islands write, as fast as it can."""
     meeting = Meeting(tmp_path, 2)
     store = open_object_store(meeting.url)
     islands = run_islands(2, lambda island: meeting.island(island))
-    has_ended = threading.Event()
+    has_ended = fast_clock.event()
 
     def vandalise() -> None:
         while not has_ended.wait(0.02):

@@ -21,24 +21,12 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
 from hf_diloco.sessions.gathering import await_islands
 from hf_diloco.waiting import WaitNotes, name_all
-
-
-class Clock:
-    """Moves only when something sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.clocks import StillClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> StillClock:
+    return StillClock()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +42,7 @@ def test_names_are_sorted_and_few(numbers: range | list[int], text: str) -> None
     assert name_all(numbers) == text
 
 
-def test_a_wait_is_said_after_3_s_and_every_30_s(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_is_said_after_3_s_and_every_30_s(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
     wait = WaitNotes(0, clock=clock).begin(600, where="tcp://10.0.0.1:29400")
     for _ in range(700):
         clock.sleep(0.1)
@@ -67,7 +55,9 @@ def test_a_wait_is_said_after_3_s_and_every_30_s(clock: Clock, caplog: pytest.Lo
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_short_waits_are_silent_and_many_rounds_share_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_waits_are_silent_and_many_rounds_share_one_line(
+    clock: StillClock, caplog: pytest.LogCaptureFixture
+) -> None:
     notes = WaitNotes(3, "node", clock=clock)
     for number in range(20):
         wait = notes.begin(1800, f"round {number}")
@@ -90,19 +80,19 @@ def test_a_call_that_blocks_is_said_too(caplog: pytest.LogCaptureFixture) -> Non
 # Through what waits
 
 
-def test_the_ledger_says_who_has_not_come(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    book = Ledger(HashStore(), 0, 3, where="tcp://h:29400", clock=clock, sleep=clock.sleep)
+def test_the_ledger_says_who_has_not_come(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
+    book = Ledger(HashStore(), 0, 3, where="tcp://h:29400", clock=clock)
     with pytest.raises(IslandLostError):
         book.share("join", {}, 5)
     assert caplog.messages == ["island 0: waiting for islands 1, 2 at tcp://h:29400 (3 s of 5 s)"]
 
 
 def test_the_ledger_says_who_is_late_for_a_round_and_for_its_vote(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: StillClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = HashStore()
     store.set("round/7/arrived/1", "{}")
-    book = Ledger(store, 0, 3, clock=clock, sleep=clock.sleep)
+    book = Ledger(store, 0, 3, clock=clock)
     with pytest.raises(IslandLostError):
         book.arrive(7, {}, 40)
     assert caplog.messages[0] == "island 0: round 7: waiting for island 2 (3 s of 40 s)"
@@ -128,26 +118,26 @@ def log(tmp_path: Path) -> RunLog:
 
 
 def test_islands_that_gather_in_a_store_say_who_is_missing(
-    log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture
+    log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = "file:///some/folder"
     config = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5)
-    members = Members(log, 0, clock=clock, sleep=clock.sleep)
+    members = Members(log, 0, clock=clock)
     members.enter()
     members.beat()
     with pytest.raises(RendezvousError):
-        await_islands(config, members, lambda: False, clock, clock.sleep)
+        await_islands(config, members, lambda: False, clock)
     assert caplog.messages == [f"island 0: waiting for island 1 at {url} (3 s of 5 s)"]
 
 
-def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    members = [Members(log, island, clock=clock, sleep=clock.sleep) for island in (0, 1)]
+def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
+    members = [Members(log, island, clock=clock) for island in (0, 1)]
     for member in members:
         member.enter()
         member.standing.phase = "training"
         member.beat()
     members[0].look()
-    council = Council(log, members[0], Rules(min_islands=2, patience=5), clock=clock, sleep=clock.sleep)
+    council = Council(log, members[0], Rules(min_islands=2, patience=5), clock=clock)
     offer = OfferRecord(island=0, claim=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
     with pytest.raises(IslandLostError):
         council.convene(council.current(1), offer)
@@ -155,10 +145,10 @@ def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: Clock, caplog: 
 
 
 def test_who_finds_its_number_taken_says_what_it_waits_for(
-    log: RunLog, clock: Clock, caplog: pytest.LogCaptureFixture
+    log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.create("claims/0/000001.json", ClaimRecord(host="far", machine="other", pid=7, folder=""))
-    Members(log, 0, lease=10, clock=clock, sleep=clock.sleep).enter()
+    Members(log, 0, lease=10, clock=clock).enter()
     (line,) = [message for message in caplog.messages if "waiting for" in message]
     assert line.startswith("island 0: start: waiting for a sign of life of the process that had this number before")
     assert line.endswith("(process 7 on far) (3 s of 10 s)")

@@ -1,0 +1,124 @@
+"""Clocks for tests: one that stands still, and one that runs fast while all threads of this process wait."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import threading
+import time
+
+from hf_diloco.clock import Clock
+
+
+class StillClock(Clock):
+    """Stands still unless somebody sleeps: for one thread.
+
+    Attributes:
+        time: what `now` returns.
+    """
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.time += seconds
+
+
+class FastClock(Clock):
+    """Runs fast while all threads of this process wait, and as real time does while one computes.
+
+    Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Time goes from alarm to
+    alarm, and not on while a thread has work to do, in steps of at most `STEP` a tick: threads that wait for sockets
+    take real time.
+
+    Use it in a `with` block; who still sleeps when that ends sleeps for ever.
+    """
+
+    TICK, STEP = 0.001, 0.05
+
+    def __init__(self) -> None:
+        self._time = 0.0
+        self._alarms: list[tuple[float, int, threading.Event]] = []  # a heap
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fast clock", daemon=True)
+
+    def __enter__(self) -> FastClock:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def now(self) -> float:
+        return self._time
+
+    def sleep(self, seconds: float) -> None:
+        self.alarm(seconds).wait()
+
+    def event(self) -> threading.Event:
+        return _Event(self)
+
+    def alarm(self, seconds: float) -> threading.Event:
+        """What is set after so many seconds."""
+        bell = threading.Event()
+        with self._lock:
+            heapq.heappush(self._alarms, (self._time + seconds, next(self._numbers), bell))
+        return bell
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(self.TICK):
+            real = time.monotonic()
+            step = self.STEP if _others_sleep() else real - last
+            last = real
+            with self._lock:
+                first = self._alarms[0][0] if self._alarms else float("inf")
+                self._time = min(self._time + step, max(first, self._time))
+                while self._alarms and self._alarms[0][0] <= self._time:
+                    heapq.heappop(self._alarms)[2].set()
+
+
+class _Event(threading.Event):
+    """Waits by a `FastClock`."""
+
+    def __init__(self, clock: FastClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._bells: list[threading.Event] = []
+
+    def set(self) -> None:
+        super().set()
+        for bell in list(self._bells):
+            bell.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            return super().wait()
+        bell = self._clock.alarm(timeout)
+        self._bells.append(bell)
+        if not self.is_set():
+            bell.wait()
+        self._bells.remove(bell)
+        return self.is_set()
+
+
+def _others_sleep() -> bool:
+    """Whether every other thread of this process waits for something that is no core and no disk."""
+    own = str(threading.get_native_id())
+    return all(_state(task) == "S" for task in os.listdir("/proc/self/task") if task != own)
+
+
+def _state(task: str) -> str:
+    try:
+        with open(f"/proc/self/task/{task}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return "S"

@@ -1,0 +1,36 @@
+"""A model of a few dozen parameters, its batches, and a step of training."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+def set_weights(model: nn.Module, values: torch.Tensor | float) -> None:
+    parameters = list(model.parameters())
+    vector = torch.as_tensor(values, dtype=torch.float32).expand(sum(one.numel() for one in parameters))
+    with torch.no_grad():
+        for parameter, part in zip(parameters, vector.split([one.numel() for one in parameters]), strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    (model(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+
+
+def batches(seed: int, number: int, size: int = 4) -> torch.Tensor:
+    return torch.randn(number, size, 5, generator=torch.Generator().manual_seed(seed))

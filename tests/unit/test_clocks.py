@@ -1,0 +1,66 @@
+"""The clock that lets tests of many threads wait out minutes: it runs fast only while nobody has work to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hf_diloco.clock import REAL
+from tests.clocks import FastClock
+
+
+@pytest.fixture
+def clock() -> Iterator[FastClock]:
+    with FastClock() as clock:
+        yield clock
+
+
+def test_half_a_minute_is_over_in_a_moment(clock: FastClock) -> None:
+    begun, real = clock.now(), REAL.now()
+    clock.sleep(30.0)
+    assert clock.now() - begun == pytest.approx(30.0, abs=0.5)
+    assert REAL.now() - real < 20.0
+
+
+def test_it_runs_no_faster_than_real_time_while_a_thread_computes(clock: FastClock) -> None:
+    begun, real = clock.now(), time.monotonic()
+    while time.monotonic() < real + 0.2:
+        sum(range(1000))
+    assert clock.now() - begun < 1.5 * (time.monotonic() - real)
+
+
+def test_threads_wake_in_the_order_of_their_times(clock: FastClock) -> None:
+    woken: list[tuple[float, int]] = []
+
+    def sleep(seconds: int) -> None:
+        for _ in range(3):
+            clock.sleep(seconds)
+            woken.append((clock.now(), seconds))
+
+    threads = [threading.Thread(target=sleep, args=(seconds,)) for seconds in (10, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [seconds for _, seconds in woken] == [7, 10, 7, 10, 7, 10]
+    assert [now for now, _ in woken] == pytest.approx([7, 10, 14, 20, 21, 30], abs=0.5)
+
+
+def test_an_event_ends_a_wait_before_its_time(clock: FastClock) -> None:
+    event = clock.event()
+    assert not event.wait(5.0)
+
+    def set_later() -> None:
+        clock.sleep(5.0)
+        event.set()
+
+    setter = threading.Thread(target=set_later)
+    begun = clock.now()
+    setter.start()
+    assert event.wait(1000.0)
+    assert clock.now() - begun == pytest.approx(5.0, abs=0.5)
+    event.clear()
+    assert not event.wait(1.0)
