@@ -7,9 +7,7 @@ import logging
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.shards import open_shards
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
+from tests.trainers import second_island
 
 MAX_STEPS = 8
 BATCH = 4
@@ -99,30 +98,6 @@ class At(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
             self.action()
-
-
-@contextmanager
-def second_island(port: int, folder: Path, rounds: int, **config: Any) -> Iterator[dict[str, Any]]:
-    """An island 1 that trains nothing: it takes part in some rounds and then leaves. Yields island 0's settings."""
-    common = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{port}", "sync_timeout": 20, **config}
-    failures: list[BaseException] = []
-
-    def island_main() -> None:
-        try:
-            session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
-            session.join(open_shards(make_model(lora=False, tied=True, seed=2), None), folder / "second")
-            for _ in range(rounds):
-                session.outer.steps = session.config.sync_every
-                session.sync()
-            session.leave(finished=False)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=island_main, daemon=True)
-    thread.start()
-    yield {"island": 0, **common}
-    thread.join(30)
-    assert not failures, failures
 
 
 # Between synchronisations

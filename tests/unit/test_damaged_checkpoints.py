@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, save_outer
@@ -27,43 +26,14 @@ from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import DiLoCoBlock
 from hf_diloco.meeting import find_common
 from tests.processes import find_free_port
-from tests.programs.trainer_island import Tokens, make_model
-from tests.unit.test_callback import second_island
-
-MAX_STEPS = 6
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-
-
-def make_trainer(folder: Path, callback: TrainerCallback, *more: TrainerCallback, **arguments: Any) -> Trainer:
-    chosen: dict[str, Any] = {
-        "max_steps": MAX_STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 3e-3,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 7,
-        **SAVING,
-        **arguments,
-    }
-    return Trainer(
-        make_model(lora=False, tied=True, seed=1),
-        TrainingArguments(output_dir=str(folder), **chosen),
-        train_dataset=Tokens(0),
-        callbacks=[callback, *more],
-    )
-
-
-def weights_of(trainer: Trainer) -> torch.Tensor:
-    assert trainer.model is not None
-    return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])
+from tests.trainers import make_saving_trainer, second_island, weights_of
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A run with whole checkpoints of steps 2, 4 and 6, and its last weights."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    trainer = make_trainer(folder, DiLoCoCallback(sync_every=3))
+    trainer = make_saving_trainer(folder, DiLoCoCallback(sync_every=3))
     trainer.train()
     return folder, weights_of(trainer)
 
@@ -123,7 +93,7 @@ def test_from_there_the_run_ends_as_it_would_have(run: Path, trained: tuple[Path
     flip(run / "checkpoint-6" / "optimizer.pt")
     callback = DiLoCoCallback(sync_every=3)
     checkpoint = callback.common_checkpoint(run)
-    trainer = make_trainer(run, callback)
+    trainer = make_saving_trainer(run, callback)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert torch.equal(weights_of(trainer), trained[1])
     assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-6", "it has been written again"
@@ -148,7 +118,7 @@ def test_one_that_is_named_and_damaged_is_an_error_that_names_the_file(run: Path
 def test_a_damage_that_the_trainer_does_not_see_ends_the_resume(run: Path) -> None:
     """The Trainer would go on from other weights."""
     flip(run / "checkpoint-4" / "model.safetensors")
-    trainer = make_trainer(run, DiLoCoCallback(sync_every=3))
+    trainer = make_saving_trainer(run, DiLoCoCallback(sync_every=3))
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not hold what was written"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
@@ -180,9 +150,9 @@ def test_the_clock_does_not_decide_which_checkpoints_stay(kind: str, run: Path) 
         else PlainCallback(DiLoCoBlock(enabled=False), 16, run / "stop")
     )
     shutil.rmtree(run)
-    make_trainer(run, make(), max_steps=2).train()
+    make_saving_trainer(run, make(), max_steps=2).train()
     ahead_by(run / "checkpoint-2", 3600.0)
-    trainer = make_trainer(run, make(), save_total_limit=1)
+    trainer = make_saving_trainer(run, make(), save_total_limit=1)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
     assert make().common_checkpoint(run) == run / "checkpoint-6"
@@ -196,7 +166,7 @@ def test_the_limit_counts_whole_checkpoints_alone_and_spares_copies(run: Path) -
         (run / f"checkpoint-{step}" / "diloco" / "outer.json").unlink()
     for step in (4, 6):
         shutil.rmtree(run / f"checkpoint-{step}")
-    trainer = make_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=2, max_steps=4)
+    trainer = make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=2, max_steps=4)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     names = {path.name for path in run.iterdir() if path.is_dir()}
     assert names == {"checkpoint-2-kept", "checkpoint-2", "checkpoint-4", "checkpoint-5"}
@@ -214,7 +184,7 @@ def test_a_whole_checkpoint_stays_until_the_new_one_of_its_step_is_whole(
     def die(*_: Any) -> None:
         raise Killed
 
-    trainer = make_trainer(run, DiLoCoCallback(sync_every=3))
+    trainer = make_saving_trainer(run, DiLoCoCallback(sync_every=3))
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "_save_rng_state", die)
         with pytest.raises(Killed):
@@ -232,7 +202,7 @@ def test_a_damaged_checkpoint_of_a_plain_run_is_passed_over(tmp_path: Path, capl
     def callback() -> PlainCallback:
         return PlainCallback(DiLoCoBlock(enabled=False), 16, tmp_path / "stop")
 
-    make_trainer(tmp_path, callback()).train()
+    make_saving_trainer(tmp_path, callback()).train()
     assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
     half(tmp_path / "checkpoint-6" / "optimizer.pt")
     flip(tmp_path / "checkpoint-4" / "optimizer.pt")
@@ -305,6 +275,6 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
 def test_of_islands_that_go_back_together_each_keeps_two_rounds(tmp_path: Path) -> None:
     """If both lose power now, the other may not have written its checkpoint of round 2 yet."""
     with second_island(find_free_port(), tmp_path, rounds=2, sync_every=3) as settings:
-        trainer = make_trainer(tmp_path, DiLoCoCallback(**settings), save_steps=1, save_total_limit=1)
+        trainer = make_saving_trainer(tmp_path, DiLoCoCallback(**settings), save_steps=1, save_total_limit=1)
         trainer.train()
     assert [(index.global_step, index.round) for _, index in complete_checkpoints(tmp_path)] == [(5, 1), (6, 2)]

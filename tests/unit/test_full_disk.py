@@ -21,7 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_diloco import DiLoCoCallback
-from hf_diloco.checkpoint import OuterPart, complete_checkpoints, read_index, save_outer
+from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, read_index, save_outer
 from hf_diloco.errors import CheckpointError
 from hf_diloco.files import is_write_failure, write_whole
 from hf_diloco.island import IslandGroup
@@ -29,7 +29,7 @@ from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import DiLoCoBlock
 from hf_diloco.metrics import MetricsWriter
 from hf_diloco.runs.run_files import Progress
-from tests.unit.test_damaged_checkpoints import make_trainer, weights_of
+from tests.trainers import make_saving_trainer, weights_of
 
 FULL_AT = 4
 
@@ -63,7 +63,7 @@ class FullDisk(TrainerCallback):
 
 def train(folder: Path, *callbacks: TrainerCallback, resume: Path | None = None, **arguments: Any) -> Trainer:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer = make_trainer(folder, callbacks[0], *callbacks[1:], logging_steps=1, **arguments)
+        trainer = make_saving_trainer(folder, callbacks[0], *callbacks[1:], logging_steps=1, **arguments)
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return trainer
 
@@ -130,14 +130,14 @@ def test_an_error_that_is_none_of_the_disk_ends_training(tmp_path: Path, monkeyp
     def fail(*_: Any) -> None:
         raise RuntimeError("a kernel failed")
 
-    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=3))
+    trainer = make_saving_trainer(tmp_path, DiLoCoCallback(sync_every=3))
     monkeypatch.setattr(trainer, "_save_rng_state", fail)
     with pytest.raises(RuntimeError, match="a kernel failed"):
         trainer.train()
 
 
 def test_the_trainer_is_what_it_was(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=3), save_total_limit=5)
+    trainer = make_saving_trainer(tmp_path, DiLoCoCallback(sync_every=3), save_total_limit=5)
     before = trainer._save_checkpoint
     trainer.train()
     assert trainer._save_checkpoint == before
@@ -148,11 +148,21 @@ def test_the_trainer_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_a_loop_is_told_and_its_older_state_stays(tmp_path: Path) -> None:
-    from tests.unit.test_checkpoint import make_index
+    index = OuterIndex(
+        round=2,
+        steps_since_sync=0,
+        weight_since_sync=0.0,
+        global_step=20,
+        num_parameters=5000,
+        model="ab",
+        outer_digest="cd",
+        settings={},
+        data={},
+    )
 
     def save(value: float) -> None:
         part = OuterPart({"anchor": torch.full((5000,), value)}, [(0, 5000)])
-        save_outer(tmp_path, IslandGroup(), [part], make_index(), is_last=False)
+        save_outer(tmp_path, IslandGroup(), [part], index, is_last=False)
 
     save(1.0)
     with no_file_beyond(10_000), pytest.raises(CheckpointError, match=r"cannot be written .*File too large"):

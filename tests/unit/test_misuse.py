@@ -18,7 +18,7 @@ from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
-from tests.unit.test_refusals import make_trainer
+from tests.trainers import make_trainer
 
 # Every argument of transformers 5.23 that is not on the list: it acts within an island, between rounds, or not at all
 # on what islands agree on. A field of a later version is to be decided: here, or in REFUSALS.

@@ -22,7 +22,7 @@ from hf_diloco.vision import train as vision
 from hf_diloco.vision.runfile import VisionRun
 from tests.processes import ROOT, Processes
 from tests.programs.trainer_island import make_model
-from tests.unit.test_refusals import make_trainer
+from tests.trainers import make_trainer
 
 NOWHERE = "tcp://127.0.0.1:9"
 NO_NUMBER = r"there are 2 {unit}s, and this one has no number: set HF_DILOCO_ISLAND \(or island=\) .* from 0 to 1"

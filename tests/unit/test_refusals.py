@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
 from hf_diloco.errors import ConfigError
@@ -20,7 +20,7 @@ from hf_diloco.refusals import REFUSALS, Refusal, Where, refuse
 from hf_diloco.trainer_arguments import check_arguments, check_gossip_arguments
 from hf_diloco.vision.runfile import load_vision_run
 from tests.processes import ROOT
-from tests.programs.trainer_island import Tokens, make_model
+from tests.trainers import make_trainer
 
 REFUSED_VALUES: dict[str, Any] = {
     "save_strategy": "best",
@@ -126,11 +126,3 @@ def test_settings_that_are_none(make: Any, given: Any) -> None:
 def test_the_loop_says_what_it_takes() -> None:
     with pytest.raises(TypeError, match=r"got 500: write OuterLoop\(\.\.\., DiLoCoConfig\(sync_every=500\)\)"):
         OuterLoop(types.SimpleNamespace(), None, None, 500)  # type: ignore[arg-type]
-
-
-def make_trainer(folder: Path, *callbacks: Any, **changes: Any) -> Trainer:
-    args = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True, **changes
-    )
-    model = make_model(lora=False, tied=True, seed=1)
-    return Trainer(model, args, train_dataset=Tokens(0), eval_dataset=Tokens(1, size=8), callbacks=list(callbacks))

@@ -14,7 +14,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.metrics import MetricsWriter
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.records import End, Eval, Start, Sync, Train, parse_line
-from tests.unit.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
+from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 
 def test_reads_what_was_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_diloco.report import Report, load_run, summarise
-from tests.unit.report_runs import (
+from tests.report_runs import (
     BYTES_A_ROUND,
     EVAL_LOSS,
     end,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hf_diloco import text
 from hf_diloco.report import load_run, print_report, summarise
-from tests.unit.report_runs import (
+from tests.report_runs import (
     end,
     evaluation,
     start,

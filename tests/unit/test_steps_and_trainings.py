@@ -21,7 +21,7 @@ from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.shards import open_shards
 from tests.islands import try_islands
 from tests.programs.trainer_island import make_model
-from tests.unit.test_refusals import make_trainer
+from tests.trainers import make_trainer
 
 
 def shards_of(seed: int) -> Any:

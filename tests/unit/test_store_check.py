@@ -17,7 +17,7 @@ from hf_diloco.status.check import CheckReport, check_store, set_aside
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
-from tests.unit.test_store_junk import JUNK, throw
+from tests.rubbish import JUNK, throw
 
 
 @pytest.fixture(autouse=True)

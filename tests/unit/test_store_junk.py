@@ -13,7 +13,7 @@ import pytest
 
 from hf_diloco.agreement.decisions import Decisions
 from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.agreement.objects import open_object_store
 from hf_diloco.agreement.round_records import OutcomeRecord, Participant, PlanRecord
 from hf_diloco.agreement.seal import Seal
 from hf_diloco.agreement.voting import VoteRecord
@@ -21,6 +21,7 @@ from hf_diloco.errors import RendezvousError, StoreError
 from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
+from tests.rubbish import throw
 
 pytestmark = pytest.mark.usefixtures("fast_clock")
 
@@ -114,44 +115,6 @@ def test_rubbish_under_all_names_is_told(log: RunLog) -> None:
 
 
 # A run in whose store somebody writes what he likes
-
-JUNK: dict[str, bytes] = {
-    "claims/0/999999.json": b"junk",
-    f"claims/1/{'9' * 498}.json": b"junk",
-    "claims/1/000002.json": b"",
-    "claims/77777777777777/000001.json": b"",
-    "claims/x.json": b"",
-    "beats/0/999999.json": b"{}",
-    f"beats/0/{'9' * 498}.json": b"{}",
-    "beats/1/000009.json": b'{"body": "{}", "mac": ""}',
-    "beats/00/000001.json": b"",
-    "beats/7/000001.json": bytes(5 << 20),
-    "beats/x": b"",
-    "links/mesh/00000002-00/0.json": b"",
-    "payloads/x": b"",
-    "payloads/zzz/0/rank-00000.bin": b"junk",
-    "rounds/00000002/00/plan.json": b"",
-    "rounds/00000003/00/outcome.json": b"\x00\xff",
-    "rounds/00000003/01/outcome.json": b"{" * 1000,
-    "rounds/00000004/00/plan.json": b"[" * 10_000,
-    "rounds/00000004/01/plan.json": b'{"body": 1, "mac": NaN}',
-    "rounds/00000005/00/offers/00000-000001-000000.json": b"",
-    "rounds/00000005/00/offers/zzz.json": b"junk",
-    "rounds/00000005/00/votes/00001.json": b"",
-    "rounds/00000005/00/mean/rank-99999.json": b"",
-    "rounds/99999999/00/outcome.json": b"junk",
-    "rounds/x/y/z": b"",
-    "snapshots/zzz/00000-000001/rank-00000.json": b"",
-    "snapshots/99999999/00000-000001/rank-00000.json": b"",
-    "snapshots/00000000/00000-000001/rank-00001.json": b"junk",
-    "start-2.json": b"junk",
-    "elsewhere/notes.txt": b"my notes",
-}
-
-
-def throw(store: ObjectStore) -> None:
-    for path, data in JUNK.items():
-        store.put(path, data)
 
 
 @pytest.mark.parametrize("exchange", ["bucket", "mesh"])
