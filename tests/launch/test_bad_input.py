@@ -197,7 +197,7 @@ def test_two_processes_with_one_number(processes: Processes, runs: Runs, tmp_pat
 
 def island_in(store: str, runs: Runs, name: str, *overrides: str, island: int = 0) -> list[str | Path]:
     """The command of an island whose run meets in a store."""
-    command = [sys.executable, ROOT / "train_lm.py", runs.write(name, {}), f"--rendezvous={store}"]
+    command: list[str | Path] = [sys.executable, ROOT / "train_lm.py", runs.write(name, {}), f"--rendezvous={store}"]
     return [*command, f"--island={island}", *overrides]
 
 
