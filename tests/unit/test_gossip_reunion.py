@@ -205,6 +205,28 @@ def test_three_in_a_row_return_together(order: list[int]) -> None:
         assert not nodes.lacks[node, max(step for one, step in nodes.lacks if one == node)]
 
 
+def test_two_with_the_same_neighbours_return_together() -> None:
+    """Each neighbour gives to one after the other: all in the same order, where both enter at the same step."""
+    nodes, leavers = Nodes(make_topology("full", 5)), (1, 3)
+    all_left = threading.Barrier(len(leavers))
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours, x = nodes.join(node), start(node)
+        for step in range(3):
+            x = nodes.step(neighbours, x, step)
+        if node not in leavers:
+            return nodes.go_on(neighbours, x, 3)
+        neighbours.close()
+        all_left.wait(LONG)
+        neighbours = nodes.join(node)
+        step = neighbours.enter(x)
+        nodes.trouble()
+        return nodes.go_on(neighbours, x, step)
+
+    nodes.run(live)
+    nodes.check_averages()
+
+
 def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
     """Where each takes what others published: links are made again, too."""
     nodes, one, other = Nodes(make_topology("ring", 3)), 0, 2

@@ -70,10 +70,11 @@ def test_a_step_says_for_whom_it_waits_and_how_the_node_comes_back(
 
 
 def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: TCPStore) -> None:
-    ended = threading.Barrier(2)
+    connected, ended = threading.Barrier(2), threading.Barrier(2)
 
     def run(node: int) -> str:
         neighbours = join(store, node)
+        connected.wait(LONG)
         if node == 1:
             neighbours.close()
             ended.wait(LONG)

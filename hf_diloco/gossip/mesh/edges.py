@@ -116,11 +116,13 @@ def connect_edges(
     address: str,
     timeout: float,
     rate_limit: RateLimit,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Edge], list[int]]:
     """Connects to several neighbours at the same time, as each takes many round trips.
 
     Args:
         lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
+        meanwhile: called now and then while a neighbour is waited for; what it raises ends that.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.
@@ -134,7 +136,7 @@ def connect_edges(
 
     if not lives:
         return {}, []
-    shared = SharedStore(store, timeout)
+    shared = SharedStore(store, timeout, meanwhile)
     with ThreadPoolExecutor(len(lives), thread_name_prefix="hf-diloco-edges") as threads:
         made = dict(zip(lives, threads.map(connect, lives), strict=True))
     edges = {peer: edge for peer, edge in made.items() if edge is not None}

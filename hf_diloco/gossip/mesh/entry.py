@@ -8,19 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.connections import Deadline
+from hf_diloco.exchange.connections import PROBE_SECONDS, Transfers
 from hf_diloco.gossip.mesh.agreement import FIRST_MARGIN, MAX_ROUNDS, decide
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, entry_prefix, greeting_key
+from hf_diloco.gossip.mesh.patience import Patience
+from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, company_key, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
 from hf_diloco.gossip.records import whole_number
 from hf_diloco.waiting import Wait
+
+T = TypeVar("T")
 
 
 class Greetings:
@@ -43,16 +47,22 @@ class Greetings:
         self._greeted: set[int] = set()
         self._waiting: set[int] = set()  # as this one does: they let nobody in
 
-    def wait(self, patience: float, patience_of_greeters: float, wait: Wait) -> list[int]:
-        """The neighbours that are there: all, but for those that are lost or wait themselves.
+    def wait(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
+        """The neighbours that are there, to whom this node connects next: all, but for those that are lost or wait
+        themselves.
 
         Who is left out, but goes on, connects again later.
 
         Args:
             patience: seconds to wait for the first.
-            patience_of_greeters: seconds that whoever has greeted waits for this node.
+            patience_with_others: seconds to wait for all others from then on.
             wait: says who is absent.
         """
+        there = self._await(patience, patience_with_others, wait)
+        self._board.put(company_key(self._node, self._start), {"nodes": there})
+        return there
+
+    def _await(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
         begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
         while True:
             now = time.monotonic()
@@ -63,7 +73,7 @@ class Greetings:
             absent = self._absent()
             if self._greeted:
                 first_greeted = min(first_greeted, now)
-            is_over = now - begun > patience or now - first_greeted > patience_of_greeters / 2
+            is_over = now - begun > patience or now - first_greeted > patience_with_others
             may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
             if not absent or is_over or may_end:
                 return sorted(self._greeted)
@@ -94,6 +104,7 @@ class Entry:
         node: this node.
         start: which of its starts this is.
         edges: to the neighbours that are there; whoever goes is taken out.
+        patience: with those that do not come; it tells those who wait for this node.
         timeout: seconds that a step of the neighbours may take.
         lose: is told whom the node has lost, and why.
     """
@@ -104,6 +115,7 @@ class Entry:
         node: int,
         start: int,
         edges: dict[int, Edge],
+        patience: Patience,
         timeout: float,
         lose: Callable[[int, str], None],
     ) -> None:
@@ -111,37 +123,27 @@ class Entry:
         self._node = node
         self._start = start
         self._edges = edges
+        self._patience = patience
         self._timeout = timeout
         self._lose = lose
 
     def take(self, x: torch.Tensor) -> int:
         """Overwrites `x`, in host memory, with the neighbours' mean at the step that is returned."""
         step = self._agree()
+        self._await_step(step)
         total: torch.Tensor | None = None
         num_given = 0
         buffer = torch.empty_like(x)
-        deadline = Deadline((MAX_ROUNDS + 1) * self._timeout)  # they have steps to take before
-        for peer, edge in sorted(self._edges.items()):
-            try:
-                transfers = edge.begin()
-                edge.receive(buffer, transfers)
-                edge.wait(transfers, deadline)
-            except IslandLostError:
-                self._drop(peer, "its connection broke")
-                continue
-            total = x.copy_(buffer) if total is None else total.add_(buffer)
-            num_given += 1
+        for peer in sorted(self._edges):
+            if self._transfer(peer, lambda edge, transfers: edge.receive(buffer, transfers)):
+                total = x.copy_(buffer) if total is None else total.add_(buffer)
+                num_given += 1
         self._check_company()
         x.mul_(1.0 / num_given)
         self._board.remove(lost_key(self._node))
         self._board.count("returned", 1)  # before any neighbour goes on: the next average is with this node
-        for peer, edge in sorted(self._edges.items()):
-            try:
-                transfers = edge.begin()
-                edge.send(torch.ones(1, dtype=torch.uint8), transfers)
-                edge.wait(transfers, Deadline(self._timeout))
-            except IslandLostError:
-                self._drop(peer, "its connection broke")
+        for peer in sorted(self._edges):
+            self._transfer(peer, lambda edge, transfers: edge.send(torch.ones(1, dtype=torch.uint8), transfers))
         self._check_company()
         return step
 
@@ -149,10 +151,10 @@ class Entry:
         """The step at which all neighbours will give their parameters."""
         margin = FIRST_MARGIN
         for number in range(1, MAX_ROUNDS + 1):
-            steps = self._ask({peer: f"at/{peer}" for peer in self._edges}, "step")
+            steps = self._ask("at", "step")
             step = max(steps.values()) + margin
             self._board.put(self._key("proposal"), {"round": number, "step": step})
-            answers = self._ask({peer: f"{number}/{peer}" for peer in self._edges}, "is_to_come")
+            answers = self._ask(str(number), "is_to_come")
             prefix = entry_prefix(self._node, self._start)
             if decide(self._board, prefix, number, self._node, is_on=all(answers.values())):
                 return step
@@ -161,18 +163,76 @@ class Entry:
             f"node {self._node} could not agree with its neighbours on a step at which to return: start it again"
         )
 
-    def _ask(self, keys: dict[int, str], field: str) -> dict[int, int]:
+    def _ask(self, topic: str, field: str) -> dict[int, int]:
         """What neighbours say, as soon as all have; who does not within two exchanges' time is lost."""
-        missing = self._board.await_all({peer: self._key(key) for peer, key in keys.items()}, 2 * self._timeout)
-        for peer in list(missing):
-            self._drop(peer, f"it did not answer within {2 * self._timeout:g} s")
-        self._check_company()
-        records = {peer: self._board.read(self._key(keys[peer]), peer) or {} for peer in self._edges}
-        return {peer: whole_number(record, field, peer) for peer, record in records.items()}
+        self._patience.begin_other("returning", 2 * self._timeout)
+        return self._await(lambda peer: self._hear(peer, topic, field))
 
-    def _drop(self, peer: int, reason: str) -> None:
+    def _await_step(self, step: int) -> None:
+        """Returns when all neighbours are at the step at which they give.
+
+        Who is not there yet may be as late as in any exchange, as those who are wait for it; until the first is, each
+        step may take two exchanges' time.
+        """
+        at: dict[int, int] = {}
+        self._patience.begin_other("returning", self._timeout)
+        self._patience.renew(2)
+
+        def look(peer: int) -> int | None:
+            now = self._hear(peer, "at", "step") or 0
+            if now != at.get(peer):
+                at[peer] = now
+                self._patience.renew(1 if max(at.values()) >= step else 2)
+            return now if now >= step else None
+
+        self._await(look)
+
+    def _await(self, say: Callable[[int], T | None]) -> dict[int, T]:
+        """What neighbours say, as soon as all have; who does not, or whose connection breaks, is lost."""
+        said: dict[int, T] = {}
+        looked = time.monotonic()
+        while missing := sorted(self._edges.keys() - said.keys()):
+            said |= {peer: word for peer in missing if (word := say(peer)) is not None}
+            if time.monotonic() - looked > PROBE_SECONDS:
+                looked = time.monotonic()
+                self._look_at([peer for peer in missing if peer not in said])
+            time.sleep(POLL_SECONDS)
+        self._check_company()
+        return {peer: said[peer] for peer in self._edges}
+
+    def _look_at(self, missing: list[int]) -> None:
+        """Drops those that are gone, and the first of those that are missing if it is too late."""
+        for peer in list(self._edges):
+            try:
+                self._edges[peer].check()
+                if peer in missing[:1]:
+                    self._patience.watch(peer)()
+            except IslandLostError:
+                self._drop(peer)
+
+    def _transfer(self, peer: int, begin: Callable[[Edge, Transfers], None]) -> bool:
+        """Sends to a neighbour, or receives; returns whether it was there, or else it is lost."""
+        edge = self._edges[peer]
+        self._patience.begin_other("returning", self._timeout)
+        try:
+            transfers = edge.begin()
+            begin(edge, transfers)
+            edge.wait(transfers, self._patience.limit, self._patience.watch(peer))
+        except IslandLostError:
+            self._drop(peer)
+            return False
+        return True
+
+    def _drop(self, peer: int) -> None:
+        """Loses a neighbour, as it is late or its connection broke."""
         self._edges.pop(peer).close()
-        self._lose(peer, reason)
+        self._lose(peer, self._patience.reason)
+        self._patience.renew()
+
+    def _hear(self, peer: int, topic: str, field: str) -> int | None:
+        """What a neighbour says on a topic, if it does."""
+        record = self._board.read(self._key(f"{topic}/{peer}"), peer)
+        return None if record is None else whole_number(record, field, peer)
 
     def _check_company(self) -> None:
         if not self._edges:

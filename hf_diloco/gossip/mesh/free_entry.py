@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.connections import Deadline
+from hf_diloco.exchange.connections import Transfers
 from hf_diloco.gossip.mesh.average import lost_key
+from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.entry import Entry
 
 
@@ -22,26 +22,19 @@ class FreeEntry(Entry):
 
         With a smaller one this node would come to averages over all nodes that they have already had.
         """
-        total, received = torch.zeros_like(x), torch.empty_like(x)
+        total, received, step = torch.zeros_like(x), torch.empty_like(x), torch.empty(1, dtype=torch.int64)
         steps: list[int] = []
         for peer in sorted(self._edges):
-            try:
-                steps.append(self._receive(peer, received))
-            except IslandLostError:
-                self._drop(peer, "it did not give its parameters")
-                continue
-            total.add_(received)
+
+            def ask(edge: Edge, transfers: Transfers) -> None:
+                edge.receive(step, transfers)
+                edge.receive(received, transfers)
+                self._board.put(self._key(f"asks/{edge.peer}"), {})
+
+            if self._transfer(peer, ask):
+                steps.append(int(step))
+                total.add_(received)
         self._check_company()
         torch.mul(total, 1.0 / len(steps), out=x)
         self._board.remove(lost_key(self._node))
         return max(steps)
-
-    def _receive(self, peer: int, x: torch.Tensor) -> int:
-        """A neighbour's parameters, and the step that they are of."""
-        edge, step = self._edges[peer], torch.empty(1, dtype=torch.int64)
-        transfers = edge.begin()
-        edge.receive(step, transfers)
-        edge.receive(x, transfers)
-        self._board.put(self._key(f"asks/{peer}"), {})
-        edge.wait(transfers, Deadline(self._timeout))
-        return int(step)

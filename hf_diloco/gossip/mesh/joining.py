@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch.distributed import Store
 
@@ -12,6 +12,7 @@ from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, not_connected
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.gossip.mesh.returning import starts_key
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.waiting import WaitNotes
 
@@ -63,7 +64,7 @@ class Joining:
         self._connect_timeout = connect_timeout
         self._late = max(MIN_CONNECT_SECONDS, exchange_timeout)
         self._rate_limit = rate_limit
-        self.start = board.count(_starts_key(node), 1)
+        self.start = board.count(starts_key(node), 1)
         self.starts: dict[int, int] = {}
         self.calls = Calls(board, node, self.start)
 
@@ -73,29 +74,39 @@ class Joining:
         Raises:
             IslandLostError: neighbours did not connect in time; names them.
         """
-        begun = time.monotonic()
         self.starts = self._count_starts(self._peers)
-        if self.start > 1:
-            greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
-            wait = self._notes.begin(self._connect_timeout, "returning")
-            there = greetings.wait(self._connect_timeout, self._late, wait)
-            missing = [] if there else self._peers
-        else:
-            there = self._peers
-            keys = {peer: _starts_key(peer) for peer in there}
-            wait = self._notes.begin(self._connect_timeout)
-            missing = sorted(self._board.await_all(keys, self._connect_timeout, wait))
-        self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
+        return self._return() if self.start > 1 else self._meet_all()
+
+    def _meet_all(self) -> dict[int, Edge]:
+        wait, begun = self._notes.begin(self._connect_timeout), time.monotonic()
+        keys = {peer: starts_key(peer) for peer in self._peers}
+        missing: Collection[int] = sorted(self._board.await_all(keys, self._connect_timeout, wait))
         edges: dict[int, Edge] = {}
         if not missing:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
-            with self._notes.begin(seconds, f"connecting from {self._address}").blocking(there):
-                edges, missing = self._connect({peer: self._life(peer, self.starts[peer]) for peer in there}, seconds)
+            edges, missing = self._connect_all(self._peers, seconds)
         if missing:
             raise not_connected(missing, self._address, self._connect_timeout)
         return edges
 
-    def connect_again(self, peer: int, start: int, attempt: int, published: MeshPublished | None) -> Edge:
+    def _return(self) -> dict[int, Edge]:
+        greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
+        wait = self._notes.begin(self._connect_timeout, "returning")
+        there = greetings.wait(self._connect_timeout, self._late / 2, wait)
+        edges, _ = self._connect_all(there, self._late)
+        if not edges and self._peers:
+            raise not_connected(self._peers, self._address, self._connect_timeout)
+        return edges
+
+    def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
+        self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
+        lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
+        with self._notes.begin(seconds, f"connecting from {self._address}").blocking(there):
+            return self._connect(lives, seconds)
+
+    def connect_again(
+        self, peer: int, start: int, attempt: int, published: MeshPublished | None, meanwhile: Callable[[], None]
+    ) -> Edge:
         """Connects to a neighbour that was started so many times.
 
         Args:
@@ -103,6 +114,7 @@ class Joining:
             start: which of its starts this is.
             attempt: 0 if it returns; which attempt this is if it goes on, as this node does.
             published: where nodes take what others published; links are then made, too.
+            meanwhile: called now and then while the neighbour is waited for; what it raises ends that.
 
         Raises:
             IslandLostError: it did not connect in time.
@@ -110,7 +122,7 @@ class Joining:
         seconds, life = self._late, self._life(peer, start)
         if attempt:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
-        edges, missing = self._connect({peer: life}, seconds)
+        edges, missing = self._connect({peer: life}, seconds, meanwhile)
         if missing:
             raise not_connected(missing, self._address, seconds)
         if published is not None:
@@ -129,17 +141,15 @@ class Joining:
         """
         published.connect(edge.peer, edge.life, self._connect_timeout, edge.check)
 
-    def _connect(self, lives: Mapping[int, str], seconds: float) -> tuple[dict[int, Edge], list[int]]:
+    def _connect(
+        self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[dict[int, Edge], list[int]]:
         return connect_edges(
-            lives, self._store, self._board.name, self._node, self._address, seconds, self._rate_limit
+            lives, self._store, self._board.name, self._node, self._address, seconds, self._rate_limit, meanwhile
         )
 
     def _count_starts(self, peers: Collection[int]) -> dict[int, int]:
-        return {peer: self._board.count(_starts_key(peer)) for peer in peers}
+        return {peer: self._board.count(starts_key(peer)) for peer in peers}
 
     def _life(self, peer: int, start: int) -> str:
         return edge_life({self._node: self.start, peer: start})
-
-
-def _starts_key(node: int) -> str:
-    return f"starts/{node}"

@@ -118,6 +118,7 @@ class MeshNeighbours(Neighbours):
         )
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
+        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._reception = Reception(
             self._board,
             self._joining.calls,
@@ -125,13 +126,14 @@ class MeshNeighbours(Neighbours):
             self._joining.start,
             self.num_nodes,
             dict(self._joining.starts),
-            lambda peer, start, attempt: self._joining.connect_again(peer, start, attempt, self._published),
-            exchange_timeout,
+            lambda peer, start, attempt, meanwhile: self._joining.connect_again(
+                peer, start, attempt, self._published, meanwhile
+            ),
+            self._patience,
         )
         for peer in self._peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
-        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._buffers = Buffers()
         self._swapping = Swapping(self._edges, self._patience, self._lose, self._buffers)
         self._group = GroupAverage(
@@ -247,7 +249,9 @@ class MeshNeighbours(Neighbours):
         if not is_in_step:
             timeout += self._connect_timeout  # a step may take its time
         kind = Entry if is_in_step else FreeEntry
-        step = kind(self._board, self.node, self._joining.start, self._edges, timeout, self._lose).take(host)
+        entry = kind(self._board, self.node, self._joining.start, self._edges, self._patience, timeout, self._lose)
+        with self._is_swapping:
+            step = entry.take(host)
         if host is not x:
             x.copy_(host)
         self.is_returning = False

@@ -17,7 +17,7 @@ from hf_diloco.waiting import WaitNotes
 
 
 class Patience:
-    """One node's, for one exchange at a time.
+    """One node's, for one exchange, or one other wait, at a time.
 
     Args:
         board: where nodes say that they wait.
@@ -25,11 +25,14 @@ class Patience:
         num_nodes: n.
         seconds: that an exchange may take.
         notes: say for whom this node waits.
+
+    Attributes:
+        seconds: that the wait which began last may take.
     """
 
     def __init__(self, board: Board, node: int, num_nodes: int, seconds: float, notes: WaitNotes) -> None:
         self._notes = notes
-        self.seconds = seconds
+        self._step_seconds = seconds
         self._board = board
         self._node = node
         self._num_nodes = num_nodes
@@ -41,12 +44,24 @@ class Patience:
 
     def begin(self) -> None:
         """An exchange begins."""
+        self.begin_other("a step", self._step_seconds)
+        if self._is_extended:
+            self.renew(2)
+        self._is_extended = False
+
+    def begin_other(self, what: str, seconds: float | None = None) -> None:
+        """Another wait for neighbours begins.
+
+        Args:
+            what: it is for, in words.
+            seconds: that it may take. Default: as an exchange.
+        """
+        self.seconds = self._step_seconds if seconds is None else seconds
         self._num_excuses = 0
         self._seen: dict[int, Record | None] = {}
         self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
-        self._deadline = Deadline(self.seconds * (1 + self._is_extended))
-        self._is_extended = False
-        self._wait = self._notes.begin(self.seconds, "a step")
+        self._wait = self._notes.begin(self.seconds, what)
+        self.renew()
 
     def extend(self) -> None:
         """After an average of all: in the next exchange, neighbours may still wait there for one that is lost."""
@@ -61,13 +76,18 @@ class Patience:
         """How long a transfer may take."""
         return Deadline(0) if self._has_given_up else self._limit
 
-    def renew(self) -> None:
-        """After a neighbour was given up: those who waited for it too are late for that reason."""
-        self._deadline = Deadline(self.seconds)
+    def renew(self, factor: float = 1) -> None:
+        """After a neighbour was given up, as those who waited for it too are late for that reason; or was heard of.
+
+        Args:
+            factor: by which the time that is given is longer.
+        """
+        self._deadline = Deadline(factor * self.seconds)
 
     @property
-    def is_over(self) -> bool:
-        return self._deadline.is_over
+    def reason(self) -> str:
+        """Why a neighbour was lost that was waited for, in words."""
+        return f"it did not come within {self.seconds:g} s" if self._deadline.is_over else "its connection broke"
 
     def watch(self, peer: int) -> Callable[[], None]:
         """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
@@ -94,7 +114,7 @@ class Patience:
             is_excused = now is not None and now != before and now.get("for") != self._node
         if is_excused and self._num_excuses < self._num_nodes:
             self._num_excuses += 1
-            self._deadline = Deadline(self.seconds)
+            self.renew()
             return True
         return False
 

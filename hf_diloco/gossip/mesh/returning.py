@@ -1,9 +1,11 @@
 """How a node comes back while the others go on: the side of its neighbours. And how a link comes back.
 
-Nothing here waits for a returning node before it is there, and nothing is done while nobody is lost.
+Nothing here waits for a returning node before it is there, and nothing is done while nobody is lost. A neighbour that
+has greeted it connects when it says so, in a thread of its own: whoever leaves again meanwhile keeps nobody else out.
 
     starts/NODE                        how often a node was started
-    greet/NODE/START/PEER              a neighbour has seen that NODE is back, and connects
+    greet/NODE/START/PEER              a neighbour has seen that NODE is back
+    entry/NODE/START/company           the neighbours to whom NODE connects: those that had greeted it in time
     again/LOW-HIGH/STARTS              how often the lower one of two that both go on has tried to connect again
 
 Where nodes are in step, a neighbour agrees with the one that is back on a step to come; see `agreement` for the keys
@@ -30,12 +32,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_diloco.errors import DiLoCoError, PayloadError
-from hf_diloco.exchange.connections import Deadline
+from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
+from hf_diloco.exchange.connections import Transfers
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.calls import Call, Calls
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
+from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.mesh.store import Board
 
 LOOK_SECONDS = 0.5
@@ -44,14 +47,24 @@ LOOK_SECONDS = 0.5
 MAX_REST_SECONDS = 600.0
 """A link that breaks again and again is let be for a second, two, four, and so on up to this."""
 
-Connect = Callable[[int, int, int], Edge]
+Connect = Callable[[int, int, int, Callable[[], None]], Edge]
 """Makes the edge to a neighbour that was started so many times, and what else connects the two; 0, or which attempt
-this is of two that both go on."""
+this is of two that both go on; and what is called now and then, and raises if there is nobody to wait for any more."""
+
+
+def starts_key(node: int) -> str:
+    """Where it is counted how often a node was started."""
+    return f"starts/{node}"
 
 
 def greeting_key(node: int, start: int, peer: int) -> str:
     """Where `peer` says that it has seen `node`'s start."""
     return f"greet/{node}/{start}/{peer}"
+
+
+def company_key(node: int, start: int) -> str:
+    """Where `node` says, for one of its starts, to which neighbours it connects."""
+    return f"{entry_prefix(node, start)}/company"
 
 
 def entry_prefix(node: int, start: int) -> str:
@@ -77,7 +90,7 @@ class Arrival:
 
 
 class Reception:
-    """Looks for lost neighbours in a thread of its own, and lets them in.
+    """Looks for lost neighbours in a thread of its own, connects to each in another one, and lets them in.
 
     Args:
         board: the mesh's.
@@ -86,8 +99,8 @@ class Reception:
         start: which of its starts this is.
         num_nodes: n.
         starts: how often each neighbour was started when its edge was made.
-        connect: see `Connect`; called in the thread.
-        timeout: seconds that an exchange may take.
+        connect: see `Connect`; called in a thread for each neighbour.
+        patience: with those who are let in.
 
     Attributes:
         is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
@@ -102,7 +115,7 @@ class Reception:
         num_nodes: int,
         starts: dict[int, int],
         connect: Connect,
-        timeout: float,
+        patience: Patience,
     ) -> None:
         self.is_given_up = False
         self._board = board
@@ -112,11 +125,14 @@ class Reception:
         self._num_nodes = num_nodes
         self._starts = starts
         self._connect = connect
-        self._timeout = timeout
+        self._patience = patience
         self._lock = threading.Lock()
         self._lost: dict[int, float] = {}  # and when they may be connected to again
         self._num_again = dict.fromkeys(starts, 0)  # how often each was connected to again
         self._attempts: dict[str, int] = {}  # of others to connect to this node again, which it has seen
+        self._greeted: dict[int, int] = {}  # neighbours that wait to be let in, and which of their starts that is
+        self._answered: dict[int, int] = {}  # likewise, that have said to whom they connect
+        self._connecting: set[int] = set()
         self._arrivals: dict[int, Arrival] = {}
         self._thread: threading.Thread | None = None
         self._has_begun = False
@@ -154,7 +170,7 @@ class Reception:
             Those who take part from this step on.
         """
         entered: dict[int, Arrival] = {}
-        for peer, one in list(self._arrivals.items()):
+        for peer, one in sorted(self._arrivals.items()):  # all in the same order: two nodes may enter at this step
             try:
                 one.edge.check()
                 is_in = (self._is_let_in if is_in_step else self._is_free_to_enter)(peer, one, x, step)
@@ -193,6 +209,8 @@ class Reception:
                 self.is_given_up = self._board.has(lost_key(self._node))
                 self._calls.say(lost, is_in=True)
                 for peer in lost:
+                    if peer in self._connecting:
+                        continue
                     with suppress(PayloadError):  # from one of them: the others are looked for all the same
                         self._look_for_one(peer)
             except DiLoCoError:  # without the store nobody finds the way back
@@ -201,21 +219,34 @@ class Reception:
 
     def _look_for_one(self, peer: int) -> None:
         call = self._calls.hear(peer, self._starts[peer])
-        if call is not None and not call.is_in:
-            self._greet(peer, call.start)
-            return
         if call is not None:
             self._starts[peer] = call.start
-        self._meet_again(peer, call)
+        if call is not None and not call.is_in:
+            self._greet(peer, call.start)
+        elif peer in self._greeted:
+            self._join(peer, self._greeted[peer])
+        else:
+            self._meet_again(peer, call)
 
     def _greet(self, peer: int, start: int) -> None:
-        """Connects to a neighbour that waits to be let in; once, as the neighbour tries once."""
-        self._starts[peer] = start
+        """Tells a neighbour that waits to be let in that this node is there."""
+        if self._answered.get(peer) == start:
+            return
+        self._greeted[peer] = start
         greeting = greeting_key(peer, start, self._node)
         if not self._board.has(greeting):
             self._board.put(greeting, {})
+
+    def _join(self, peer: int, start: int) -> None:
+        """Connects to a neighbour that was greeted, if it connects to this node; once, as the neighbour tries once."""
+        company = self._board.read(company_key(peer, start), peer)
+        if company is None:
+            return
+        self._answered[peer] = self._greeted.pop(peer)
+        nodes = company.get("nodes")
+        if isinstance(nodes, list) and self._node in nodes:
             answers = Answers(self._board, entry_prefix(peer, start), self._node, peer)
-            self._connect_to(peer, 0, answers)
+            self._connect_to(peer, 0, answers, lambda: self._board.count(starts_key(peer)) > start)
 
     def _meet_again(self, peer: int, call: Call | None) -> None:
         """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
@@ -233,22 +264,37 @@ class Reception:
                 return
             self._attempts[attempts] = attempt
             agreement = Answers(self._board, f"{attempts}/{attempt}", self._node, peer)
-        if self._connect_to(peer, attempt, agreement):
-            self._num_again[peer] += 1
+        self._connect_to(peer, attempt, agreement, lambda: self._board.count(attempts) > attempt)
 
-    def _connect_to(self, peer: int, attempt: int, agreement: Answers | Proposals) -> bool:
-        start = self._starts[peer]
-        try:
-            edge = self._connect(peer, start, attempt)
-        except (DiLoCoError, RuntimeError):
-            return False
+    def _connect_to(
+        self, peer: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool]
+    ) -> None:
+        self._connecting.add(peer)
+        arguments = (peer, self._starts[peer], attempt, agreement, is_over)
+        threading.Thread(target=self._connect_one, args=arguments, name="hf-diloco-returns", daemon=True).start()
+
+    # In a thread for each.
+
+    def _connect_one(
+        self, peer: int, start: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool]
+    ) -> None:
+        def look() -> None:
+            if self._is_closed or is_over():
+                raise IslandLostError(f"node {peer} does not connect any more", [peer])
+
+        edge: Edge | None = None
+        with suppress(DiLoCoError, RuntimeError):
+            edge = self._connect(peer, start, attempt, look)
         with self._lock:
+            self._connecting.discard(peer)
+            if edge is None:
+                return
             if self._is_closed:
                 edge.close()
-                return False
+                return
             self._lost.pop(peer, None)
+            self._num_again[peer] += attempt > 0
             self._arrivals[peer] = Arrival(edge, attempt == 0, start, agreement)
-            return True
 
     # At the beginning of a step.
 
@@ -258,18 +304,27 @@ class Reception:
             return False
         if one.is_new:
             self._give(one.edge, x)
+            self._receive_word(one.edge)
         else:
             self._board.remove(lost_key(peer))
         return True
 
-    def _give(self, edge: Edge, x: torch.Tensor) -> None:
-        deadline = Deadline(self._timeout)
-        host, transfers = x.cpu(), edge.begin()
-        edge.send(host, transfers)
-        edge.wait(transfers, deadline)
+    def _give(self, edge: Edge, *vectors: torch.Tensor) -> None:
+        hosts, transfers = [vector.cpu() for vector in vectors], edge.begin()
+        for host in hosts:
+            edge.send(host, transfers)
+        self._wait(edge, transfers)
+
+    def _receive_word(self, edge: Edge) -> None:
+        """Returns when a node that was given the parameters has those of its other neighbours too."""
         transfers = edge.begin()
         edge.receive(torch.empty(1, dtype=torch.uint8), transfers)
-        edge.wait(transfers, deadline)
+        self._wait(edge, transfers)
+
+    def _wait(self, edge: Edge, transfers: Transfers) -> None:
+        """Says so meanwhile: neighbours, and the node that is let in, may have to wait for this one."""
+        self._patience.begin_other(f"letting node {edge.peer} in")
+        edge.wait(transfers, self._patience.limit, self._patience.watch(edge.peer))
 
     # At the beginning of a step, where each node takes its own.
 
@@ -280,10 +335,7 @@ class Reception:
             return True
         if not self._board.has(f"{entry_prefix(peer, one.start)}/asks/{self._node}"):
             return False
-        host, transfers = x.cpu(), one.edge.begin()
-        one.edge.send(torch.tensor([step]), transfers)
-        one.edge.send(host, transfers)
-        one.edge.wait(transfers, Deadline(self._timeout))
+        self._give(one.edge, torch.tensor([step]), x)
         self._board.count("returned", 1)  # before this node's next average, which is with the one that is back
         return True
 

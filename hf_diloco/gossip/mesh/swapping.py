@@ -123,16 +123,14 @@ class Swapping:
         try:
             yield
         except IslandLostError:
-            is_late = self._patience.is_over
+            reason = self._patience.reason
             self._edges.pop(peer).close()
             for flight in self._pipeline:
                 if peer in flight.transfers:
                     flight.transfers[peer].drop()  # or they would keep the sockets open
             self._buffers.forget(peer)
             self._patience.renew()
-            self._lose(
-                peer, f"it did not come within {self._patience.seconds:g} s" if is_late else "its connection broke"
-            )
+            self._lose(peer, reason)
 
 
 def _num_in_flight(pieces: Sequence[Piece]) -> int:

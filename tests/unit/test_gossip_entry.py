@@ -1,0 +1,241 @@
+"""Nodes that return while others stop, leave again or wait: who gives up whom, and what is said; each is a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_diloco.errors import IslandLostError
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.calls import Calls
+from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.topology import make_topology
+from hf_diloco.waiting import WaitNotes
+from tests.islands import run_islands
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOCALHOST = "127.0.0.1"
+LONG = 60.0  # where success is expected: the machine may be busy
+AT_ONCE = 25.0  # seconds; far below LONG
+SIZE = 64
+
+
+class Ring:
+    """Nodes that take steps together, to the end that the one that returns decides on.
+
+    Attributes:
+        topology: of the nodes.
+        news: of each node.
+    """
+
+    def __init__(self, num_nodes: int, exchange_timeout: float = LONG) -> None:
+        self.news: dict[int, list[str]] = {node: [] for node in range(num_nodes)}
+        self.topology = make_topology("ring", num_nodes)
+        self._timeout = exchange_timeout
+        self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._joined: list[MeshNeighbours] = []
+        self._last: int | None = None
+        self._ended = threading.Barrier(num_nodes)
+
+    def client(self) -> TCPStore:
+        return TCPStore(LOCALHOST, self._store.port, wait_for_workers=False)
+
+    def board(self) -> Board:
+        return Board(self.client(), "gossip")
+
+    def join(self, node: int) -> MeshNeighbours:
+        neighbours = MeshNeighbours(
+            self.client(),
+            self.topology,
+            node,
+            LOCALHOST,
+            connect_timeout=LONG,
+            exchange_timeout=self._timeout,
+            notes=WaitNotes(node, "node", first=0.2, every=0.2),
+        )
+        self._joined.append(neighbours)
+        return neighbours
+
+    def run(self, live: Callable[[int], MeshNeighbours | None]) -> None:
+        """`live` takes a node to the end; none leaves before all are there."""
+
+        def run(node: int) -> None:
+            try:
+                neighbours = live(node)
+                self._ended.wait(LONG)
+            except BaseException:
+                self._ended.abort()
+                for one in self._joined:
+                    one.close()
+                raise
+            if neighbours is not None:
+                neighbours.close()
+
+        run_islands(self.topology.num_nodes, run, timeout=2 * LONG)
+
+    def step(self, neighbours: MeshNeighbours, step: int) -> None:
+        x = torch.full((SIZE,), float(neighbours.node))
+        neighbours.offer(x, step)
+        neighbours.mix([x], [torch.empty_like(x)], step)
+        self.news[neighbours.node] += neighbours.take_news()
+
+    def end_at(self, step: int) -> None:
+        """Called by a node that has entered, before its first step: nobody is there yet."""
+        self._last = step
+
+    def go_on(
+        self,
+        neighbours: MeshNeighbours,
+        step: int,
+        pause: float = 0.01,
+        before: Callable[[], None] = lambda: None,
+    ) -> MeshNeighbours:
+        """To the end; calls `before` ahead of each step."""
+        deadline = time.monotonic() + LONG
+        while self._last is None or step < self._last:
+            assert time.monotonic() < deadline, self.news
+            time.sleep(pause)
+            before()
+            self.step(neighbours, step)
+            step += 1
+        return neighbours
+
+
+def lost_by(news: list[str]) -> list[str]:
+    return [line.split(":")[0] for line in news if "was lost" in line]
+
+
+def test_who_stops_while_a_node_enters_is_given_up_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    """A neighbour of the stopped one has to wait, and so has the other one, which has given already, and its own."""
+    seconds, enters, gives, stops = 3.0, 2, 1, 3
+    ring = Ring(6, seconds)
+    has_stopped = threading.Event()
+
+    def live(node: int) -> MeshNeighbours | None:
+        neighbours = ring.join(node)
+        for step in range(3):
+            ring.step(neighbours, step)
+        if node == enters:
+            neighbours.close()
+            neighbours = ring.join(node)
+            step = neighbours.enter(x := torch.empty(SIZE))
+            assert torch.equal(x, torch.full((SIZE,), float(gives)))
+            assert neighbours.lost == {stops: f"it did not come within {seconds:g} s"}
+            ring.end_at(step + 4)
+            return ring.go_on(neighbours, step)
+        if node == stops:
+            board = ring.board()
+
+            def stop() -> None:
+                agreed = (board.read(f"entry/{enters}/2/{number}/decision") for number in range(1, 13))
+                if any(decision and decision["is_on"] for decision in agreed):
+                    has_stopped.set()
+                    time.sleep(3 * seconds)
+
+            with pytest.raises(IslandLostError, match="Start node 3 again, alone"):
+                ring.go_on(neighbours, 3, 0.2, stop)
+            return neighbours
+        return ring.go_on(neighbours, 3, 0.2)
+
+    ring.run(live)
+    assert has_stopped.is_set()
+    assert ring.news[0] == ring.news[5] == []
+    assert lost_by(ring.news[gives]) == [f"node {enters} was lost (its connection broke)"]
+    assert lost_by(ring.news[4]) == [f"node {stops} was lost (it did not come within {seconds:g} s)"]
+    assert f"node {gives}: letting node {enters} in: waiting for node {enters} (" in caplog.text
+    assert f"node {enters}: returning: waiting for node {stops} (" in caplog.text
+
+
+def test_a_node_that_enters_where_nobody_waits_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    ring, enters, computes = Ring(3), 1, 2
+    connected, has_ended = threading.Barrier(3), threading.Event()
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours = ring.join(node)
+        neighbours.published()
+        connected.wait(LONG)
+        if node == enters:
+            neighbours.close()
+            neighbours = ring.join(node)
+            neighbours.published()
+            try:
+                neighbours.enter(torch.empty(SIZE))
+            finally:
+                has_ended.set()
+            return neighbours
+        deadline, step = time.monotonic() + LONG, 0
+        while not has_ended.is_set():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            if node != computes or not neighbours.lost or f"waiting for node {computes} (" in caplog.text:
+                neighbours.offer(torch.zeros(SIZE), step)
+            step += 1
+        return neighbours
+
+    ring.run(live)
+    assert f"node {enters}: returning: waiting for node {computes} (" in caplog.text
+
+
+def test_a_node_that_dies_before_it_connects_costs_its_next_start_nothing() -> None:
+    """Its neighbours have greeted it, and wait for it no longer than it waits to be let in."""
+    ring, leaver = Ring(3), 1
+
+    def call_and_die() -> None:
+        board = ring.board()
+        calls = Calls(board, leaver, board.count(f"starts/{leaver}", 1))
+        deadline = time.monotonic() + LONG
+        while not all(board.has(f"greet/{leaver}/2/{peer}") for peer in (0, 2)):
+            assert time.monotonic() < deadline
+            calls.say([0, 2], is_in=False)
+            time.sleep(0.1)
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours = ring.join(node)
+        for step in range(3):
+            ring.step(neighbours, step)
+        if node != leaver:
+            return ring.go_on(neighbours, 3)
+        neighbours.close()
+        call_and_die()
+        begun = time.monotonic()
+        neighbours = ring.join(node)
+        step = neighbours.enter(torch.empty(SIZE))
+        assert time.monotonic() - begun < AT_ONCE
+        assert not neighbours.lost
+        ring.end_at(step + 4)
+        return ring.go_on(neighbours, step)
+
+    ring.run(live)
+
+
+def test_a_neighbour_that_dies_after_its_greeting_ends_nobodys_return() -> None:
+    """The node enters with those that are there."""
+    ring, leaver, dies = Ring(4, exchange_timeout=6.0), 1, 2
+    has_left = threading.Event()
+
+    def live(node: int) -> MeshNeighbours | None:
+        neighbours = ring.join(node)
+        for step in range(3):
+            ring.step(neighbours, step)
+        if node == dies:
+            neighbours.close()
+            has_left.wait(LONG)
+            ring.board().put(f"greet/{leaver}/2/{dies}", {})
+            return None
+        if node != leaver:
+            return ring.go_on(neighbours, 3)
+        neighbours.close()
+        has_left.set()
+        neighbours = ring.join(node)
+        step = neighbours.enter(torch.empty(SIZE))
+        assert neighbours.lost.keys() == {dies}
+        ring.end_at(step + 4)
+        return ring.go_on(neighbours, step)
+
+    ring.run(live)
