@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
-from hf_diloco.agreement.facts import MAX_STEPS, Facts, compare_facts
+from hf_diloco.agreement.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
 from hf_diloco.errors import FingerprintError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.fingerprint import Fact, digest_of, make_fingerprint
@@ -104,11 +104,12 @@ class Beginning:
         if self._optimizer.num_vectors == 0:
             self._optimizer.begin_state(torch.empty(0))  # which refuses
         for record in self._node.recall("join"):
-            for name, value in self._fingerprint(model, saves).items():
-                if record["facts"].get(name) != value:
+            theirs = record["facts"]
+            for name, value in {MAX_STEPS: state.max_steps, **self._fingerprint(model, saves)}.items():
+                if differ(name, theirs.get(name), value):
                     raise FingerprintError(
-                        f"the run that this node returns to trains something else: {name} is "
-                        f"{record['facts'].get(name)} there, and {value} here; make it equal"
+                        f"the run that this node returns to trains something else: {name} is {theirs.get(name)} "
+                        f"there, and {value} here; {remedy_for(name)}"
                     )
         self._begin_at(self._node.enter, state, scheduler)
         logger.warning(

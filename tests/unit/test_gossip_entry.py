@@ -5,18 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import TCPStore
+from transformers import Trainer, TrainingArguments
 
-from hf_diloco.errors import IslandLostError
+from hf_diloco import GossipCallback
+from hf_diloco.agreement.facts import MAX_STEPS
+from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.calls import Calls
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.topology import make_topology
+from hf_diloco.island import IslandGroup
 from hf_diloco.waiting import WaitNotes
 from tests.islands import run_islands
+from tests.unit.test_gossip_run import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,5 +247,44 @@ def test_a_neighbour_that_dies_after_its_greeting_ends_nobodys_return() -> None:
         assert neighbours.lost.keys() == {dies}
         ring.end_at(step + 4)
         return ring.go_on(neighbours, step)
+
+    ring.run(live)
+
+
+def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: Path) -> None:
+    """Before it takes part, and so before it takes any step."""
+    ring, returns = Ring(2), 1
+    config = GossipConfig(method="dsgd", num_islands=2, island=returns, rendezvous="tcp://127.0.0.1:1")
+    facts = {MAX_STEPS: 3, **make_fingerprint(config, ring.topology, Linear())}
+    is_refused = threading.Event()
+
+    def come_back(neighbours: MeshNeighbours) -> None:
+        node = NodeNeighbours(neighbours, ring.topology, returns, IslandGroup())
+        model, args = Linear(), TrainingArguments(str(tmp_path), max_steps=5, use_cpu=True, report_to="none")
+        callback = GossipCallback(config, node=node)
+        optimizer = callback.make_optimizer(model, args)
+        data = [{"x": torch.ones(4), "y": torch.ones(1)}] * 8
+        trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[callback])
+        message = "trains something else: max_steps is 3 there, and 5 here; set max_steps to one number"
+        with pytest.raises(FingerprintError, match=message):
+            trainer.train()
+        assert node.is_returning, "it has not entered"
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours = ring.join(node)
+        neighbours.share("join", {"facts": facts})
+        if node == returns:
+            neighbours.close()
+            neighbours = ring.join(node)
+            try:
+                come_back(neighbours)
+            finally:
+                is_refused.set()
+            return neighbours
+        with suppress(IslandLostError):  # it is alone
+            ring.step(neighbours, 0)
+        while not is_refused.wait(0.05):
+            neighbours.offer(torch.zeros(SIZE), 1)
+        return neighbours
 
     ring.run(live)
