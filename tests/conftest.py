@@ -57,6 +57,7 @@ settings.load_profile("hf_diloco")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Caches of datasets and the hub go into a folder of this session; Ctrl-C works in processes started by tests."""
+    forks.skip_fsync()
     cache = tempfile.TemporaryDirectory(prefix="hf-diloco-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(cache.cleanup)
     os.environ["HF_HOME"] = cache.name
