@@ -74,16 +74,17 @@ class FastClock(Clock):
         return bell
 
     def _run(self) -> None:
-        last = time.monotonic()
+        others, last = _Tasks(), time.monotonic()
         while not self._ended.wait(self.TICK):
             real = time.monotonic()
-            step = self.STEP if _others_sleep() else real - last
+            step = self.STEP if others.all_sleep() else real - last
             last = real
             with self._lock:
                 first = self._alarms[0][0] if self._alarms else float("inf")
                 self._time = min(self._time + step, max(first, self._time))
                 while self._alarms and self._alarms[0][0] <= self._time:
                     heapq.heappop(self._alarms)[2].set()
+        others.close()
 
 
 class _Event(threading.Event):
@@ -110,15 +111,32 @@ class _Event(threading.Event):
         return self.is_set()
 
 
-def _others_sleep() -> bool:
-    """Whether every other thread of this process waits for something that is no core and no disk."""
-    own = str(threading.get_native_id())
-    return all(_state(task) == "S" for task in os.listdir("/proc/self/task") if task != own)
+class _Tasks:
+    """The other threads of this process, as the kernel sees them."""
 
+    def __init__(self) -> None:
+        self._own = str(threading.get_native_id())
+        self._files: dict[str, int] = {}
 
-def _state(task: str) -> str:
-    try:
-        with open(f"/proc/self/task/{task}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:  # it has ended
-        return "S"
+    def all_sleep(self) -> bool:
+        """Whether every one waits for something that is no core and no disk."""
+        tasks = {task for task in os.listdir("/proc/self/task") if task != self._own}
+        for task in self._files.keys() - tasks:
+            self._forget(task)
+        return all(map(self._sleeps, tasks))
+
+    def close(self) -> None:
+        for task in list(self._files):
+            self._forget(task)
+
+    def _sleeps(self, task: str) -> bool:
+        try:
+            if task not in self._files:
+                self._files[task] = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
+            head = os.pread(self._files[task], 128, 0)  # number, (name), state, ...
+        except OSError:  # it has ended
+            return True
+        return head[head.rindex(b")") + 2 :].startswith(b"S")
+
+    def _forget(self, task: str) -> None:
+        os.close(self._files.pop(task))

@@ -1,6 +1,10 @@
-"""A model of a few dozen parameters, its batches, and a step of training."""
+"""A model of a few dozen parameters, its batches, a step of training, and what memory that takes."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -34,3 +38,20 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.T
 
 def batches(seed: int, number: int, size: int = 4) -> torch.Tensor:
     return torch.randn(number, size, 5, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def new_tensor_bytes() -> Iterator[Callable[[], int]]:
+    """Yields what counts the bytes of all tensors that were made in the block, and live; storages count once."""
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at, which is faster, too
+
+    def count() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    try:
+        yield count
+    finally:
+        gc.unfreeze()

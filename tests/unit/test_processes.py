@@ -98,7 +98,8 @@ def test_a_word_is_looked_for_in_the_files_whose_tests_have_it_in_their_names(tm
 
     def imported(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-s", *options]
-        output = run(command, env={"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0}, cwd=tmp_path, expect=None).output
+        environment = {"PYTHONPATH": ROOT, "HF_DILOCO_TEST_FORKS": 0, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": 1}
+        output = run(command, env=environment, cwd=tmp_path, expect=None).output
         return sorted(re.findall("imports (one|two)", output))
 
     assert imported("-k", "pear") == ["one", "two"], "no names are known"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import threading
@@ -33,7 +32,7 @@ from hf_diloco.sessions import FixedSession
 from hf_diloco.shards import open_shards
 from tests.fixed_runs import FaultyTransport, Run, cut, raise_it, save
 from tests.islands import run_islands, try_islands
-from tests.small_model import batches, make_model, set_weights, take_step, weights_of
+from tests.small_model import batches, make_model, new_tensor_bytes, set_weights, take_step, weights_of
 
 pytestmark = pytest.mark.usefixtures("quick_farewell")
 
@@ -255,18 +254,13 @@ def test_16_bit_parameters_have_an_outer_state_of_32(tmp_path: Path) -> None:
 
 
 def test_outer_state_takes_8_bytes_a_parameter_and_4_to_work_with(tmp_path: Path) -> None:
-    def storages() -> dict[int, int]:
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-        return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-
     model = nn.Linear(1000, 3000, bias=False)
-    before = storages()
-    session = Run(tmp_path, 1, sync_every=1).join(0, model)
-    for _ in range(2):
-        session.outer.count_step()
-        session.sync()
-    new = sum(size for pointer, size in storages().items() if pointer not in before)
+    with new_tensor_bytes() as new_bytes:
+        session = Run(tmp_path, 1, sync_every=1).join(0, model)
+        for _ in range(2):
+            session.outer.count_step()
+            session.sync()
+        new = new_bytes()
     fixed = 4 << 20  # buffers that do not grow with the model
     assert 12 * 3_000_000 <= new <= 12 * 3_000_000 + fixed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from hf_diloco.sessions.fixed import FixedSession
 from hf_diloco.shards import open_shards
 from tests.fixed_runs import FaultyTransport, Run, cut, save
 from tests.islands import run_islands
-from tests.small_model import batches, take_step
+from tests.small_model import batches, new_tensor_bytes, take_step
 from tests.streaming_reference import (
     NUM_STEPS,
     Stack,
@@ -426,13 +425,7 @@ class Wide(nn.Module):
 def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: Path) -> None:
     """Outer parameters and momentum, a vector for each round under way, and what the method keeps besides."""
 
-    def storages() -> dict[int, int]:
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-        return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-
     models = [Wide() for _ in range(2)]
-    before = storages()
     run = Run(tmp_path, 2, sync_every=4, **config)
 
     def island_main(island: int) -> FixedSession:
@@ -444,8 +437,9 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
         session.settle()
         return session
 
-    sessions = run_islands(2, island_main)
-    new = sum(size for pointer, size in storages().items() if pointer not in before)
+    with new_tensor_bytes() as new_bytes:
+        sessions = run_islands(2, island_main)
+        new = new_bytes()
     num_parameters = 2 * 1_000_000
     fixed = 12 << 20  # of two islands: buffers that do not grow with the model
     assert num_bytes * num_parameters <= new <= num_bytes * num_parameters + fixed
