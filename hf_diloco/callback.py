@@ -450,6 +450,7 @@ class DiLoCoCallback(TrainerCallback):
             payload=self.config.payload,
             sync_every=self.config.sync_every,
             num_fragments=self.config.num_fragments,
+            outer_method=self.config.method,
             outer_lr=self.config.outer_lr,
             outer_momentum=self.config.outer_momentum,
             max_steps=state.max_steps,

@@ -1,6 +1,7 @@
 """Outer state on disk, beside the Trainer's checkpoint that it belongs to.
 
     checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum", "residual")
+                                                 and, in fp64, numbers that are the same on all ranks
     checkpoint-N/diloco/fragment-00001-rank-...  its part of a further fragment, where the model is cut into fragments
     checkpoint-N/diloco/outer.json               round, steps since it, each file's intervals; size and digest of every
                                                  file of the checkpoint, the Trainer's and DeepSpeed's too
@@ -331,6 +332,9 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dic
         if not matches and tensors:
             continue
         for name, stored in _read_file(folder / file.name, file).items():
+            if stored.dtype == torch.float64:  # a few numbers, equal on all ranks, not a part of a vector
+                tensors[name] = stored.clone()
+                continue
             if name not in tensors:
                 tensors[name] = torch.empty(length)
             for source, target, count in matches:

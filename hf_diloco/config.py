@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hf_diloco import config_checks as checks
 from hf_diloco.addresses import check_specific
 from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.methods.outer import METHODS
 from hf_diloco.redact import redact
 from hf_diloco.store_url import STORE_SCHEMES, check_store_url, is_object_store
 from hf_diloco.text import nearest
@@ -60,17 +61,25 @@ class StrictModel(BaseModel):
 
 
 class DiLoCoConfig(StrictModel):
-    """Settings of the DiLoCo outer loop (arXiv 2311.08105); the defaults are the paper's.
+    """Settings of the outer loop; the defaults are those of DiLoCo's paper (arXiv 2311.08105), or of `method`'s.
 
     Raises:
         ConfigError: on an unknown key, a wrong type or a value out of range, naming each.
     """
 
+    method: str = Field(
+        default="diloco",
+        description="what a round computes; defaults below are diloco's, others have their own (docs/methods.md)",
+        json_schema_extra={"enum": list(METHODS)},
+    )
+    options: dict[str, bool | int | float | str | None] = Field(
+        default={}, description="settings that only this method has"
+    )
     sync_every: int = Field(
         default=500, ge=1, description="inner optimizer steps between synchronisations (the paper's H)"
     )
-    outer_lr: float = Field(default=0.7, gt=0, le=10, description="learning rate of the outer SGD")
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of the outer SGD")
+    outer_lr: float = Field(default=0.7, gt=0, le=10, description="learning rate of the outer step")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of the outer step")
     nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
     payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"] = Field(
         default="fp32",
@@ -203,6 +212,21 @@ class DiLoCoConfig(StrictModel):
         default=600.0, description="seconds that one exchange of pseudo-gradients may take"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_of_method(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        method = METHODS.get(str(values.get("method", "diloco")))
+        return {**(method.defaults if method else {}), **values}
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, name: str) -> str:
+        if name not in METHODS:
+            raise ValueError(f"{name!r}: no such method{nearest(name, METHODS)}; there are {', '.join(METHODS)}")
+        return name
+
     @field_validator(
         "sync_every",
         "outer_lr",
@@ -252,9 +276,20 @@ class DiLoCoConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_exchange(self) -> DiLoCoConfig:
+        self._check_options()
+        checks.check_method(self)
         checks.check_feedback(self)
         checks.check_fragments(self)
         return self
+
+    def _check_options(self) -> None:
+        own = METHODS[self.method].Options
+        if self.options and not own.model_fields:
+            raise ValueError(f"options={self.options}: method={self.method} has no settings of its own; remove them")
+        try:
+            own.model_validate(self.options)
+        except ValidationError as error:
+            raise ValueError(describe(error, own, "options.")) from None
 
     @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoConfig:

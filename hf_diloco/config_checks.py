@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_diloco.methods.outer import METHODS
 from hf_diloco.store_url import is_object_store
 
 if TYPE_CHECKING:
@@ -11,6 +12,25 @@ if TYPE_CHECKING:
 
 FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
 """Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
+
+
+def check_method(config: DiLoCoConfig) -> None:
+    """Raises ValueError if a setting asks for what the method cannot do."""
+    method = METHODS[config.method]
+    streamed = {"num_fragments": 1, "fragment_sync_delay": 0, "eager_updates": False}
+    for name, without in streamed.items():
+        if not method.streams and (value := getattr(config, name)) != without:
+            raise ValueError(
+                f"{name}={value}: method={config.method} averages the whole model, and training waits for it; remove "
+                f"{name}, or choose method=diloco"
+            )
+    if not method.feeds_back and config.feedback_decay:
+        raise ValueError(
+            f"payload={config.payload} with error_feedback={config.feedback_decay:g}: method={config.method} cannot "
+            "add to a round what the payload has left out of an earlier one; choose a payload of 4 bits or more "
+            "without error_feedback, or method=diloco"
+        )
+    method.check(config)
 
 
 def check_feedback(config: DiLoCoConfig) -> None:

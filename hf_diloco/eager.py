@@ -1,7 +1,8 @@
-"""One rank's outer state where others' pseudo-gradients come a round late; see `strategies.eager`."""
+"""One rank's outer state where others' pseudo-gradients come a round late; see `methods.outer.eager`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from hf_diloco.digests import digest_vector
 from hf_diloco.errors import CheckpointError
 from hf_diloco.fragment import Fragment
 from hf_diloco.island import IslandGroup
-from hf_diloco.strategies.eager import EagerDiLoCo
+from hf_diloco.methods.outer.eager import EagerDiLoCo
 
 
 class EagerFragment(Fragment):
@@ -20,17 +21,15 @@ class EagerFragment(Fragment):
     Its digest is one of all averages so far, which are equal on all islands.
     """
 
-    strategy: EagerDiLoCo
+    method: EagerDiLoCo
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        config = self.config
-        self.strategy = EagerDiLoCo(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
         self._means: list[torch.Tensor] = []
         self._vectors: list[torch.Tensor] = []  # that they lie in, of the pool's
         self._num_hashed = 0
 
-    def step(self, mean: torch.Tensor, took_part: bool = True) -> None:
+    def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
         """Keeps the average of a round until `step_eagerly`; `scratch` is another vector from now on."""
         self._means.append(mean)
         if self._vector is not None:
@@ -39,7 +38,7 @@ class EagerFragment(Fragment):
 
     def step_eagerly(self, delta: torch.Tensor | None) -> None:
         """Takes the outer step with this island's own `delta` and what has arrived of the others'."""
-        self.strategy.step_eagerly(delta, self._means)
+        self.method.step_eagerly(delta, self._means)
         for vector in self._vectors:
             self._pool.give(vector)
         self._means, self._vectors, self._num_hashed = [], [], 0
@@ -47,12 +46,12 @@ class EagerFragment(Fragment):
     @property
     def is_owed_a_mean(self) -> bool:
         """Whether a round that this island has anticipated did not take place. Asked on all ranks alike."""
-        (size,) = self._island.sum([float(self.strategy.own.abs().sum())])
+        (size,) = self._island.sum([float(self.method.own.abs().sum())])
         return not self._means and size > 0
 
     def anticipated(self) -> torch.Tensor:
         """The pseudo-gradient of that round, in `scratch`."""
-        return torch.mul(self.strategy.own, self.config.num_islands, out=self.scratch)
+        return torch.mul(self.method.own, self.config.num_islands, out=self.scratch)
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
         if not self.digest:

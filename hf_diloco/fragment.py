@@ -10,6 +10,7 @@ and the masters become alpha * local + (1 - alpha) * outer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,8 +19,8 @@ from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import digest_vector
 from hf_diloco.island import IslandGroup
+from hf_diloco.methods.outer import Groups, make_method
 from hf_diloco.shards.partition import Interval, Partition
-from hf_diloco.strategies import DiLoCo, Strategy
 
 
 class ScratchPool:
@@ -53,9 +54,10 @@ class Fragment:
         intervals: the same part in the canonical index space of the whole model.
         pool: of vectors at least as long.
         due_at: inner steps before its first round.
+        groups: the inner optimizer's parameter groups, where the method wants its learning rates.
 
     Attributes:
-        strategy: holds the outer parameters and momentum, and takes the outer step.
+        method: holds the outer parameters and all else that it keeps, and takes the outer step.
         codec: how pseudo-gradients travel.
         steps: inner steps since the last round.
         weight: examples or tokens since then.
@@ -73,11 +75,12 @@ class Fragment:
         intervals: list[Interval],
         pool: ScratchPool,
         due_at: int,
+        groups: Groups | None = None,
     ) -> None:
         self.config = config
         self.partition = partition
         self.intervals = intervals
-        self.strategy: Strategy = DiLoCo(config.outer_lr, config.outer_momentum, config.nesterov)
+        self.method = make_method(config, groups)
         self.codec = CODECS[config.payload]
         self.steps = 0
         self.weight = 0.0
@@ -116,7 +119,7 @@ class Fragment:
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters. Collective over the island's ranks."""
         self.partition.gather(self.scratch)
-        self.strategy.start(self.scratch)
+        self.method.start(self.scratch)
 
     def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
         """What this island contributes to the next round. Neither the masters nor the outer state are changed.
@@ -140,18 +143,19 @@ class Fragment:
     def take_progress(self) -> float:
         """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
         self.partition.gather(self.scratch)
-        return self.strategy.pseudo_gradient_(self.scratch)
+        return self.method.pseudo_gradient_(self.scratch)
 
-    def step(self, mean: torch.Tensor, took_part: bool = True) -> None:
+    def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
         """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
 
         Args:
             mean: this rank's part of it.
             took_part: it was made with what `pseudo_gradient` returned last.
+            rates: see `OuterMethod.step`.
         """
         if took_part:
             self.commit_feedback()
-        self.strategy.step(mean)
+        self.method.step(mean, rates)
 
     def commit_feedback(self) -> None:
         """What `pseudo_gradient` returned last was used: what it left out counts from now on."""
@@ -201,9 +205,9 @@ class Fragment:
             self.partition.gather(self.scratch)
             (square,) = self._island.sum([float(torch.dot(self.scratch, self.scratch))])
             if math.isfinite(square):
-                self.partition.scatter(self.scratch.mul_(alpha).add_(self.strategy.parameters, alpha=1 - alpha))
+                self.partition.scatter(self.scratch.mul_(alpha).add_(self.method.parameters, alpha=1 - alpha))
                 return
-        self.partition.scatter(self.strategy.parameters)
+        self.partition.scatter(self.method.parameters)
 
     def start_anew(self, due_at: int) -> None:
         """The inner steps of the next round begin."""
@@ -219,11 +223,11 @@ class Fragment:
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
         """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
-        self.digest = digest_vector(self.strategy.parameters, self.partition, island or self._island)
+        self.digest = digest_vector(self.method.parameters, self.partition, island or self._island)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of this rank's outer state by name, not copied."""
-        state = self.strategy.state_dict()
+        state = self.method.state_dict()
         if self.feedback is not None:
             state["residual"] = self.feedback.residual
         return state
@@ -231,10 +235,8 @@ class Fragment:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Takes back what `state_dict` gave, under these settings or others, without copying."""
         state = dict(state)
-        if self.config.outer_momentum and "momentum" not in state:
-            state["momentum"] = torch.zeros_like(state["anchor"])
         residual = state.pop("residual", None)
         if self.feedback is not None:
             self.feedback.load(residual)
             self._fed_at = None
-        self.strategy.load_state_dict(state)
+        self.method.load_state_dict(state)

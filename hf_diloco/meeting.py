@@ -16,9 +16,10 @@ from hf_diloco.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.island import IslandGroup
+from hf_diloco.methods.outer import METHODS
 from hf_diloco.shards.base import Shards
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (
@@ -41,7 +42,8 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
     """What must be equal on all islands, by the name that an error message gives it."""
     return {
         "protocol": PROTOCOL,
-        "algorithm": "diloco",
+        "algorithm": config.method,
+        **_agreed_by_method(config, shards),
         **{name: getattr(config, name) for name in _AGREED_SETTINGS},
         "error_feedback": config.feedback_decay,
         "fragment_patterns": " ".join(config.fragment_patterns),
@@ -50,6 +52,15 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
         "model (names and sizes)": model_digest(shards),
         **facts,
     }
+
+
+def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
+    """The method's own settings, and the parameter groups whose learning rates it takes."""
+    agreed = {f"options.{name}": value for name, value in config.options.items()}
+    if not METHODS[config.method].wants_rates:
+        return agreed
+    listing = "\n".join(f"{name} {shards.inner.groups.get(name, 0)}" for name in shards.sizes)
+    return {**agreed, "parameter groups": xxhash.xxh3_128_hexdigest(listing.encode())}
 
 
 def _agreed_in_store(config: DiLoCoConfig) -> dict[str, Any]:

@@ -32,10 +32,14 @@ from hf_diloco.errors import CheckpointError
 from hf_diloco.fragment import Fragment, ScratchPool
 from hf_diloco.island import IslandGroup
 from hf_diloco.meeting import model_digest
+from hf_diloco.methods.outer import METHODS, Groups, OuterMethod
+from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.schedule import steps_before
 from hf_diloco.shards.base import Shards
-from hf_diloco.shards.partition import Partition, to_model_intervals
-from hf_diloco.strategies import Strategy
+from hf_diloco.shards.partition import Partition, runs_of, to_model_intervals
+
+_RATES = "inner-rates"
+"""The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
 
 
 class OuterState:
@@ -87,9 +91,9 @@ class OuterState:
         return self.fragments[self.num_begun % len(self.fragments)]
 
     @property
-    def strategy(self) -> Strategy:
-        """Its outer parameters and momentum."""
-        return self.current.strategy
+    def method(self) -> OuterMethod:
+        """Its outer parameters, and what else the method keeps."""
+        return self.current.method
 
     @property
     def partition(self) -> Partition:
@@ -172,6 +176,8 @@ class OuterState:
             parts: for each fragment its shards, and this rank's part of it.
         """
         self._shards = shards
+        if self._wants_rates:
+            shards.inner.watch()
         self._names = [model_digest(part) for part, _ in parts]
         pool = ScratchPool(max(partition.numel for _, partition in parts))
         self.fragments = []
@@ -179,7 +185,27 @@ class OuterState:
             intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)
             due_at = steps_before(self.config, number + 1)
             kind = EagerFragment if self.config.eager_updates else Fragment
-            self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at))
+            groups = self._groups_of(part, partition)
+            self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at, groups))
+        shards.inner.check_buffers(self._buffers)
+
+    @property
+    def _wants_rates(self) -> bool:
+        return METHODS[self.config.method].wants_rates
+
+    @property
+    def _buffers(self) -> Buffers:
+        return self.method.buffers(self._shards.inner.kind)
+
+    def _groups_of(self, shards: Shards, partition: Partition) -> Groups | None:
+        if not self._wants_rates:
+            return None
+        return Groups(shards.inner.num_groups, runs_of(partition, shards, shards.inner.groups))
+
+    @property
+    def rates(self) -> list[float]:
+        """The inner learning rate of each parameter group at the last step; empty where the method wants none."""
+        return list(self._shards.inner.rates) if self._wants_rates else []
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
@@ -215,20 +241,27 @@ class OuterState:
         """See `Fragment.pseudo_gradient`."""
         return self.current.pseudo_gradient(with_residual)
 
-    def install(self, mean: torch.Tensor, took_part: bool = True) -> None:
+    def install(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
         """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round at once.
 
         Args:
             mean: this rank's part of it.
             took_part: it was made with what `pseudo_gradient` returned last.
+            rates: the inner learning rates that the round's plan holds.
         """
         fragment = self.current
-        fragment.step(mean, took_part)
+        fragment.step(mean, took_part, rates)
         self.drop_progress(fragment)
         self.update_digest(fragment)
         self.round = self.num_begun = self.round + 1
 
-    def install_beside(self, mean: torch.Tensor, used: torch.Tensor | None = None, num_steps: int = 0) -> None:
+    def install_beside(
+        self,
+        mean: torch.Tensor,
+        used: torch.Tensor | None = None,
+        num_steps: int = 0,
+        rates: Sequence[float] = (),
+    ) -> None:
         """Takes the outer step of a round without ending this island's own inner steps.
 
         Its progress stays what it was, now on top of the new outer parameters. The masters move by what the outer
@@ -238,9 +271,10 @@ class OuterState:
             mean: the averaged pseudo-gradient.
             used: what this island sent, before it trained on, that went into `mean`, and is its own no more.
             num_steps: inner steps behind `used`.
+            rates: the inner learning rates that the round's plan holds.
         """
         with self._keeping_progress(self.current, used, num_steps):
-            self.current.strategy.step(mean)
+            self.current.method.step(mean, rates)
         self.update_digest(self.current)
         self.round = self.num_begun = self.round + 1
 
@@ -253,7 +287,7 @@ class OuterState:
         fragment.commit_share(num_steps)
         fragment.take_progress()
         progress = fragment.scratch
-        fragment.partition.scatter(torch.add(fragment.strategy.parameters, progress, alpha=-left, out=progress))
+        fragment.partition.scatter(torch.add(fragment.method.parameters, progress, alpha=-left, out=progress))
         fragment.count_down(num_steps)
 
     def use_up(self, fragment: Fragment) -> None:
@@ -263,9 +297,15 @@ class OuterState:
 
     def drop_progress(self, fragment: Fragment) -> None:
         """Writes the outer parameters into the masters of a fragment: its inner steps begin anew."""
-        fragment.write_masters()
+        self.restart(fragment)
         fragment.install_in = None
         fragment.start_anew(self.config.sync_every)
+
+    def restart(self, fragment: Fragment) -> None:
+        """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""
+        fragment.write_masters()
+        if self._buffers == "zero":
+            self._shards.inner.zero_buffers()
 
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
@@ -284,7 +324,7 @@ class OuterState:
         for fragment, state in zip(self.fragments, states, strict=True):
             self.land(fragment)
             with self._keeping_progress(fragment):
-                fragment.strategy.load_state_dict(state)
+                fragment.method.load_state_dict(state)
             fragment.make_digest()
             self.rest(fragment)
         self._combine_digests()
@@ -295,7 +335,7 @@ class OuterState:
     @property
     def states(self) -> list[dict[str, torch.Tensor]]:
         """Outer parameters and momentum of each fragment, by name, not copied."""
-        return [fragment.strategy.state_dict() for fragment in self.fragments]
+        return [fragment.method.state_dict() for fragment in self.fragments]
 
     @contextmanager
     def _keeping_progress(
@@ -306,7 +346,7 @@ class OuterState:
         if used is not None:
             fragment.take_out(delta, used, num_steps)
         yield
-        torch.sub(fragment.strategy.parameters, delta, out=delta)
+        torch.sub(fragment.method.parameters, delta, out=delta)
         fragment.partition.scatter(delta)
 
     def write_masters(self) -> None:
@@ -368,7 +408,8 @@ class OuterState:
                 for fragment, names in zip(self.fragments, self._names, strict=True)
             ],
         )
-        parts = [OuterPart(fragment.state_dict(), fragment.intervals) for fragment in self.fragments]
+        rates = {_RATES: torch.tensor(self.rates, dtype=torch.float64)} if self.rates else {}
+        parts = [OuterPart({**fragment.state_dict(), **rates}, fragment.intervals) for fragment in self.fragments]
         save_outer(checkpoint, self.island, parts, index, is_last)
 
     def restore(self, checkpoint: Path) -> None:
@@ -391,6 +432,12 @@ class OuterState:
                 f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
                 f"here {self._shards.num_parameters:,} (or others of the same number)"
             )
+        method = index.settings.get("method", "diloco")
+        if method != self.config.method:
+            raise CheckpointError(
+                f"{checkpoint} is of a run with method={method}, here method={self.config.method}, which cannot go on "
+                f"from there: resume with method={method}, or start in another run folder"
+            )
         stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
         if len(stored) != len(self.fragments):
             raise CheckpointError(
@@ -403,7 +450,10 @@ class OuterState:
                 "fragment_order and fragment_patterns"
             )
         for number, (fragment, counts) in enumerate(zip(self.fragments, stored, strict=True)):
-            fragment.load_state_dict(load_outer(checkpoint, index, fragment.intervals))
+            state = load_outer(checkpoint, index, fragment.intervals)
+            if (rates := state.pop(_RATES, None)) is not None:
+                self._shards.inner.rates = rates.tolist()
+            fragment.load_state_dict(state)
             fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
             fragment.digest = counts.digest
             if index.round > number:  # it has had its first round

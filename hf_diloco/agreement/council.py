@@ -28,6 +28,7 @@ from hf_diloco.agreement.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.agreement.log import RunLog
 from hf_diloco.agreement.members import BeatRecord, Members
 from hf_diloco.agreement.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
+from hf_diloco.agreement.verdicts import agree_on_rates
 from hf_diloco.agreement.voting import Verdict, Voting
 from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
@@ -368,7 +369,14 @@ class Council:
                 f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
                 "learning rate and resume from an earlier checkpoint"
             )
-        return PlanRecord(by=self._members.island, state=state, participants=participants, left_out=left_out)
+        taking_part = [offer.rates for island, (_, offer) in sorted(offers.items()) if str(island) not in left_out]
+        return PlanRecord(
+            by=self._members.island,
+            state=state,
+            participants=participants,
+            left_out=left_out,
+            rates=agree_on_rates(taking_part),
+        )
 
     def _norms_of(self, round_number: int) -> deque[float]:
         return self._usual_norms[round_number % len(self._usual_norms)]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hf_diloco.errors import RendezvousError
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+Rate = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -65,10 +66,12 @@ class ArrivalRecord(_Record):
     Attributes:
         weight: how much its pseudo-gradient counts; 0 if it is not finite.
         digest: of the outer parameters that it starts from.
+        rates: the inner learning rate of each parameter group at its last step, where the method wants them.
     """
 
     weight: float = Field(ge=0)
     digest: Digest
+    rates: list[Rate] = []
 
 
 class VoteRecord(_Record):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from hf_diloco.agreement.log import Record
 
 Digest = str
+Rate = Annotated[float, Field(ge=0)]
 
 
 class OfferRecord(Record):
@@ -24,6 +25,7 @@ class OfferRecord(Record):
         objects: one entry a rank: where the pseudo-gradient is (see `exchange.bucket.ObjectInfo`), or, where islands
             exchange directly, which range of it the rank owns.
         links: names the direct connections that this island holds.
+        rates: the inner learning rate of each parameter group at its last step, where the method wants them.
     """
 
     island: int = Field(ge=0)
@@ -35,6 +37,7 @@ class OfferRecord(Record):
     state: str = Field(pattern="^[0-9a-f]{1,64}$")
     objects: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     links: str = ""
+    rates: list[Rate] = Field(default_factory=list)
 
 
 class Participant(Record):
@@ -54,12 +57,14 @@ class PlanRecord(Record):
         state: digest of the outer parameters before the round.
         participants: in the order of the sum.
         left_out: islands that offered, but whose pseudo-gradient does not count, with the reason.
+        rates: the inner learning rates with which all take the outer step, where the method wants them.
     """
 
     by: int = Field(ge=0)
     state: str
     participants: list[Participant] = Field(min_length=1)
     left_out: dict[str, str] = Field(default_factory=dict)
+    rates: list[Rate] = Field(default_factory=list)
 
 
 class OutcomeRecord(Record):

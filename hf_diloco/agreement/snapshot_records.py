@@ -26,6 +26,7 @@ class SnapshotRecord(Record):
         rank, num_ranks: whose part it is, and how many there are.
         state: digest of the whole outer parameters.
         tensors: where each tensor's part is (see `exchange.object_info.ObjectInfo`).
+        numbers: what the method keeps besides, equal on all ranks.
     """
 
     round: int = Field(ge=0)
@@ -33,6 +34,7 @@ class SnapshotRecord(Record):
     num_ranks: int = Field(ge=1, le=4096)
     state: str
     tensors: dict[str, dict[str, Any]]
+    numbers: dict[str, list[float]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -54,6 +55,14 @@ def weigh(arrivals: Sequence[ArrivalRecord], round_number: int) -> list[float]:
             "inner learning rate and resume from an earlier checkpoint"
         )
     return weights
+
+
+def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
+    """The inner learning rate of each parameter group with which all islands take an outer step.
+
+    The lower median of the participants': one that they all have comes out as it is.
+    """
+    return [statistics.median_low(group) for group in zip(*rates, strict=False)]
 
 
 def why_aborted(votes: Mapping[int, VoteRecord], round_number: int, num_islands: int) -> DiLoCoError:

@@ -40,6 +40,7 @@ class Start(Record):
     payload: str | None = None
     sync_every: Count | None = None
     num_fragments: Count | None = None
+    outer_method: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
     max_steps: int | None = None

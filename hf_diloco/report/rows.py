@@ -177,6 +177,7 @@ def subtitle(report: Report) -> str:
         (report.num_parameters, f"{text.short_count(report.num_parameters)} parameters"),
         (layouts or None, " / ".join(layouts)),
         (report.steps, f"{text.count(report.steps)} inner steps"),
+        (report.outer_method, f"method {report.outer_method}"),
         (report.outer_lr, f"outer lr {text.number(report.outer_lr)}"),
         (report.outer_momentum, f"momentum {text.number(report.outer_momentum)}"),
         (report.method, f"{report.method} on {report.topology}"),

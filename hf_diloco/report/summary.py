@@ -67,6 +67,7 @@ class Report(BaseModel):
     sync_every: int | None
     num_fragments: int
     payload: str | None
+    outer_method: str | None
     outer_lr: float | None
     outer_momentum: float | None
     steps: int | None
@@ -120,6 +121,7 @@ def summarise(run: Run) -> Report:
         sync_every=start.sync_every if start else None,
         num_fragments=(start.num_fragments if start else None) or 1,
         payload=start.payload if start else None,
+        outer_method=start.outer_method if start else None,
         outer_lr=start.outer_lr if start else None,
         outer_momentum=start.outer_momentum if start else None,
         steps=max((i.steps for i in islands if i.steps is not None), default=None),

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_diloco.agreement.ledger import Ledger
 from hf_diloco.agreement.records import ArrivalRecord, VoteRecord, parse_records, parse_some
-from hf_diloco.agreement.verdicts import weigh, why_aborted
+from hf_diloco.agreement.verdicts import agree_on_rates, weigh, why_aborted
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.digests import combine_digests
 from hf_diloco.errors import DamagedTransferError, DiLoCoError
@@ -52,14 +52,14 @@ class Carrier:
             DiLoCoError: it does not take place.
         """
         arrived = time.monotonic()
-        flight.weights = self._arrive(flight, island)
+        flight.weights, rates = self._arrive(flight, island)
         flight.participants = [number for number, weight in enumerate(flight.weights) if weight > 0]
         exchanging = time.monotonic()
         flight.traffic = self._average(flight, island)
         stepping = time.monotonic()
         self._vote(flight, island)
         own_weight = flight.weights[self.config.island]
-        flight.fragment.step(flight.delta, took_part=own_weight > 0)
+        flight.fragment.step(flight.delta, took_part=own_weight > 0, rates=rates)
         self.outer.update_digest(flight.fragment, island)
         self.outer.round = flight.number
         flight.outer_hash = self.outer.outer_hash
@@ -72,14 +72,17 @@ class Carrier:
         flight.seconds_exchanging = stepping - exchanging
         flight.seconds_stepping = time.monotonic() - stepping
 
-    def _arrive(self, flight: Flight, island: IslandGroup) -> list[float]:
-        """Waits for all islands; returns each one's weight in the average."""
+    def _arrive(self, flight: Flight, island: IslandGroup) -> tuple[list[float], list[float]]:
+        """Waits for all islands; returns each one's weight in the average, and the inner learning rates agreed on."""
         finite = math.isfinite(flight.square)
-        record = ArrivalRecord(weight=flight.weight if finite else 0.0, digest=self.outer.outer_hash)
+        record = ArrivalRecord(
+            weight=flight.weight if finite else 0.0, digest=self.outer.outer_hash, rates=flight.rates
+        )
         raw = island.on_leader(
             lambda: self._ledger.arrive(flight.number, record.model_dump(), self.config.sync_timeout)
         )
-        weights = weigh(parse_records(ArrivalRecord, raw), flight.number)
+        records = parse_records(ArrivalRecord, raw)
+        weights = weigh(records, flight.number)
         left_out = [number for number, weight in enumerate(weights) if weight == 0]
         if left_out and island.is_leader:
             logger.warning(
@@ -88,7 +91,7 @@ class Carrier:
                 flight.number,
                 left_out,
             )
-        return weights
+        return weights, agree_on_rates([record.rates for record in records if record.weight > 0])
 
     def _average(self, flight: Flight, island: IslandGroup) -> Traffic:
         """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""

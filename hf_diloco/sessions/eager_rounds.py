@@ -1,4 +1,4 @@
-"""Rounds whose averages are used a round late, and this island's own part of them at once; see `strategies.eager`."""
+"""Rounds whose averages come a round late, and this island's own part of them at once; see `methods.outer.eager`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,6 @@ class EagerRounds:
     def _average_parameters(self) -> None:
         """After the last round: what momentum has left of the islands' differences goes."""
         fragment = self.outer.current
-        parts = fragment.partition.split(fragment.strategy.parameters)
+        parts = fragment.partition.split(fragment.method.parameters)
         for exchange, part in zip(self._exchanges, parts, strict=True):
             exchange.average(part, [1.0] * self.config.num_islands, CODECS["fp32"])

@@ -175,7 +175,7 @@ class FixedSession(BaseSession):
 
     def _broadcast_start(self) -> None:
         for fragment in self.outer.fragments:
-            parts = fragment.partition.split(fragment.strategy.parameters)
+            parts = fragment.partition.split(fragment.method.parameters)
             for exchange, part in zip(self._exchanges, parts, strict=True):
                 exchange.broadcast(part, source=0)
 
@@ -230,7 +230,7 @@ class FixedSession(BaseSession):
             except RoundRepeated:
                 continue
         landing = time.monotonic()
-        flight.fragment.write_masters()
+        self.outer.restart(flight.fragment)
         self.outer.rest(flight.fragment)
         self._overlap.last_end = time.monotonic()
         return self._overlap.report(flight, self._overlap.last_end - landing)

@@ -31,6 +31,7 @@ class Flight:
         due_at: inner steps after which it was due.
         seconds_computing: from the end of the last round to the capture.
         seconds_capturing: what the capture took.
+        rates: this island's inner learning rates, where the method wants them.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Flight:
     due_at: int
     seconds_computing: float
     seconds_capturing: float
+    rates: list[float] = field(default_factory=list)
     # What carrying it out finds.
     participants: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)

@@ -30,6 +30,7 @@ class Contribution:
         square: of the whole island's.
         steps: inner steps behind it.
         weight: of it in the average.
+        rates: this island's inner learning rates, where the method wants them.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Contribution:
     square: float
     steps: int
     weight: float
+    rates: Sequence[float] = ()
 
 
 @dataclass
@@ -95,6 +97,7 @@ class Offers:
             state=self.outer.outer_hash,
             objects=self._announced.objects,
             links=engine.links,
+            rates=list(own.rates),
         )
 
     def holds(self, number: int, steps: int) -> bool:

@@ -61,6 +61,7 @@ class Overlap:
             due_at=fragment.due_at,
             seconds_computing=started - self.last_end,
             seconds_capturing=time.monotonic() - started,
+            rates=self.outer.rates,
         )
         fragment.start_anew(self.config.sync_every)
         return flight

@@ -137,7 +137,7 @@ class Rounds:
         delta, square = self.outer.pseudo_gradient()
         number, steps = self.outer.round + 1, self.outer.steps
         weight = self._offers.weigh(number, steps, self.outer.weight)
-        return self._offers.make(Contribution(number, delta, square, steps, weight), clock)
+        return self._offers.make(Contribution(number, delta, square, steps, weight, self.outer.rates), clock)
 
     def bequeath(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
@@ -223,7 +223,7 @@ class Rounds:
         clock = SyncClock()
         self.rest()
         weight = self._offers.weigh(flight.number, flight.steps, flight.weight_of_steps)
-        own = Contribution(flight.number, flight.delta, flight.square, flight.steps, weight)
+        own = Contribution(flight.number, flight.delta, flight.square, flight.steps, weight, flight.rates)
         mean = flight.fragment.lend()  # another attempt needs the pseudo-gradient again
         self._lent.append((flight.fragment, mean))
         while True:
@@ -238,7 +238,7 @@ class Rounds:
                 raise RoundPassed(str(error)) from None
             if outcome is not None:
                 break
-        flight.fragment.step(mean)
+        flight.fragment.step(mean, rates=planned.plan.rates)
         self.outer.update_digest(flight.fragment, self.island)
         self.outer.round = flight.number
         self._complete(planned, outcome, mean)
@@ -416,13 +416,13 @@ class Rounds:
         """Takes the outer step; this island's progress is used up, partly used, or stays its own."""
         own = planned.place_of(self.config.island)
         if part is Part.WHOLE:
-            self.outer.install(mean, took_part=own is not None)
+            self.outer.install(mean, took_part=own is not None, rates=planned.plan.rates)
             return
         fragment = self.outer.current
         steps = planned.offers[own].steps if part is Part.SOME and own is not None else 0
         if steps and used is None:
             self.outer.shrink(fragment, steps)
-        self.outer.install_beside(mean, used, steps)
+        self.outer.install_beside(mean, used, steps, planned.plan.rates)
         if steps and used is not None:  # it had offered that before it gave up waiting and trained on
             fragment.count_down(steps)
 

@@ -93,20 +93,28 @@ class Snapshots:
         Args:
             round_number: rounds completed.
             state: digest of the outer parameters.
-            parts: this rank's part of each fragment's tensors, by name.
+            parts: this rank's part of each fragment's tensors, by name; those of fp64 are the same on all ranks.
 
         Raises:
             StoreError: the store did not take it.
         """
         folder = self.folder(round_number)
-        infos = {}
+        infos, numbers = {}, {}
         for number, (bucket, tensors) in enumerate(zip(self._buckets, parts, strict=True)):
             for name, tensor in tensors.items():
+                if tensor.dtype == torch.float64:
+                    numbers[self._prefix(number) + name] = tensor.tolist()
+                    continue
                 path = f"{folder}/rank-{self._rank:05d}-{self._prefix(number)}{name}.bin"
                 info, _ = bucket.publish(tensor, path, CODECS["fp32"])
                 infos[self._prefix(number) + name] = info.model_dump()
         record = SnapshotRecord(
-            round=round_number, rank=self._rank, num_ranks=self._num_ranks, state=state, tensors=infos
+            round=round_number,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            state=state,
+            tensors=infos,
+            numbers=numbers,
         )
         self._log.put(f"{folder}/rank-{self._rank:05d}.json", record)
 
@@ -187,6 +195,9 @@ class Snapshots:
                 infos = [read_info(part.tensors.get(name)) for part in snapshot.parts]
                 tensor = state[name.removeprefix(prefix)] = torch.empty(bucket.length)
                 bucket.fetch(infos, tensor)
+        for name, numbers in snapshot.parts[0].numbers.items():
+            if name.startswith(prefix):
+                state[name.removeprefix(prefix)] = torch.tensor(numbers, dtype=torch.float64)
         return state
 
     def _prefix(self, number: int) -> str:

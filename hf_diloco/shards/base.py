@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_diloco.shards.inner import InnerOptimizer
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -36,11 +38,13 @@ class Shards(ABC):
         is_replicated: every rank holds all parameters (DDP, ZeRO-0), instead of a part of its own (ZeRO-1/2/3).
         sizes: element count of each trainable parameter by name, in the model's order. This order, unpadded, is the
             *canonical index space* in which islands with different shards understand each other.
+        inner: the optimizer that trains the masters.
     """
 
     description: str
     is_replicated: bool
     sizes: Mapping[str, int]
+    inner: InnerOptimizer = InnerOptimizer()
 
     @abstractmethod
     def segments(self) -> list[Segment]:

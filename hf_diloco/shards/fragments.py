@@ -95,6 +95,7 @@ class FragmentShards(Shards):
         self.description = shards.description
         self.is_replicated = shards.is_replicated
         self.sizes = {name: shards.sizes[name] for name in names}
+        self.inner = shards.inner
 
     def segments(self) -> list[Segment]:
         return [segment for segment in self._shards.segments() if segment.name in self.sizes]

@@ -30,7 +30,7 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
     if is_deepspeed(inner):
         shards = open_deepspeed(model, inner)
     else:
-        shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain")
+        shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain", inner)
     if not shards.num_parameters:
         raise UnsupportedError("the model has no trainable parameter: nothing to synchronise")
     return shards

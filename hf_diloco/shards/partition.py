@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 
@@ -214,6 +214,31 @@ def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) ->
             count = min(end - position, fragment.sizes[name] - inside)
             found.append((offsets[name] + inside, count))
             position += count
+    return found
+
+
+def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """The runs of a rank's vector whose parameters have one label, in order: (begin, end, label).
+
+    Args:
+        partition: which part is this rank's.
+        shards: that the partition is of.
+        label: of each parameter, by name; of one that has none, 0.
+    """
+    names, starts = list(shards.sizes), list(shards.offsets().values())
+    found: list[tuple[int, int, int]] = []
+    place = 0
+    for start, length in partition.intervals:
+        position, end = start, start + length
+        while position < end:
+            number = bisect_right(starts, position) - 1
+            count = min(end - position, starts[number] + shards.sizes[names[number]] - position)
+            one = label.get(names[number], 0)
+            if found and found[-1][2] == one:
+                found[-1] = (found[-1][0], place + count, one)
+            else:
+                found.append((place, place + count, one))
+            position, place = position + count, place + count
     return found
 
 

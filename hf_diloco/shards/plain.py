@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
 from hf_diloco.shards.base import Segment, Shards
+from hf_diloco.shards.inner import InnerOptimizer
 
 
 class PlainShards(Shards):
@@ -16,7 +19,7 @@ class PlainShards(Shards):
 
     is_replicated = True
 
-    def __init__(self, model: nn.Module, description: str = "DDP") -> None:
+    def __init__(self, model: nn.Module, description: str = "DDP", optimizer: Any = None) -> None:
         self.description = description
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in self._parameters.items():
@@ -30,6 +33,16 @@ class PlainShards(Shards):
                     "synchronised; freeze quantised ones (requires_grad=False)"
                 )
         self.sizes = {name: p.numel() for name, p in self._parameters.items()}
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        self.inner = InnerOptimizer(
+            optimizer,
+            {
+                names[parameter]: number
+                for number, group in enumerate(getattr(optimizer, "param_groups", []))
+                for parameter in group["params"]
+                if parameter in names
+            },
+        )
 
     def segments(self) -> list[Segment]:
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]

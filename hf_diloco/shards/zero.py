@@ -11,7 +11,8 @@ Checked against DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from hf_diloco.errors import UnsupportedError
 from hf_diloco.shards.base import Segment, Shards
+from hf_diloco.shards.inner import InnerOptimizer
 from hf_diloco.shards.plain import PlainShards
 
 TESTED_VERSIONS = ("0.19.8", "0.20")
@@ -44,7 +46,7 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
     if known is not None:
         return known(model, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):  # ZeRO-0 in fp32: DeepSpeed's optimizer steps the parameters
-        return PlainShards(model, "ZeRO-0")
+        return PlainShards(model, "ZeRO-0", optimizer)
     raise UnsupportedError(
         f"DeepSpeed's {type(optimizer).__name__} keeps its master weights in a way that this package does not know; "
         "use ZeRO stage 0, 1, 2 or 3 with AdamW or another torch optimizer"
@@ -62,6 +64,12 @@ class _DeepSpeedShards(Shards):
             for parameter, name in self._names.items()
             if parameter.requires_grad
         }
+        numbered = {self._names[parameter]: number for number, group in self._groups() for parameter in group}
+        self.inner = InnerOptimizer(optimizer.optimizer, numbered)
+
+    @abstractmethod
+    def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
+        """The model's parameters by parameter group, each with the group's number; a group may come in pieces."""
 
 
 class Zero12Shards(_DeepSpeedShards):
@@ -72,6 +80,9 @@ class Zero12Shards(_DeepSpeedShards):
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         super().__init__(model, optimizer)
         self.description = "ZeRO-2" if optimizer.partition_gradients else "ZeRO-1"
+
+    def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
+        return enumerate(self._optimizer.bit16_groups)
 
     def segments(self) -> list[Segment]:
         optimizer = self._optimizer
@@ -99,6 +110,9 @@ class BF16OptimizerShards(_DeepSpeedShards):
     is_replicated = False
     description = "ZeRO-1 (BF16_Optimizer)"
 
+    def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
+        return enumerate(self._optimizer.bf16_groups)
+
     def segments(self) -> list[Segment]:
         found = []
         for parameter, name in self._names.items():
@@ -116,6 +130,10 @@ class Zero3Shards(_DeepSpeedShards):
 
     is_replicated = False
     description = "ZeRO-3"
+
+    def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
+        numbers = self._optimizer.sub_group_to_group_id
+        return ((numbers[piece], group) for piece, group in enumerate(self._optimizer.fp16_groups))
 
     def segments(self) -> list[Segment]:
         optimizer = self._optimizer
@@ -147,6 +165,9 @@ class FusedStage0Shards(_DeepSpeedShards):
 
     is_replicated = True
     description = "ZeRO-0"
+
+    def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
+        return enumerate(self._optimizer.fp16_groups)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs = []

@@ -54,6 +54,13 @@ def test_shards_are_the_masters(num_ranks: int, name: str) -> None:
     assert findings(num_ranks, name)["shards"] == []
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(("num_ranks", "name"), CELL_NAMES)
+def test_the_inner_optimizer_is_seen(num_ranks: int, name: str) -> None:
+    """Parameter groups, learning rates of the last step, and buffers that begin anew, wherever DeepSpeed has them."""
+    assert findings(num_ranks, name)["inner"] == []
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What was said to each unsupported case on two ranks."""

@@ -210,6 +210,27 @@ def test_defaults_in_prose_are_the_codes() -> None:
     assert "`sync_timeout` (30 minutes)" in README.read_text()
 
 
+# methods.md
+
+
+def test_the_table_of_methods_is_the_registry() -> None:
+    from hf_diloco.methods.outer import METHODS
+
+    text = (DOCS / "methods.md").read_text()
+    rows = re.findall(r"^\| \[`(\w[\w-]*)`\]\(#[\w-]+\) \| (.+) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    of = {name: config.DiLoCoConfig(method=name) for name in METHODS}
+    assert rows == [
+        (
+            name,
+            METHODS[name].summary,
+            *(f"{getattr(one, key):g}" for key in ("sync_every", "outer_lr", "outer_momentum")),
+        )
+        for name, one in of.items()
+    ]
+    options = {option for method in METHODS.values() for option in method.Options.model_fields}
+    assert not [option for option in options if f"`options.{option}`" not in text]
+
+
 # streaming.md, tuning.md
 
 

@@ -60,6 +60,14 @@ class Reference:
             master.data.copy_(part.view_as(master))
         self._push()
 
+    def begin_anew(self, rates: list[float]) -> None:
+        """Goes on with these learning rates, and as if no step had been taken."""
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
     def step(self, batches: list[torch.Tensor]) -> None:
         """One optimizer step over this rank's micro-batches."""
         for tokens in batches:

@@ -1,7 +1,7 @@
 """One rank of an island that trains a tiny Llama with the Trainer: settings come as JSON, the result goes to a file.
 
 Settings: output_dir, result, zero (null, 0..3), bf16, own_optimizer ("AdamW" of DeepSpeed), offload, lora, data_seed,
-per_device_batch, accumulation, max_steps, save_steps, resume (a folder, or "common"), fail_at, extra
+per_device_batch, accumulation, max_steps, save_steps, schedule, resume (a folder, or "common"), fail_at, extra
 (TrainingArguments), diloco (null or DiLoCoConfig fields; island, num_islands and rendezvous: environment).
 """
 
@@ -117,7 +117,7 @@ def main() -> None:
         gradient_accumulation_steps=settings.get("accumulation", 1),
         max_steps=settings.get("max_steps", 6),
         learning_rate=settings.get("learning_rate", 3e-3),
-        lr_scheduler_type="constant",
+        lr_scheduler_type=settings.get("schedule", "constant"),
         bf16=settings.get("bf16", False),
         logging_steps=1,
         save_strategy="steps" if settings.get("save_steps") else "no",

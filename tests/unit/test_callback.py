@@ -146,7 +146,7 @@ def test_the_model_ends_on_the_outer_parameters(tmp_path: Path) -> None:
     callback = DiLoCoCallback(sync_every=4)
     trainer = make_trainer(tmp_path, callback)
     trainer.train()
-    outer = callback._need_session().outer.strategy.parameters
+    outer = callback._need_session().outer.method.parameters
     assert torch.equal(torch.cat([one.flatten() for one in weights_of(trainer).values()]), outer)
 
 

@@ -376,7 +376,7 @@ def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: 
 def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    islands[1].session.outer.strategy.parameters[3] += 1.0
+    islands[1].session.outer.method.parameters[3] += 1.0
     islands[1].session.outer.update_digest(islands[1].session.outer.current)
     outcomes = try_islands(3, lambda which: islands[which].train_to(2))
     assert isinstance(outcomes[1], DivergedError)

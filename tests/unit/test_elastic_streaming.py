@@ -92,7 +92,7 @@ class Streamer(Member):
         fragment = self.session.outer.fragments[number]
         values = torch.zeros(fragment.partition.numel)
         values[0] = length
-        fragment.partition.scatter(fragment.strategy.parameters - values)
+        fragment.partition.scatter(fragment.method.parameters - values)
         for _ in range(self.session.outer.steps_left):
             self.session.outer.count_step(1.0)
         self.advance()
@@ -217,8 +217,8 @@ def test_an_island_that_joins_takes_over_all_fragments(tmp_path: Path, config: d
     late = meeting.join(2)
     assert late.hash == islands[0].hash
     for fragment, other in zip(late.session.outer.fragments, islands[0].session.outer.fragments, strict=True):
-        assert torch.equal(fragment.strategy.parameters, other.strategy.parameters)
-        momenta = [part.strategy.state_dict()["momentum"] for part in (fragment, other)]
+        assert torch.equal(fragment.method.parameters, other.method.parameters)
+        momenta = [part.method.state_dict()["momentum"] for part in (fragment, other)]
         assert torch.equal(*momenta)
     everyone = [*islands, late]
     target = islands[0].session.outer.round + 6

@@ -58,6 +58,21 @@ PAPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Those that run on two cores: file -> the paper, what its outer loop is.
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "slowmo": (
+        "arXiv 1910.00643",
+        {
+            "method": "slowmo",
+            "sync_every": 12,
+            "outer_lr": 1.0,
+            "outer_momentum": 0.6,
+            "options": {"inner_buffers": "keep"},
+        },
+    ),
+}
+
+
 def load(name: str) -> RunFile:
     return load_run_file(FOLDER / f"{name}.yaml")
 
@@ -69,7 +84,7 @@ def settings_of(run: RunFile) -> DiLoCoConfig:
 
 
 def test_every_recipe_has_its_paper() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == set(PAPERS)
+    assert {path.stem for path in FOLDER.iterdir()} == {*PAPERS, *SMALL}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -82,6 +97,26 @@ def test_values_are_the_papers(name: str) -> None:
     head = "".join(line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
     assert paper in head
     assert "# From" in head
+    assert "# Ours:" in head
+    assert f"configs/recipes/{name}.yaml" in head
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_recipes_need_neither_network_nor_gpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    paper, outer = SMALL[name]
+    run = load(name)
+    check_training(run.training)
+    config = settings_of(run)
+    assert {key: getattr(config, key) for key in outer} == outer
+    assert run.data.source == "embedded"
+    assert run.model.preset == "llama-tiny"
+    for steps in (run.max_steps, run.training["eval_steps"], run.training["save_steps"]):
+        assert steps % run.diloco.sync_every == 0
+    with caplog.at_level(logging.INFO, "hf_diloco"):
+        warn_about_plan(config, run.max_steps)
+    assert not caplog.records
+    head = "".join(line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
+    assert paper in head
     assert "# Ours:" in head
     assert f"configs/recipes/{name}.yaml" in head
 

@@ -287,7 +287,7 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
         transport = broken.transport(island)
         model = Stack()
         session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island == 1 else transport)
-        anchors = [part.strategy.parameters.clone() for part in session.outer.fragments]
+        anchors = [part.method.parameters.clone() for part in session.outer.fragments]
         steps = steps_of(session, model, make_optimizer(model), batches(island, 2 + delay), 2 + delay)
         with pytest.raises(ExchangeError):
             list(steps)
@@ -297,7 +297,7 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
         assert outer.is_due
         assert all(part.install_in is None for part in outer.fragments)
         for part, anchor in zip(outer.fragments, anchors, strict=True):
-            assert torch.equal(part.strategy.parameters, anchor)
+            assert torch.equal(part.method.parameters, anchor)
         checkpoint = save(session, broken.folder / str(island), 2 + delay)
         session.leave(finished=False)
         torch.save(model.state_dict(), checkpoint / "model.pt")

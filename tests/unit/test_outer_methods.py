@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hf_diloco.strategies import DiLoCo, diloco
+from hf_diloco.methods.outer import DiLoCo, base
 
 CHUNK = 8
 EPSILON = torch.finfo(torch.float32).eps
@@ -18,7 +18,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diloco, "_CHUNK_VALUES", CHUNK)
+    monkeypatch.setattr(base, "_CHUNK_VALUES", CHUNK)
 
 
 @pytest.fixture
@@ -156,11 +156,11 @@ def test_cuts_and_chunks_do_not_change_a_bit(
     """A rank's part of the vector begins anywhere, in another place on an island with other shards."""
     generator = torch.Generator().manual_seed(seed)
     anchor, *deltas = torch.randn(4, size, generator=generator)
-    monkeypatch.setattr(diloco, "_CHUNK_VALUES", 1 << 16)
+    monkeypatch.setattr(base, "_CHUNK_VALUES", 1 << 16)
     whole = started(anchor)
     for delta in deltas:
         whole.step(delta.clone())
-    monkeypatch.setattr(diloco, "_CHUNK_VALUES", chunk)
+    monkeypatch.setattr(base, "_CHUNK_VALUES", chunk)
     parts = []
     for low, high in pairwise([0, min(cut, size), size]):
         part = started(anchor[low:high])
@@ -172,7 +172,7 @@ def test_cuts_and_chunks_do_not_change_a_bit(
 
 
 def test_threads_do_not_change_a_bit(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diloco, "_CHUNK_VALUES", 1 << 17)
+    monkeypatch.setattr(base, "_CHUNK_VALUES", 1 << 17)
     anchor, *deltas = torch.randn(4, 300_001, generator=torch.Generator().manual_seed(0))
     squares, states = [], []
     for threads in (1, 2):

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_diloco.strategies.diloco import DiLoCo, chunks
+from hf_diloco.methods.outer.base import chunks
+from hf_diloco.methods.outer.diloco import DiLoCo
 
 
 class EagerDiLoCo(DiLoCo):
@@ -31,13 +32,13 @@ class EagerDiLoCo(DiLoCo):
 
     def __init__(self, lr: float, momentum: float, nesterov: bool, num_islands: int) -> None:
         super().__init__(lr, momentum, nesterov)
+        self.vectors = (*self.vectors, "own")
         self._share = 1.0 / num_islands
-        self.own = torch.empty(0)
-        """Delta_i(t)/M of the round under way, fp32."""
 
-    def start(self, parameters: torch.Tensor) -> None:
-        super().start(parameters)
-        self.own = torch.zeros_like(parameters)
+    @property
+    def own(self) -> torch.Tensor:
+        """Delta_i(t)/M of the round under way, fp32 (not a copy)."""
+        return self._state["own"]
 
     def step_eagerly(self, delta: torch.Tensor | None, means: Sequence[torch.Tensor]) -> None:
         """Takes the outer step.
@@ -57,10 +58,3 @@ class EagerDiLoCo(DiLoCo):
                 own.add_(delta[where]).mul_(self._share)
                 update.add_(own)
             self.step_chunk(where, update)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {**super().state_dict(), "own": self.own}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        super().load_state_dict(state)
-        self.own = state["own"]

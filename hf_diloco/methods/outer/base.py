@@ -1,0 +1,185 @@
+"""What an outer method is: what an island contributes to a round, and what becomes of the average.
+
+A method is one file here and a line in the registry. Its class says what else follows from it: the settings that are
+its own, what checkpoints and snapshots hold, what it cannot be combined with, what it wants of the inner optimizer.
+No file here imports torch when it is imported: the settings are checked where there may be none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hf_diloco.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.workspace import Workspace
+
+_CHUNK_VALUES = 1 << 19
+"""Values handled at a time: 2 MiB a buffer, so that the few passes over a chunk run in the processor's cache."""
+
+Buffers = Literal["zero", "keep", "average"]
+"""What becomes of the inner optimizer's momentum and moments where a round begins."""
+
+Run = tuple[int, int, int]
+"""Where a run of values begins and ends in a rank's part, and which parameter group they are in."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The inner optimizer's parameter groups, and which values of a rank's part are in which.
+
+    Attributes:
+        count: of the groups.
+        runs: of the rank's part, in order; none where there is one group.
+    """
+
+    count: int = 1
+    runs: Sequence[Run] = ()
+
+
+class MethodOptions(BaseModel):
+    """Settings that are one method's own: `options` of the outer loop's settings. Unknown ones are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OuterMethod(ABC):
+    """The mathematics of one outer method on one rank's part of the outer state.
+
+    All vectors are 1-D, in host memory, and of one length: the part of the parameters that this rank owns.
+
+    Attributes:
+        name: as `method` of the settings names it.
+        summary: what it is, for tables.
+        defaults: of shared settings, where they are the method's own.
+        Options: the settings that no other method has.
+        wants_rates: whether `step` needs the inner learning rates, as the round's plan agreed on them.
+        streams: whether a round may be of a part of the model, and still be under way while inner steps go on.
+        feeds_back: whether what a codec leaves out of one round may be added to the next.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+    wants_rates: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+
+    vectors: Sequence[str] = ()
+    """Names of the fp32 vectors that it keeps beside the outer parameters, for checkpoints and snapshots."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, torch.Tensor] = {}
+
+    @classmethod  # noqa: B027 - most have nothing to refuse
+    def check(cls, config: DiLoCoConfig) -> None:
+        """Raises ValueError if a setting does not go with the method, with its value and the remedy."""
+
+    @classmethod
+    @abstractmethod
+    def make(cls, config: DiLoCoConfig, groups: Groups) -> OuterMethod:
+        """The method with these settings.
+
+        Args:
+            config: the outer loop's settings.
+            groups: of the inner optimizer; known only where `wants_rates`.
+        """
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Names of the fp64 numbers that it keeps, equal on all ranks, and how many they are."""
+        return {}
+
+    def buffers(self, optimizer: str) -> Buffers:
+        """What becomes of the inner optimizer's buffers where a round begins.
+
+        Args:
+            optimizer: name of its class.
+        """
+        return "keep"
+
+    # A round
+
+    def start(self, parameters: torch.Tensor) -> None:
+        """Takes `parameters`, equal on all islands, as the first outer parameters."""
+        self.load_state_dict({"anchor": parameters.clone()})
+
+    def pseudo_gradient_(self, parameters: torch.Tensor) -> float:
+        """Replaces an island's current `parameters` by what it contributes: outer parameters less its own.
+
+        Returns:
+            The sum of its squares; not finite exactly if some value is not, or is beyond all reason.
+        """
+        import torch
+
+        square = 0.0
+        for where in chunks(parameters.numel()):
+            delta = torch.sub(self.parameters[where], parameters[where], out=parameters[where])
+            square += float(torch.dot(delta, delta))
+        return square
+
+    @abstractmethod
+    def step(self, mean: torch.Tensor, rates: Sequence[float] = ()) -> torch.Tensor:
+        """Takes the outer step with the averaged contribution; returns the outer parameters (not a copy).
+
+        Args:
+            mean: this rank's part of the average.
+            rates: the inner learning rate of each parameter group that the round's plan agreed on.
+        """
+
+    # What it keeps
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """The outer parameters (not a copy)."""
+        return self._state["anchor"]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All outer state by name, not copied: "anchor", `vectors` in fp32, and `numbers` in fp64."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes back what `state_dict` gave, without copying. What is missing starts at 0.
+
+        Raises:
+            CheckpointError: it holds another number of `numbers`: the inner optimizer's parameter groups differ.
+        """
+        anchor = state["anchor"]
+        self._state = {"anchor": anchor}
+        for name in self.vectors:
+            self._state[name] = state[name] if name in state else anchor.new_zeros(anchor.numel())
+        for name, count in self.numbers.items():
+            held = state[name] if name in state else anchor.new_zeros(count).double()
+            if held.numel() != count:
+                raise CheckpointError(
+                    f"the outer state holds {name} of {held.numel()} parameter groups, and the inner optimizer has "
+                    f"{count}: resume with the same parameter groups"
+                )
+            self._state[name] = held
+
+
+def chunks(size: int) -> list[slice]:
+    """Cuts a vector of `size` values into what is handled at a time."""
+    return [slice(start, min(start + _CHUNK_VALUES, size)) for start in range(0, size, _CHUNK_VALUES)]
+
+
+def buffer_like(values: torch.Tensor) -> torch.Tensor:
+    """This thread's buffer for as many values, of undefined contents, which the next call returns again."""
+    return _workspace().take("update", values.numel(), values.dtype, values.device)
+
+
+@cache
+def _workspace() -> Workspace:
+    from hf_diloco.workspace import Workspace
+
+    return Workspace()

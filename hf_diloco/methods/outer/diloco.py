@@ -1,0 +1,76 @@
+"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1).
+
+    every island i:  theta_i <- theta(t-1);  H inner steps
+    Delta    = mean_i (theta(t-1) - theta_i)             old minus new: a descent direction
+    m(t)     = mu m(t-1) + Delta
+    theta(t) = theta(t-1) - lr (Delta + mu m(t))         Nesterov; without it: theta(t-1) - lr m(t)
+
+which is `torch.optim.SGD(lr, momentum, nesterov)` on the OLD outer parameters with Delta as their gradient.
+Outer lr 1 and momentum 0 make it FedAvg (local SGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hf_diloco.methods.outer.base import Groups, OuterMethod, buffer_like, chunks
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_diloco.config import DiLoCoConfig
+
+
+class DiLoCo(OuterMethod):
+    """The outer SGD with Nesterov momentum, in fp32, on the host: 8 bytes of state a parameter.
+
+    Every operation is a plain multiplication, addition or subtraction: fused ones (as in `torch.optim.SGD`) round
+    differently from one processor type to another, and islands must agree to the last bit.
+
+    Args:
+        lr: outer learning rate.
+        momentum: outer momentum, from 0 up to 1.
+        nesterov: whether the momentum looks ahead.
+    """
+
+    name = "diloco"
+    summary = "outer SGD with Nesterov momentum on the averaged pseudo-gradient"
+    streams = True
+    feeds_back = True
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
+        super().__init__()
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.vectors = ("momentum",) if momentum else ()
+
+    @classmethod
+    def make(cls, config: DiLoCoConfig, groups: Groups) -> DiLoCo:
+        if config.eager_updates:
+            from hf_diloco.methods.outer.eager import EagerDiLoCo
+
+            return EagerDiLoCo(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
+        return cls(config.outer_lr, config.outer_momentum, config.nesterov)
+
+    def step(self, mean: torch.Tensor, rates: Sequence[float] = ()) -> torch.Tensor:
+        for where in chunks(mean.numel()):
+            self.step_chunk(where, mean[where])
+        return self.parameters
+
+    def step_chunk(self, where: slice, delta: torch.Tensor) -> None:
+        """Takes the outer step on the outer parameters `where` with their part of the average."""
+        import torch
+
+        update = buffer_like(delta)
+        if not self.momentum:
+            torch.mul(delta, self.lr, out=update)
+        else:
+            momentum_buffer = self._state["momentum"][where]
+            momentum_buffer.mul_(self.momentum).add_(delta)
+            if self.nesterov:
+                torch.mul(momentum_buffer, self.momentum, out=update).add_(delta).mul_(self.lr)
+            else:
+                torch.mul(momentum_buffer, self.lr, out=update)
+        self.parameters[where].sub_(update)

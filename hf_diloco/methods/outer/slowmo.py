@@ -1,0 +1,144 @@
+"""SlowMo (Wang et al., arXiv 1910.00643, algorithm 1): momentum on what tau steps of a base optimizer have done.
+
+    every island i:  x_0 on all; tau base steps, the last with learning rate gamma_t, lead to x_i
+    Delta = x_0 - mean_i x_i
+    u     = beta u + Delta / gamma_t
+    x_0   = x_0 - alpha gamma_t u
+
+alpha is `outer_lr`, beta `outer_momentum`, tau `sync_every`. gamma_t may be 0, at the start of a warm-up or the end of
+a schedule. Therefore v = gamma u is kept instead of u, which is the same wherever gamma > 0:
+
+    v   = beta (gamma_t / gamma_{t-1}) v + Delta         the ratio is 0 where either rate is
+    x_0 = x_0 - alpha v
+
+gamma_t is that of the round's last base step, of each parameter group of the base optimizer, as the islands have
+agreed on it: the plan of a round holds it, so whoever carries the round out later takes the same one.
+
+    alpha 1, beta 0              Local SGD (FedAvg)
+    alpha 1, beta > 0, SGD       BMUF
+    one island, alpha < 1, beta 0    Lookahead
+    gamma constant               DiLoCo's outer SGD with heavy-ball momentum, to the last bit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from hf_diloco.errors import DivergedError
+from hf_diloco.methods.outer.base import Buffers, Groups, MethodOptions, OuterMethod, buffer_like, chunks
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_diloco.config import DiLoCoConfig
+
+_RATES = "rates"
+
+
+class SlowMoOptions(MethodOptions):
+    """Settings of SlowMo alone."""
+
+    inner_buffers: Buffers | None = Field(
+        default=None,
+        description="what becomes of the inner optimizer's momentum and moments after a round: zero, keep, or average "
+        "over the islands; default, the paper's: zero for SGD, keep for Adam",
+    )
+
+
+class SlowMo(OuterMethod):
+    """Slow momentum in units of the parameters: 8 bytes of state a parameter, and a learning rate a parameter group.
+
+    Only plain multiplications and additions, as in DiLoCo: islands must agree to the last bit.
+
+    Args:
+        lr: the slow learning rate, alpha.
+        momentum: the slow momentum, beta, from 0 up to 1.
+        groups: of the inner optimizer; default: one.
+        inner_buffers: see `SlowMoOptions`.
+    """
+
+    name = "slowmo"
+    summary = "momentum of the steps between averages, scaled with the inner learning rate"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "sync_every": 12,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.6,
+        "nesterov": False,
+    }
+    Options = SlowMoOptions
+    wants_rates = True
+
+    def __init__(
+        self,
+        lr: float = 1.0,
+        momentum: float = 0.6,
+        groups: Groups | None = None,
+        inner_buffers: Buffers | None = None,
+    ) -> None:
+        super().__init__()
+        self.lr = lr
+        self.momentum = momentum
+        self.vectors = ("slow-momentum",) if momentum else ()
+        self._groups = groups or Groups()
+        self._inner_buffers = inner_buffers
+
+    @classmethod
+    def check(cls, config: DiLoCoConfig) -> None:
+        if config.nesterov:
+            raise ValueError("nesterov=True: the momentum of method=slowmo is a heavy ball; remove it, or method")
+        options = SlowMoOptions.model_validate(config.options)
+        if options.inner_buffers == "average" and config.meets_in_store:
+            raise ValueError(
+                "options.inner_buffers=average needs a rendezvous at tcp://HOST:PORT: in an object store islands come "
+                "late and leave, and an average of moments would miss theirs; set it to keep or zero"
+            )
+
+    @classmethod
+    def make(cls, config: DiLoCoConfig, groups: Groups) -> SlowMo:
+        options = SlowMoOptions.model_validate(config.options)
+        return cls(config.outer_lr, config.outer_momentum, groups, options.inner_buffers)
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        return {_RATES: self._groups.count}
+
+    def buffers(self, optimizer: str) -> Buffers:
+        return self._inner_buffers or ("zero" if optimizer == "SGD" else "keep")
+
+    def step(self, mean: torch.Tensor, rates: Sequence[float] = ()) -> torch.Tensor:
+        import torch
+
+        last = self._state[_RATES]
+        if len(rates) != last.numel():
+            raise DivergedError(
+                f"a round was agreed on with the learning rates of {len(rates)} parameter groups, and the inner "
+                f"optimizer here has {last.numel()}: give all islands the same parameter groups"
+            )
+        carried = [self.momentum * _ratio(now, before) for now, before in zip(rates, last.tolist(), strict=True)]
+        for start, stop, group in self._groups.runs if len(set(carried)) > 1 else [(0, mean.numel(), 0)]:
+            for part in chunks(stop - start):
+                where = slice(start + part.start, start + part.stop)
+                self._step_chunk(where, mean[where], carried[group])
+        last.copy_(torch.tensor(rates, dtype=torch.float64))
+        return self.parameters
+
+    def _step_chunk(self, where: slice, delta: torch.Tensor, carried: float) -> None:
+        import torch
+
+        update = buffer_like(delta)
+        if self.momentum:
+            slow = self._state["slow-momentum"][where]
+            torch.mul(slow.mul_(carried).add_(delta), self.lr, out=update)
+        else:
+            torch.mul(delta, self.lr, out=update)
+        self.parameters[where].sub_(update)
+
+
+def _ratio(now: float, before: float) -> float:
+    """gamma_t / gamma_{t-1}; 0 where it is not defined, or beyond all reason."""
+    ratio = now / before if before else 0.0
+    return ratio if math.isfinite(ratio) else 0.0
