@@ -188,7 +188,7 @@ class DiLoCoCallback(TrainerCallback):
         self._saving = Saving(args, session.island, find_complete, trainer, needed)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
-            warn_about_plan(self.config, state.max_steps)
+            warn_about_plan(session.config, state.max_steps)
         if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
             self._sync_at_start(state, control)
 
@@ -451,8 +451,9 @@ class DiLoCoCallback(TrainerCallback):
             sync_every=self.config.sync_every,
             num_fragments=self.config.num_fragments,
             outer_method=self.config.method,
-            outer_lr=self.config.outer_lr,
-            outer_momentum=self.config.outer_momentum,
+            outer_lr=session.config.outer_lr,
+            outer_momentum=session.config.outer_momentum,
+            chosen=session.chosen,
             max_steps=state.max_steps,
             examples_per_step=examples,
             tokens_per_step=tokens_per_step(self._facts, examples),

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from hf_diloco import config_checks as checks
 from hf_diloco.addresses import check_specific
@@ -25,6 +34,22 @@ _ENVIRONMENT = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvou
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
+
+AUTO = "auto"
+
+
+def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, str) and value == AUTO else check(value)
+
+
+def _tell_of_auto(schema: dict[str, Any]) -> None:
+    number = {name: schema.pop(name) for name in [*schema] if name == "type" or "imum" in name.lower()}
+    schema["anyOf"] = [number, {"const": AUTO}]
+
+
+# Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
+OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
 
 C = TypeVar("C", bound="StrictModel")
 
@@ -78,8 +103,16 @@ class DiLoCoConfig(StrictModel):
     sync_every: int = Field(
         default=500, ge=1, description="inner optimizer steps between synchronisations (the paper's H)"
     )
-    outer_lr: float = Field(default=0.7, gt=0, le=10, description="learning rate of the outer step")
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of the outer step")
+    outer_lr: OuterRate = Field(
+        default=0.7,
+        description="learning rate of the outer step; auto: by the number of islands",
+        json_schema_extra=_tell_of_auto,
+    )
+    outer_momentum: OuterMomentum = Field(
+        default=0.9,
+        description="momentum of the outer step; auto: by the number of islands and of rounds",
+        json_schema_extra=_tell_of_auto,
+    )
     nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
     payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"] = Field(
         default="fp32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer import METHODS
+from hf_diloco.methods.outer.base import is_auto
 from hf_diloco.store_url import is_object_store
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ def check_method(config: DiLoCoConfig) -> None:
             raise ValueError(
                 f"{name}={value}: method={config.method} averages the whole model, and training waits for it; remove "
                 f"{name}, or choose method=diloco"
+            )
+    for name in ("outer_lr", "outer_momentum"):
+        if is_auto(getattr(config, name)) and name not in method.chooses:
+            raise ValueError(
+                f"{name}=auto: nobody has published what is best with method={config.method} by number of islands; "
+                "give a number, or leave it out for the method's default"
             )
     if not method.feeds_back and config.feedback_decay:
         raise ValueError(

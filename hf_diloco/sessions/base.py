@@ -14,6 +14,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
+from hf_diloco.methods.outer import METHODS
 from hf_diloco.outer import OuterState
 from hf_diloco.sessions.flights import Flight
 from hf_diloco.sessions.overlap import Overlap
@@ -35,6 +36,7 @@ class BaseSession(ABC):
 
     Attributes:
         outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
+        chosen: what `join` took for settings that are "auto", and where that comes from.
         has_left: `leave` was called; figures stay readable.
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
@@ -50,6 +52,7 @@ class BaseSession(ABC):
         self._overlap = Overlap(config, self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = False
+        self.chosen = ""
         self.num_steps: int | None = None
         self.num_rounds: int | None = None
         self.tokens_per_step: int | None = None
@@ -98,6 +101,14 @@ class BaseSession(ABC):
         Raises:
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
+
+    def _choose(self) -> None:
+        """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
+        chosen = METHODS[self.config.method].choose(self.config, self.num_rounds)
+        self.chosen = chosen.source
+        self.config = self.outer.config = self.config.model_copy(update=dict(chosen.values))
+        if chosen.source and self.island.is_leader:
+            logger.info("chosen: %s", chosen.source)
 
     def _steps_fact(self) -> dict[str, int]:
         """The number of steps, which must be equal on all islands that know theirs."""

@@ -136,6 +136,7 @@ class ElasticSession(BaseSession):
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():
             check_cover(shards, self.island)
+            self._choose()
             self.outer.open(shards, [(part, self._lanes_of(part)) for part in self._cut(shards)])
             if checkpoint is not None:
                 self.outer.restore(checkpoint)

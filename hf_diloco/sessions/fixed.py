@@ -126,6 +126,7 @@ class FixedSession(BaseSession):
 
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
         with self._leave_on_error():
+            self._choose()
             records = self._meet(shards, folder, facts or {})
             layouts = [record.layout.model_dump() for record in records]
             block_values = self.outer.codec.block_values

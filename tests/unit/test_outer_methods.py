@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from hf_diloco.checkpoint import read_index
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.island import IslandGroup
 from hf_diloco.methods.outer import DiLoCo, base
+from hf_diloco.sessions import FixedSession
+from hf_diloco.shards import open_shards
 
 CHUNK = 8
 EPSILON = torch.finfo(torch.float32).eps
@@ -201,6 +209,49 @@ def test_state_goes_on_where_it_was_saved(momentum: float) -> None:
     resumed.load_state_dict({name: value.clone() for name, value in straight.state_dict().items()})
     for delta in deltas[1:]:
         assert torch.equal(straight.step(delta.clone()), resumed.step(delta.clone()))
+
+
+# Settings that are "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_rounds", "expected"),
+    [
+        ({"num_islands": 1}, 500, (0.7, 0.6)),
+        ({"num_islands": 1}, 20, (0.7, 0.5)),
+        ({"num_islands": 1, "outer_momentum": 0.9}, 500, (0.4, 0.9)),
+        ({"num_islands": 2}, 50, (0.6, 0.9)),
+        ({"num_islands": 2}, 49, (0.6, 0.5)),
+        ({"num_islands": 3}, None, (0.6, 0.9)),
+        ({"num_islands": 8}, 128, (0.8, 0.9)),
+        ({"num_islands": 16}, 128, (1.0, 0.9)),
+        ({"num_islands": 64, "outer_lr": 0.3}, 128, (0.3, 0.9)),
+    ],
+)
+def test_what_is_chosen_by_islands_and_rounds(
+    settings: dict[str, Any], num_rounds: int | None, expected: tuple[float, float]
+) -> None:
+    auto = {"outer_lr": "auto", "outer_momentum": "auto", "rendezvous": "tcp://10.0.0.1:29400"}
+    config = DiLoCoConfig(**{**auto, **settings})
+    chosen = DiLoCo.choose(config, num_rounds)
+    now = config.model_copy(update=dict(chosen.values))
+    assert (now.outer_lr, now.outer_momentum) == expected
+    assert all(f"{name} {value:g} (" in chosen.source for name, value in chosen.values.items())
+
+
+def test_what_is_chosen_is_computed_with_said_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 1)
+    session = FixedSession(DiLoCoConfig(sync_every=1, outer_lr="auto", outer_momentum="auto"), IslandGroup())
+    session.num_rounds = 40
+    with caplog.at_level(logging.INFO, "hf_diloco"):
+        session.join(open_shards(model, None), tmp_path)
+    assert "chosen: outer_momentum 0.5 (40 rounds, in which 0.9 overshoots), outer_lr 0.7 (one island" in caplog.text
+    assert isinstance(session.outer.method, DiLoCo)
+    assert (session.outer.method.lr, session.outer.method.momentum) == (0.7, 0.5)
+    session.outer.save(tmp_path / "checkpoint-0", 0, {})
+    saved = read_index(tmp_path / "checkpoint-0").settings
+    assert (saved["outer_lr"], saved["outer_momentum"]) == (0.7, 0.5)
+    session.leave(finished=True)
 
 
 def test_start_copies() -> None:

@@ -70,6 +70,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "options": {"inner_buffers": "keep"},
         },
     ),
+    "snoo": (
+        "arXiv 2510.15830",
+        {"num_islands": 1, "sync_every": 20, "outer_lr": "auto", "outer_momentum": "auto", "nesterov": True, **WHOLE},
+    ),
 }
 
 
@@ -106,7 +110,7 @@ def test_small_recipes_need_neither_network_nor_gpu(name: str, caplog: pytest.Lo
     paper, outer = SMALL[name]
     run = load(name)
     check_training(run.training)
-    config = settings_of(run)
+    config = settings_of(run) if run.diloco.num_islands > 1 else run.diloco.resolve()
     assert {key: getattr(config, key) for key in outer} == outer
     assert run.data.source == "embedded"
     assert run.model.preset == "llama-tiny"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -46,6 +46,14 @@ class Groups:
     runs: Sequence[Run] = ()
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What a method has chosen for settings that are "auto": their values, and where these come from, in words."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+
 class MethodOptions(BaseModel):
     """Settings that are one method's own: `options` of the outer loop's settings. Unknown ones are errors."""
 
@@ -64,6 +72,7 @@ class OuterMethod(ABC):
         Options: the settings that no other method has.
         wants_rates: whether `step` needs the inner learning rates, as the round's plan agreed on them.
         streams: whether a round may be of a part of the model, and still be under way while inner steps go on.
+        chooses: the settings that may be "auto".
         feeds_back: whether what a codec leaves out of one round may be added to the next.
     """
 
@@ -72,6 +81,7 @@ class OuterMethod(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     Options: ClassVar[type[MethodOptions]] = MethodOptions
     wants_rates: ClassVar[bool] = False
+    chooses: ClassVar[Sequence[str]] = ()
     streams: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = False
 
@@ -94,6 +104,16 @@ class OuterMethod(ABC):
             config: the outer loop's settings.
             groups: of the inner optimizer; known only where `wants_rates`.
         """
+
+    @classmethod
+    def choose(cls, config: DiLoCoConfig, num_rounds: int | None) -> Chosen:
+        """Numbers for the settings that are "auto".
+
+        Args:
+            config: the outer loop's settings; checked, so that those that are "auto" may be.
+            num_rounds: that the run is to have, if known.
+        """
+        return Chosen()
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -166,6 +186,11 @@ class OuterMethod(ABC):
                     f"{count}: resume with the same parameter groups"
                 )
             self._state[name] = held
+
+
+def is_auto(value: object) -> bool:
+    """Whether the method is to choose this setting."""
+    return value == "auto"
 
 
 def chunks(size: int) -> list[slice]:

@@ -14,12 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hf_diloco.methods.outer.base import Groups, OuterMethod, buffer_like, chunks
+from hf_diloco.methods.outer.base import Chosen, Groups, OuterMethod, buffer_like, chunks, is_auto
 
 if TYPE_CHECKING:
     import torch
 
     from hf_diloco.config import DiLoCoConfig
+
+
+_BEST_RATES = {16: 1.0, 8: 0.8, 2: 0.6}
+"""By number of islands, from so many on: 2 to 8 of arXiv 2503.09799, for any model size, 16 of arXiv 2505.23725."""
+
+_FEW_ROUNDS = 50
 
 
 class DiLoCo(OuterMethod):
@@ -38,6 +44,7 @@ class DiLoCo(OuterMethod):
     summary = "outer SGD with Nesterov momentum on the averaged pseudo-gradient"
     streams = True
     feeds_back = True
+    chooses = ("outer_lr", "outer_momentum")
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
         super().__init__()
@@ -53,6 +60,30 @@ class DiLoCo(OuterMethod):
 
             return EagerDiLoCo(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
         return cls(config.outer_lr, config.outer_momentum, config.nesterov)
+
+    @classmethod
+    def choose(cls, config: DiLoCoConfig, num_rounds: int | None) -> Chosen:
+        """The best that were found by number of islands; less momentum where rounds are too few for it to settle."""
+        values: dict[str, float] = {}
+        sources = []
+        momentum = config.outer_momentum
+        islands = config.num_islands
+        if is_auto(config.outer_momentum):
+            momentum, why = (0.6, "one island, arXiv 2505.23725") if islands == 1 else (0.9, "arXiv 2311.08105")
+            if num_rounds is not None and num_rounds < _FEW_ROUNDS:
+                momentum, why = 0.5, f"{num_rounds} rounds, in which 0.9 overshoots"
+            values["outer_momentum"] = momentum
+            sources.append(f"outer_momentum {momentum:g} ({why})")
+        if is_auto(config.outer_lr):
+            if islands == 1:
+                rate, why = (0.4, "arXiv 2503.09799") if momentum >= 0.85 else (0.7, "arXiv 2505.23725")
+                why = f"one island with momentum {momentum:g}, {why}"
+            else:
+                rate = next(best for least, best in _BEST_RATES.items() if islands >= least)
+                why = f"{islands} islands, {'arXiv 2505.23725' if islands >= 16 else 'arXiv 2503.09799'}"
+            values["outer_lr"] = rate
+            sources.append(f"outer_lr {rate:g} ({why})")
+        return Chosen(values, ", ".join(sources))
 
     def step(self, mean: torch.Tensor, rates: Sequence[float] = ()) -> torch.Tensor:
         for where in chunks(mean.numel()):
