@@ -16,7 +16,7 @@ from hf_diloco.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.island import IslandGroup
-from hf_diloco.methods.outer import METHODS
+from hf_diloco.methods.outer import METHODS, make_method
 from hf_diloco.shards.base import Shards
 
 PROTOCOL = 5
@@ -60,6 +60,8 @@ def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
     if not METHODS[config.method].wants_rates:
         return agreed
     listing = "\n".join(f"{name} {shards.inner.groups.get(name, 0)}" for name in shards.sizes)
+    if make_method(config).buffers(shards.inner.kind) == "average":
+        agreed["inner buffers"] = " ".join(shards.inner.buffers)
     return {**agreed, "parameter groups": xxhash.xxh3_128_hexdigest(listing.encode())}
 
 

@@ -187,14 +187,15 @@ class OuterState:
             kind = EagerFragment if self.config.eager_updates else Fragment
             groups = self._groups_of(part, partition)
             self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at, groups))
-        shards.inner.check_buffers(self._buffers)
+        shards.inner.check_buffers(self.buffers)
 
     @property
     def _wants_rates(self) -> bool:
         return METHODS[self.config.method].wants_rates
 
     @property
-    def _buffers(self) -> Buffers:
+    def buffers(self) -> Buffers:
+        """What becomes of the inner optimizer's buffers where a round begins."""
         return self.method.buffers(self._shards.inner.kind)
 
     def _groups_of(self, shards: Shards, partition: Partition) -> Groups | None:
@@ -304,7 +305,7 @@ class OuterState:
     def restart(self, fragment: Fragment) -> None:
         """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""
         fragment.write_masters()
-        if self._buffers == "zero":
+        if self.buffers == "zero":
             self._shards.inner.zero_buffers()
 
     def land(self, fragment: Fragment) -> None:

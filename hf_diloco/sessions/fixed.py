@@ -18,8 +18,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_diloco.agreement.ledger import Ledger
 from hf_diloco.agreement.records import (
@@ -30,9 +33,10 @@ from hf_diloco.agreement.records import (
 )
 from hf_diloco.agreement.verdicts import states_are_equal
 from hf_diloco.clock import REAL, Clock
+from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
-from hf_diloco.exchange.base import Exchange
+from hf_diloco.exchange.base import Exchange, Traffic
 from hf_diloco.exchange.transport import Transport, open_transport
 from hf_diloco.island import IslandGroup
 from hf_diloco.measure import SyncReport
@@ -43,7 +47,8 @@ from hf_diloco.sessions.eager_rounds import EagerRounds
 from hf_diloco.sessions.flights import Flight
 from hf_diloco.sessions.planned import RoundRepeated
 from hf_diloco.shards.base import Shards
-from hf_diloco.shards.partition import choose_partition, layout_of
+from hf_diloco.shards.buffers import BufferShards
+from hf_diloco.shards.partition import Partition, choose_partition, layout_of
 
 logger = logging.getLogger("hf_diloco")
 
@@ -79,6 +84,7 @@ class FixedSession(BaseSession):
     ) -> None:
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
+        self._buffers: list[Partition] = []
         self._is_closing = False
         self._transport = self._connect(transport)
         self._ledger = Ledger(
@@ -135,6 +141,11 @@ class FixedSession(BaseSession):
                 [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
             )
             self.island.on_all(self._open_lanes)
+            if self.outer.buffers == "average":
+                self._buffers = [
+                    choose_partition(BufferShards(shards, name), self.island, layouts, block_values)
+                    for name in shards.inner.buffers
+                ]
             if checkpoint is not None:
                 self.outer.restore(checkpoint)
             else:
@@ -232,9 +243,27 @@ class FixedSession(BaseSession):
                 continue
         landing = time.monotonic()
         self.outer.restart(flight.fragment)
+        if self.outer.buffers == "average":
+            self._average_buffers(flight)
         self.outer.rest(flight.fragment)
         self._overlap.last_end = time.monotonic()
         return self._overlap.report(flight, self._overlap.last_end - landing)
+
+    def _average_buffers(self, flight: Flight) -> None:
+        """Each of the inner optimizer's buffers becomes its mean over the islands that took part."""
+        vector, traffic = flight.fragment.scratch, Traffic()
+        for partition in self._buffers:
+            partition.gather(vector)
+            traffic += self.island.on_all(partial(self._average_vector, partition, vector, flight.weights))
+            partition.scatter(vector)
+        sent, received = self.island.sum([traffic.bytes_sent, traffic.bytes_received])
+        flight.traffic += Traffic(int(sent), int(received))
+
+    def _average_vector(self, partition: Partition, vector: torch.Tensor, weights: list[float]) -> Traffic:
+        traffic = Traffic()
+        for exchange, part in zip(self._exchanges, partition.split(vector), strict=True):
+            traffic += exchange.average(part, weights, CODECS["fp32"])
+        return traffic
 
     # Leaving
 

@@ -66,6 +66,19 @@ class InnerOptimizer:
                 f"{', '.join(_KNOWN)} are): set it to keep"
             )
 
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """What it keeps for each tensor that it trains."""
+        return self._optimizer.state
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names of its momentum or moments in `state`."""
+        if self.kind == "SGD":
+            return ["momentum_buffer"] if any(group["momentum"] for group in self._param_groups) else []
+        variant = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in self._param_groups) else []
+        return ["exp_avg", "exp_avg_sq", *variant]
+
     def zero_buffers(self) -> None:
         """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias."""
         for state in self._optimizer.state.values():

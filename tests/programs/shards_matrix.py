@@ -23,6 +23,7 @@ from accelerate import Accelerator
 
 from hf_diloco.island import IslandGroup
 from hf_diloco.shards import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
+from hf_diloco.shards.buffers import BufferShards
 from tests.programs.shards_engines import VOCABULARY, Engine, make_engine, make_model, split_groups
 from tests.programs.shards_reference import Reference, working_weights
 from tests.programs.shards_table import Cell, cells_for
@@ -223,6 +224,11 @@ class Examination:
         inner.zero_buffers()
         self._reference.begin_anew(rates[: len(groups)])
         self._step(seed=50, allowed=0.05)  # Adam's first step makes much of the rounding of a gradient
+        for name in inner.buffers:
+            found, expected = self._whole(BufferShards(self._shards, name)), self._reference.buffer(name)
+            error = float((found - expected).norm() / expected.norm())
+            allowed = 1e-5 if self._cell.numbers == "fp32" else 0.05
+            self._expect_inner(error <= allowed, f"{name} is off by {error:.2g} of its length")
         for group in self._engine.optimizer.param_groups:
             group["lr"] = 0.5  # as a scheduler, after the step
         self._expect_inner(inner.rates == rates[: len(groups)], f"rates are {inner.rates}")
@@ -239,8 +245,10 @@ class Examination:
             self._expect(False, f"{what}: differs by {difference:.2g}")
 
     def _masters(self) -> torch.Tensor:
-        """All masters in the canonical order, put together from all ranks' segments; equal on all ranks."""
-        shards = self._shards
+        return self._whole(self._shards)
+
+    def _whole(self, shards: Shards) -> torch.Tensor:
+        """All values in the canonical order, put together from all ranks' segments; equal on all ranks."""
         whole = torch.zeros(shards.num_parameters)
         for (start, length), segment in zip(shards.intervals(), shards.segments(), strict=True):
             whole[start : start + length] = segment.values

@@ -68,6 +68,10 @@ class Reference:
             for value in state.values():
                 value.zero_()
 
+    def buffer(self, name: str) -> torch.Tensor:
+        """One of the optimizer's moments in the canonical order, fp32."""
+        return torch.cat([self._optimizer.state[one][name].float().flatten() for one in self._masters.values()])
+
     def step(self, batches: list[torch.Tensor]) -> None:
         """One optimizer step over this rank's micro-batches."""
         for tokens in batches:

@@ -19,23 +19,28 @@ from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, Fingerpr
 from hf_diloco.methods.outer import DiLoCo, Groups, SlowMo, base
 from hf_diloco.sessions import FixedSession
 from hf_diloco.shards import open_shards
+from tests.fixed_runs import Run
 from tests.islands import run_islands, try_islands
-from tests.unit.test_elastic import Meeting, Member, engine, nobody_survives_the_test, quick_beats
-from tests.unit.test_session import Run, batches, make_model, set_weights, take_step, weights_of
+from tests.meetings import ENGINES, Meeting, Member
+from tests.small_model import batches, make_model, set_weights, take_step, weights_of
 
-__all__ = ["engine", "nobody_survives_the_test", "quick_beats"]  # fixtures
+pytestmark = pytest.mark.usefixtures("fast_clock", "quick_farewell")
 
 SLOWMO: dict[str, Any] = {"method": "slowmo", "outer_lr": 1.0, "outer_momentum": 0.6}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Whatever the engine, the same must come out; tests that meet in no store run once."""
-    metafunc.parametrize("engine", getattr(metafunc.function, "engines", ["bucket"]), indirect=True)
+    if "engine" in metafunc.fixturenames:
+        metafunc.parametrize("engine", list(ENGINES), indirect=True)
 
 
-def both_engines(test: Callable[..., None]) -> Callable[..., None]:
-    test.engines = ["bucket", "mesh"]  # type: ignore[attr-defined]
-    return test
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "engine", ENGINES[request.param])
+
+
+both_engines = pytest.mark.usefixtures("engine")
 
 
 # The equations
@@ -324,6 +329,44 @@ def test_buffers_after_a_round(kind: str, wanted: str | None, tmp_path: Path) ->
     set_weights(model, start)
     take_step(model, afresh, batches(9, 1)[0])
     assert torch.equal(moved, weights_of(model)) == is_zeroed
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_buffers_are_averaged_over_the_islands(kind: str, tmp_path: Path) -> None:
+    """Of three islands, the second of which is not finite and has no say."""
+
+    def island_main(island: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+        model = make_model()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if kind == "sgd":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        session = run.session(island)
+        session.join(open_shards(model, optimizer), tmp_path / str(island))
+        for batch in batches(island, 3):
+            take_step(model, optimizer, batch)
+        if island == 1:
+            set_weights(model, float("nan"))
+        mine = [one.clone() for one in buffers_of(optimizer)]
+        session.outer.add_weight(1.0 + island)
+        for _ in range(3):
+            session.outer.count_step()
+        report = session.sync()
+        return mine, buffers_of(optimizer), report.bytes_sent
+
+    def buffers_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        states = optimizer.state.values()
+        return [state[name] for name in names for state in states]
+
+    names = {"sgd": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq"]}[kind]
+    run = Run(tmp_path, 3, sync_every=3, weight_by="examples", **SLOWMO, options={"inner_buffers": "average"})
+    results = run_islands(3, island_main)
+    for place, (first, third) in enumerate(zip(results[0][0], results[2][0], strict=True)):
+        for _, after, _ in results:
+            torch.testing.assert_close(after[place], (first + 3 * third) / 4, rtol=1e-5, atol=1e-9)
+            assert torch.equal(after[place], results[0][1][place])
+    plain = weights_of(make_model()).numel() * 4
+    assert {sent for _, _, sent in results} >= {results[0][2]}
+    assert min(sent for _, _, sent in results) >= (1 + len(names)) * plain, "the further vectors are counted"
 
 
 def test_an_optimizer_whose_buffers_are_not_known_is_refused(tmp_path: Path) -> None:
