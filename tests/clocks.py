@@ -30,16 +30,16 @@ class StillClock(Clock):
 
 
 class FastClock(Clock):
-    """Runs fast while all threads of this process wait, and as real time does while one computes.
+    """Runs fast while all threads of this process wait, and at a tenth of real time while one computes.
 
     Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Time goes from alarm to
-    alarm, and not on while a thread has work to do, in steps of at most `STEP` a tick: threads that wait for sockets
-    take real time.
+    alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
     Use it in a `with` block; who still sleeps when that ends sleeps for ever.
     """
 
     TICK, STEP = 0.001, 0.05
+    BUSY_SPEED = 0.1  # it never stands still, so that whatever waits in real time ends
 
     def __init__(self) -> None:
         self._time = 0.0
@@ -77,7 +77,7 @@ class FastClock(Clock):
         others, last = _Tasks(), time.monotonic()
         while not self._ended.wait(self.TICK):
             real = time.monotonic()
-            step = self.STEP if others.all_sleep() else real - last
+            step = self.STEP if others.all_sleep() else self.BUSY_SPEED * (real - last)
             last = real
             with self._lock:
                 first = self._alarms[0][0] if self._alarms else float("inf")

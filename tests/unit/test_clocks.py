@@ -25,11 +25,11 @@ def test_half_a_minute_is_over_in_a_moment(clock: FastClock) -> None:
     assert REAL.now() - real < 20.0
 
 
-def test_it_runs_no_faster_than_real_time_while_a_thread_computes(clock: FastClock) -> None:
+def test_it_runs_slowly_while_a_thread_computes(clock: FastClock) -> None:
     begun, real = clock.now(), time.monotonic()
     while time.monotonic() < real + 0.2:
         sum(range(1000))
-    assert clock.now() - begun < 1.5 * (time.monotonic() - real)
+    assert clock.now() - begun < 0.5 * (time.monotonic() - real)
 
 
 def test_threads_wake_in_the_order_of_their_times(clock: FastClock) -> None:

@@ -111,6 +111,7 @@ def test_a_run_of_codes_in_which_nothing_happens_is_the_mesh_bit_for_bit(
     """Where each island averages by itself."""
     meeting = Meeting(tmp_path, num_islands, width=WIDE, **settings)
     found = run_islands(num_islands, lambda island: meeting.island(island).train(8).leave())
+    assert not any(member.missed for member in found)
     assert {tuple(report.participants) for member in found for report in member.reports} == {tuple(range(num_islands))}
     for member, expected in zip(found, train_fixed(num_islands, 8, WIDE, **settings), strict=True):
         assert torch.equal(member.weights, expected)
