@@ -52,12 +52,15 @@ class PackedDataset(TorchDataset[Example]):
     Args:
         documents: a dataset with the column `input_ids`, in reading order, as `Dataset.map` leaves it.
         sequence_length: tokens in a block. The tail that does not fill one is left out.
+
+    Attributes:
+        pieces: the tokens, in reading order, as they lie in the dataset's chunks.
     """
 
     def __init__(self, documents: datasets.Dataset, sequence_length: int) -> None:
         column = documents.data.column("input_ids")
-        self._pieces = [piece for chunk in column.chunks if len(piece := chunk.flatten().to_numpy())]
-        self._ends = np.cumsum([len(piece) for piece in self._pieces]).tolist()
+        self.pieces = [piece for chunk in column.chunks if len(piece := chunk.flatten().to_numpy())]
+        self._ends = np.cumsum([len(piece) for piece in self.pieces]).tolist()
         self.sequence_length = sequence_length
 
     @property
@@ -75,8 +78,8 @@ class PackedDataset(TorchDataset[Example]):
         parts = []
         number = bisect_right(self._ends, start)
         while start < stop:
-            offset = self._ends[number] - len(self._pieces[number])
-            parts.append(self._pieces[number][start - offset : stop - offset])
+            offset = self._ends[number] - len(self.pieces[number])
+            parts.append(self.pieces[number][start - offset : stop - offset])
             start, number = self._ends[number], number + 1
         return example(np.concatenate(parts))
 

@@ -45,6 +45,7 @@ class BlockReader:
 
     Attributes:
         bytes_received: what the blocks handed over so far took, whole.
+        buffer_bytes: of one buffer: room for any block that is needed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BlockReader:
         self._store = store
         streams = [iter_blocks(cover, start, length, participant) for participant, cover in enumerate(covers)]
         self._coming: Iterator[Block] = heapq.merge(*streams, key=lambda block: block.low)
-        self._buffer_bytes = max(
+        self.buffer_bytes = max(
             (
                 CODECS[info.codec].num_bytes(min(info.block_values, info.length, length))
                 for cover in covers
@@ -104,7 +105,7 @@ class BlockReader:
                 buffer = self._free.pop()
             else:
                 self._num_free -= 1
-                buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8)
+                buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8)
             self._under_way.append((block, self._pool.submit(self._load, block, buffer)))
 
     def _load(self, block: Block, buffer: torch.Tensor) -> LoadedBlock:

@@ -630,7 +630,7 @@ def test_a_huge_announcement_allocates_nothing(store: ObjectStore) -> None:
         read_all(store, [record])
     infos = [read_info(record)]
     with BlockReader(store, [infos], 0, 50, num_threads=4) as reader:
-        assert reader._buffer_bytes == 4 * 50
+        assert reader.buffer_bytes == 4 * 50
 
 
 @pytest.mark.parametrize("rank", [0, 1])

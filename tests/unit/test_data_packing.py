@@ -51,7 +51,7 @@ def test_many_chunks() -> None:
     """More documents than `datasets` writes in one chunk."""
     texts = [f"document {number}" for number in range(2500)]
     packed = pack(texts, 64)
-    assert len(packed._pieces) > 1
+    assert len(packed.pieces) > 1
     tokens = joined(texts)
     for index in (0, 1, len(packed) // 2, len(packed) - 1):
         assert packed[index]["input_ids"].tolist() == tokens[index * 64 : (index + 1) * 64]

@@ -15,7 +15,7 @@ from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, c
 from hf_diloco.gossip.topology import make_topology
 from hf_diloco.vision.runfile import VisionRun
 from tests.islands import run_islands
-from tests.unit.test_gossip_run import events, run_of, simulate, weights
+from tests.tiny_nodes import events, run_of, simulate, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

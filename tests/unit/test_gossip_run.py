@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings, strategies as st
-from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
@@ -32,42 +30,8 @@ from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.report.rows import overview
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.vision.runfile import VisionRun, load_vision_run
-from hf_diloco.vision.simulate import Simulation
 from tests.processes import ROOT
-
-TINY = {
-    "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
-    "data": {"max_train_examples": 240, "max_eval_examples": 50, "shares": "dirichlet", "image_size": 8},
-    "training": {
-        "max_steps": 8,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 0.05,
-        "weight_decay": 1e-4,
-        "logging_steps": 4,
-        "save_steps": 4,
-    },
-    "gossip": {"method": "decentlam", "topology": "ring", "num_islands": 3},
-    "launch": {"use_cpu": True},
-}
-
-
-def run_of(folder: Path, *overrides: str) -> VisionRun:
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump({**TINY, "output": str(folder / "runs")}))
-    return load_vision_run(path, overrides)
-
-
-def simulate(run: VisionRun) -> int:
-    return Simulation(run, run.gossip.num_islands).run()
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def events(run: VisionRun, node: int, event: str) -> list[dict[str, Any]]:
-    lines = (run.folder / f"island-{node}" / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+from tests.tiny_nodes import events, run_of, simulate, weights
 
 
 @pytest.fixture(scope="module")
