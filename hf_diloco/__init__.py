@@ -26,6 +26,9 @@ _HOME = {
     "GossipConfig": "hf_diloco.gossip.config",
     "IslandLostError": "hf_diloco.errors",
     "MissedRoundError": "hf_diloco.errors",
+    "OneBitAdam": "hf_diloco.onebit.adam",
+    "OneBitCallback": "hf_diloco.onebit.trainer",
+    "OneBitLamb": "hf_diloco.onebit.lamb",
     "OuterLoop": "hf_diloco.loop",
     "PayloadError": "hf_diloco.errors",
     "RendezvousError": "hf_diloco.errors",
@@ -60,6 +63,9 @@ if TYPE_CHECKING:
     from hf_diloco.gossip.config import GossipConfig
     from hf_diloco.gossip_callback import GossipCallback
     from hf_diloco.loop import OuterLoop
+    from hf_diloco.onebit.adam import OneBitAdam
+    from hf_diloco.onebit.lamb import OneBitLamb
+    from hf_diloco.onebit.trainer import OneBitCallback
 
 __all__ = [
     "CheckpointError",
@@ -77,6 +83,9 @@ __all__ = [
     "GossipConfig",
     "IslandLostError",
     "MissedRoundError",
+    "OneBitAdam",
+    "OneBitCallback",
+    "OneBitLamb",
     "OuterLoop",
     "PayloadError",
     "RendezvousError",

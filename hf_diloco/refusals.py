@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from hf_diloco.errors import ConfigError
 
-Where = Literal["islands", "nodes", "loop"]
-"""`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`."""
+Where = Literal["islands", "nodes", "loop", "onebit"]
+"""`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`;
+`onebit`: a 1-bit optimizer, in a run file or with `OneBitCallback`."""
 
 _TRAINERS: tuple[Where, ...] = ("islands", "nodes")
 
@@ -98,13 +99,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "fsdp",
         "FSDP is not supported yet; use DDP or DeepSpeed ZeRO inside the island",
-        where=("islands", "nodes", "loop"),
+        where=("islands", "nodes", "loop", "onebit"),
         values="any",
     ),
     Refusal(
         "parallelism_config",
         "tensor, context and sequence parallelism are not supported yet; leave it out",
-        where=("islands", "nodes", "loop"),
+        where=("islands", "nodes", "loop", "onebit"),
         values="any",
     ),
     Refusal(
@@ -123,6 +124,33 @@ REFUSALS: tuple[Refusal, ...] = (
         "neighbours average whole parameter vectors, which DeepSpeed divides; use DDP in a node",
         where=("nodes",),
         values="any",
+    ),
+    Refusal(
+        "deepspeed",
+        "it averages gradients itself, at full precision, and ZeRO divides the optimizer's state among ranks, where a "
+        "1-bit all-reduce needs each rank's own gradients and its whole momentum; leave it out: ranks train under DDP",
+        where=("onebit",),
+        values="any",
+    ),
+    Refusal(
+        "optim",
+        "the block `optimizer` takes its place; leave one of them out",
+        where=("onebit",),
+        values="any, in a run file",
+    ),
+    Refusal(
+        "fp16",
+        "its loss scaling skips a step on the one rank whose gradients overflow, where the others wait for it; set "
+        "bf16, or neither",
+        where=("onebit",),
+    ),
+    Refusal(
+        "sync_every",
+        "the 1-bit all-reduce is between the ranks of one island; between islands every step would send whole "
+        "pseudo-gradients. Make all ranks one island (num_islands: 1), or synchronise less often",
+        where=("onebit",),
+        applies=_is_one,
+        values="1, with several islands",
     ),
     Refusal(
         "fp16",

@@ -7,11 +7,47 @@ import torch
 from hf_diloco.codecs.blocks import BlockCodec
 from hf_diloco.codecs.loops import sign
 from hf_diloco.codecs.loops.base import Loops
+from hf_diloco.workspace import Workspace
 
 SCALE_BITS = ~0xFFF
 # Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.
 LOWEST_BITS = 0x0101_0101_0101_0101
 GATHER_BITS = 0x0102_0408_1020_4080
+
+
+class SignBits:
+    """Signs as bits, by PyTorch's operations: a set bit for v < 0; value i of a row is bit i % 8 of byte i // 8."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
+        """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
+        scratch = self._take("values", values, torch.float32)
+        torch.add(values, 0.0, out=scratch)  # makes -0 0
+        signs = self._take("signs", values, torch.uint8)
+        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
+        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
+        bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
+
+    def unpack(self, bits: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes -1 for every set bit of `bits`, uint8 (n, m), and 1 for others to `values`, fp32 (n, 8 m)."""
+        indices = self._take("indices", bits, torch.int32)
+        indices.copy_(bits)
+        eights = self._take("eights", bits, torch.int64)
+        torch.index_select(self._table(values.device), 0, indices.view(-1), out=eights.view(-1))
+        values.copy_(eights.view(torch.int8))
+
+    def _take(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._workspace.take(name, like.numel(), dtype, like.device).view(like.shape)
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
+        if device not in self._tables:
+            bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+            self._tables[device] = (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
+        return self._tables[device]
 
 
 class SignCodec(BlockCodec):
@@ -31,31 +67,15 @@ class SignCodec(BlockCodec):
 
     def __init__(self, loops: Loops | None = sign.LOOPS) -> None:
         super().__init__(loops)
-        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._bits = SignBits()
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        self._bits.pack(values, code[:, 4:])
         scratch = self._scratch("values", values, torch.float32, self.block_values)
-        torch.add(values, 0.0, out=scratch)  # makes -0 0
-        signs = self._scratch("signs", values, torch.uint8, self.block_values)
-        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
-        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
-        code[:, 4:].copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
-
         torch.abs(values, out=scratch)
         scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
         code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(SCALE_BITS))
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        indices = self._scratch("indices", values, torch.int32, self.block_values // 8)
-        indices.copy_(code[:, 4:])
-        eights = self._scratch("eights", values, torch.int64, self.block_values // 8)
-        torch.index_select(self._table(values.device), 0, indices.view(-1), out=eights.view(-1))
-        values.copy_(eights.view(torch.int8))
+        self._bits.unpack(code[:, 4:], values)
         values.mul_(code[:, :4].view(torch.float32))
-
-    def _table(self, device: torch.device) -> torch.Tensor:
-        """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
-        if device not in self._tables:
-            bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-            self._tables[device] = (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
-        return self._tables[device]

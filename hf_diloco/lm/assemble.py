@@ -23,6 +23,7 @@ from hf_diloco.lm.model import build_config, build_model
 from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
+from hf_diloco.onebit.trainer import OneBitCallback, make_optimizer
 from hf_diloco.runs.arguments import training_arguments
 from hf_diloco.runs.environment import ENV_DEBUG
 from hf_diloco.runs.paths import given_checkpoint
@@ -169,13 +170,15 @@ def _trainer(
     tokens = examples_per_step(args) * run.data.sequence_length
     files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
     is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
+    optimizer = make_optimizer(run.optimizer.name, model, args, **run.optimizer.of_method()) if run.optimizer else None
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=[callback, files],
+        callbacks=[callback, files, *([OneBitCallback(optimizer, checkpoint)] if optimizer else [])],
+        optimizers=(optimizer, None),
     )
     if isinstance(data.train, PackedStream) and not is_finished:
         _continue_stream(trainer, data.train, checkpoint)

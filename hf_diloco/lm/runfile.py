@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field, model_validator
 from hf_diloco import config_checks
 from hf_diloco.config import DiLoCoConfig, is_given
 from hf_diloco.data.settings import DataBlock
+from hf_diloco.onebit.settings import OptimizerBlock
+from hf_diloco.refusals import find_refused
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.block import Block, Count
 from hf_diloco.runs.load import load_run
@@ -128,6 +130,7 @@ class RunFile(BaseRun):
     tokenizer: TokenizerBlock = TokenizerBlock()
     data: DataBlock = DataBlock()
     sample: SampleBlock | None = SampleBlock()
+    optimizer: OptimizerBlock | None = Field(None, description="a 1-bit optimizer in the place of the Trainer's")
     diloco: DiLoCoBlock = Field(default_factory=DiLoCoBlock)
 
     @model_validator(mode="after")
@@ -137,6 +140,15 @@ class RunFile(BaseRun):
                 f"data.shares: domains gives file k to island k % num_islands, but {len(self.data.files)} files "
                 f"cannot serve {self.diloco.num_shares} islands"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> RunFile:
+        if self.optimizer is not None:
+            every = self.diloco.sync_every if self.diloco.enabled and self.diloco.num_shares > 1 else None
+            settings = {**self.training, "deepspeed": self.deepspeed, "sync_every": every}
+            if problems := [f"{name}={problem}" for name, problem in find_refused(settings, "onebit")]:
+                raise ValueError("; ".join(problems))
         return self
 
     @property

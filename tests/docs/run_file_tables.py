@@ -25,7 +25,12 @@ PAGES: dict[Path, type[BaseRun]] = {
 TRAINER_PAGE = ROOT / "docs" / "trainer.md"
 REFUSED = "refused by training"
 NO_OUTER_LOOP = "refused everywhere"
-_WHERE = {"islands": "`DiLoCoCallback`", "nodes": "`GossipCallback`", "loop": "`OuterLoop`"}
+_WHERE = {
+    "islands": "`DiLoCoCallback`",
+    "nodes": "`GossipCallback`",
+    "loop": "`OuterLoop`",
+    "onebit": "`OneBitCallback`",
+}
 _TABLE = re.compile(
     r"(?<=<!-- keys: )(?P<block>[\w. ]+)(?P<head> -->\n)(?P<table>.*?)(?=<!-- end of keys -->)", re.DOTALL
 )

@@ -8,6 +8,7 @@ from hf_diloco.compiled import Bytes, Values, compiled
 
 MAGNITUDE_BITS = np.int32(0x7FFF_FFFF)
 INFINITY_BITS = np.int32(0x7F80_0000)
+GATHER_BITS = np.uint64(0x0102_0408_1020_4080)  # times eight bytes of 0 or 1, that of byte i is in bit 56 + i
 
 
 @compiled
@@ -63,3 +64,21 @@ def pack_pairs(codes: Bytes, out: Bytes) -> None:
     """Two codes of four bits a byte, the first in the low half."""
     for i in range(out.shape[0]):
         out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+
+
+@compiled
+def pack_bits(is_set: Bytes, out: Bytes) -> None:
+    """Eight bytes of 0 or 1 to one byte, the first in its lowest bit; `is_set` holds eight times as many as `out`."""
+    eights = is_set.view(np.uint64)
+    for i in range(out.shape[0]):
+        out[i] = eights[i] * GATHER_BITS >> np.uint64(56)
+
+
+@compiled
+def fill_signs(bits: Bytes, magnitude: np.float32, out: Values) -> None:
+    """Writes -magnitude for every set bit and magnitude for others; `out` holds up to eight times as many."""
+    for i in range(out.shape[0] // 8):
+        for place in range(8):
+            out[8 * i + place] = -magnitude if bits[i] >> place & 1 else magnitude
+    for i in range(out.shape[0] // 8 * 8, out.shape[0]):
+        out[i] = -magnitude if bits[i // 8] >> (i % 8) & 1 else magnitude
