@@ -246,7 +246,7 @@ class OneBitOptimizer(Optimizer):
             more[ERRORS] = {"rank": self.exchange.rank, "num_ranks": self.exchange.num_ranks, **errors}
         return {**state, "param_groups": groups, **more}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; masks stay as they are. The errors of another rank are not taken.
 
         Raises:

@@ -56,7 +56,7 @@ def make_optimizer(name: str, model: torch.nn.Module, args: TrainingArguments, *
     betas = (args.adam_beta1, args.adam_beta2)
     kind: Any = METHODS[name]
     filled = [group for group in groups if group["params"]]
-    return kind(filled, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **settings)  # type: ignore[no-any-return]
+    return kind(filled, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **settings)
 
 
 class OneBitCallback(TrainerCallback):

@@ -66,7 +66,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
     checkpoint = folder / "island-0" / "checkpoint-5"
     names = [f"onebit_errors_{rank}_of_2.safetensors" for rank in range(2)]
     assert all((checkpoint / name).stat().st_size > 1000 for name in names)
-    listed = "".join(path.read_text() for path in checkpoint.glob("*.json"))
+    listed = "".join(path.read_text() for path in checkpoint.rglob("*.json"))
     assert all(name in listed for name in names), "the errors belong to what makes a checkpoint whole"
     for later in folder.glob("island-0/checkpoint-*"):
         if later != checkpoint:
