@@ -3,7 +3,8 @@
 Settings, as JSON: store (port), node, num_nodes, graph, methods (list of [name, settings]), steps, size (values),
 result (file); if need be: exchange_timeout (seconds), pause (seconds a step), payload, begins (whether exchanges
 begin before the pause, by `NodeNeighbours`, where the method allows it), end (a key of the store: steps are taken
-until it is there, however many), cut ([node, step, peer]: after that step of that node its connections to the peer
+until it is there, however many), steps_after_entry (that all take after the step at which one has returned, instead of
+`steps`), cut ([node, step, peer]: after that step of that node its connections to the peer
 break). Each method begins anew. After the last step the mean over all nodes is taken.
 Prints "step N" after each step, and what happened to other nodes.
 """
@@ -53,7 +54,8 @@ def train(
     size: int,
     after: Callable[[int], None] = lambda step: None,
     pause: float = 0,
-    has_ended: Callable[[], bool] | None = None,
+    has_ended: Callable[[int], bool] | None = None,
+    entered: Callable[[int], None] = lambda step: None,
 ) -> list[Any]:
     """The parameters at the end, their mean over all nodes, and the bytes that were sent; calls `after` each step."""
     problem = Problem(neighbours.node, size)
@@ -63,9 +65,9 @@ def train(
     if neighbours.is_returning:
         begin = neighbours.enter(x.data)
         optimizer.param_groups[0]["num_steps"] = begin
-        print(f"entered at {begin}", flush=True)
+        entered(begin)
     step = begin
-    while not has_ended() if has_ended else step < steps:
+    while not has_ended(step) if has_ended else step < steps:
         optimizer.begin_exchange()
         time.sleep(pause)
         x.grad = problem.gradient(x.detach())
@@ -115,11 +117,22 @@ def main() -> None:
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
 
-    has_ended = (lambda: bool(store.check([settings["end"]]))) if "end" in settings else None
+    steps, steps_after_entry = settings.get("steps"), settings.get("steps_after_entry")
+
+    def entered(step: int) -> None:
+        print(f"entered at {step}", flush=True)
+        if steps_after_entry:  # all others wait for this node's next step before they are there
+            store.set("last", str(step + steps_after_entry))
+
+    def has_ended(step: int) -> bool:
+        if "end" in settings:
+            return bool(store.check([settings["end"]]))
+        if steps_after_entry:
+            return store.check(["last"]) and step >= int(store.get("last"))
+        return bool(step >= steps)
+
     results = [
-        train(
-            neighbours, method, more, settings["steps"], settings["size"], after, settings.get("pause", 0), has_ended
-        )
+        train(neighbours, method, more, 0, settings["size"], after, settings.get("pause", 0), has_ended, entered)
         for method, more in settings["methods"]
     ]
     torch.save(results, settings["result"])
