@@ -212,6 +212,7 @@ class GossipCallback(TrainerCallback):
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, model = self._find_optimizer(kwargs["optimizer"]), kwargs["model"]
         node = self.node
+        node.end.begin()
         node.end.window = node.end.window if self._wish_takes_time else 1
         node.rekey()
         if state.global_step:

@@ -44,6 +44,7 @@ class Beginning:
         self._optimizer = optimizer
         self._resumption: Resumption | None = None
         self._news = ""
+        self._num_trainings = 0  # before this one
 
     def choose_checkpoint(self, mine: Mapping[int, Path]) -> Path | None:
         """See `GossipCallback.common_checkpoint`.
@@ -74,6 +75,8 @@ class Beginning:
     def begin(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> str:
         """Makes sure that all nodes train the same thing, from the same beginning. Collective over the nodes.
 
+        A further training that resumes from no checkpoint goes on from the parameters that each node has.
+
         Args:
             model: whose parameters the optimizer has.
             state: the Trainer's; a node that enters with the others' mean goes on from their step.
@@ -91,6 +94,7 @@ class Beginning:
         else:
             self._compare(model, state, saves)
             self._let_in_late(model, state, scheduler)
+        self._num_trainings += 1
         news, self._news, self._resumption = self._news, "", None
         return news
 
@@ -101,8 +105,7 @@ class Beginning:
 
     def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> None:
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
-        if self._optimizer.num_vectors == 0:
-            self._optimizer.begin_state(torch.empty(0))  # which refuses
+        self._optimizer.check_entry()
         for record in self._node.recall("join"):
             theirs = record["facts"]
             for name, value in {MAX_STEPS: state.max_steps, **self._fingerprint(model, saves)}.items():
@@ -151,7 +154,9 @@ class Beginning:
         step = self.entry_step or state.global_step
         if self._optimizer.is_in_step:
             facts["step"] = step
-        if not step:
+        if not step and self._num_trainings:
+            self._optimizer.begin_training()
+        elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
         compare_facts([record["facts"] for record in self._node.share("join", {"facts": facts})], "node")
 

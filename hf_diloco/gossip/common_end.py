@@ -26,6 +26,10 @@ class CommonEnd:
         self._is_wished = False
         self._is_known = False
 
+    def begin(self) -> None:
+        """A training begins: what ended the one before is over."""
+        self._is_wished = self._is_known = False
+
     def wish(self) -> None:
         """This node was asked to end."""
         self._is_wished = True

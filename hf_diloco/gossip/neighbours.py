@@ -154,7 +154,10 @@ class Neighbours(ABC):
         raise UnsupportedError(f"no node returns to {type(self).__name__}: start all nodes again")
 
     def recall(self, topic: str) -> list[Record]:
-        """What other nodes showed in their first `share` of a topic, in their order, without waiting for any."""
+        """What other nodes showed in their last `share` of a topic, in their order, without waiting for any.
+
+        This node's next `share` then goes with their next.
+        """
         return []
 
     def life(self, peer: int) -> int | None:

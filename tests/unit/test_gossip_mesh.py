@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -378,14 +379,39 @@ def test_all_see_all_records_in_order(store: TCPStore) -> None:
     assert ours[0][0] == [{"node": 0, "text": ""}, {"node": 1, "text": "β"}, {"node": 2, "text": "ββ"}]
 
 
-def test_what_was_shown_first_can_be_read_again(store: TCPStore) -> None:
+def test_what_was_shown_last_can_be_read_again(store: TCPStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> list[object]:
         for number in range(2):
             neighbours.share("model", {"node": node, "number": number})
         return [neighbours.recall("model"), neighbours.recall("other")]
 
-    first = in_mesh(store, make_topology("ring", 3), talk)[1]
-    assert first == [[{"node": 0, "number": 0}, {"node": 2, "number": 0}], []]
+    last = in_mesh(store, make_topology("ring", 3), talk)[1]
+    assert last == [[{"node": 0, "number": 1}, {"node": 2, "number": 1}], []]
+
+
+def test_who_returns_reads_what_was_shown_last_and_shows_its_next_with_the_others(store: TCPStore) -> None:
+    """As they have begun another training meanwhile."""
+    is_back = threading.Event()
+
+    def talk(node: int, neighbours: MeshNeighbours) -> object:
+        for number in range(2):
+            neighbours.share("model", {"node": node, "number": number})
+        if node == 0:
+            with suppress(IslandLostError):  # it is alone
+                mixed(neighbours, 0)
+            while not is_back.wait(0.02):
+                neighbours.offer(torch.zeros(100), 1)
+            return neighbours.share("model", {"node": node, "number": 2})
+        neighbours.close()
+        again = join(store, make_topology("ring", 2), node)
+        assert again.recall("model") == [{"node": 0, "number": 1}]
+        is_back.set()
+        shown = again.share("model", {"node": node, "number": 2})
+        again.close()
+        return shown
+
+    both = [{"node": 0, "number": 2}, {"node": 1, "number": 2}]
+    assert in_mesh(store, make_topology("ring", 2), talk) == [both, both]
 
 
 @pytest.mark.parametrize("where", ["mesh", "memory"])

@@ -226,7 +226,11 @@ class MeshNeighbours(Neighbours):
 
     def recall(self, topic: str) -> list[Record]:
         others = [node for node in range(self.num_nodes) if node != self.node]
-        records = [self._board.read(f"share/{topic}/1/{node}", node) for node in others]
+        number = self._num_shared.get(topic, 0)
+        while any(self._board.has(f"share/{topic}/{number + 1}/{node}") for node in others):
+            number += 1
+        self._num_shared[topic] = number
+        records = [self._board.read(f"share/{topic}/{number}/{node}", node) for node in others]
         return [record for record in records if record is not None]
 
     def offer(self, x: torch.Tensor, step: int) -> None:

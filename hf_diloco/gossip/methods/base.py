@@ -213,12 +213,30 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             UnsupportedError: the method's state cannot begin anew on one node, or an exchange has begun.
         """
         self._check_nothing_begun()
+        self.check_entry()
         self._adopt()
         step = enter(self._x)
+        self._begin_anew(step)
+        return step
+
+    @torch.no_grad()
+    def begin_training(self) -> None:
+        """Goes on from the parameters as they are with a first step; to be called on all nodes.
+
+        Raises:
+            UnsupportedError: an exchange has begun.
+        """
+        self._check_nothing_begun()
+        self._adopt()
+        self._begin_anew(0)
+
+    def check_entry(self) -> None:
+        """Raises `UnsupportedError` if the method's state cannot begin anew on one node."""
+
+    def _begin_anew(self, step: int) -> None:
         self.begin_state(self._x)
         for group in self.param_groups:
             group["num_steps"] = step
-        return step
 
     def begin_state(self, x: torch.Tensor) -> None:
         """Makes the state that of a first step from `x`, flat: momentum is 0."""

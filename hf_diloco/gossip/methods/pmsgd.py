@@ -46,7 +46,7 @@ class PmSGD(GossipOptimizer):
         self.nesterov = nesterov
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
-    def begin_state(self, x: torch.Tensor) -> None:
+    def check_entry(self) -> None:
         """Refused: all nodes hold the same momentum, and one that lacks it would stay apart for good."""
         raise UnsupportedError(
             f"{self.name}: a node cannot return, as it lacks the momentum of the others; start all nodes again from "

@@ -1,0 +1,95 @@
+"""A `GossipCallback` that trains more than once in one process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_diloco import GossipCallback
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.topology import make_topology
+from hf_diloco.gossip.turns import Turns
+from hf_diloco.island import IslandGroup
+from tests.islands import run_islands
+from tests.unit.test_gossip_run import Linear
+
+NUM_STEPS, LR = 3, 0.01
+
+
+def data_of(node: int) -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.full((4,), float(i + node)), "y": torch.ones(1)} for i in range(8)]
+
+
+def train_twice(
+    folder: Path, method: str, num_nodes: int = 2, num_steps: int = NUM_STEPS, stops_at_first: bool = False
+) -> list[Linear]:
+    """Nodes of a ring, each a thread; returns their models."""
+    topology = make_topology("ring", num_nodes)
+    graph, turns, building = MemoryGraph(topology), Turns(), threading.Lock()
+
+    def train(number: int) -> Linear:
+        node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
+        config = GossipConfig(method=method, num_islands=num_nodes, island=number, rendezvous="tcp://127.0.0.1:1")
+        arguments: dict[str, Any] = {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+        try:
+            with turns.mine():
+                with building:
+                    torch.manual_seed(0)
+                    model = Linear()
+                args = TrainingArguments(
+                    str(folder / str(number)), max_steps=num_steps, use_cpu=True, report_to="none", **arguments
+                )
+                callback = GossipCallback(config, node=node)
+                optimizer = callback.make_optimizer(model, args)
+                trainer = Trainer(
+                    model, args, train_dataset=data_of(number), optimizers=(optimizer, None), callbacks=[callback]
+                )
+                if stops_at_first and number == 0:
+                    callback.stop()
+                trainer.train()
+                assert callback.stopped == stops_at_first
+                trainer.train()
+                assert (trainer.state.global_step, optimizer.num_steps) == (num_steps, num_steps)
+                assert not callback.stopped
+        except BaseException:
+            node.close()
+            raise
+        return model
+
+    return run_islands(num_nodes, train)
+
+
+@pytest.mark.parametrize(("method", "momentum"), [("dsgd", 0.0), ("pmsgd", 0.9)])
+def test_a_further_training_goes_on_from_the_parameters_and_without_momentum(
+    method: str, momentum: float, tmp_path: Path
+) -> None:
+    """Two nodes that average equally are one that takes the mean gradient, here twice."""
+    models = train_twice(tmp_path, method)
+    torch.manual_seed(0)
+    expected = Linear()
+    inputs = [torch.stack([example["x"] for example in data_of(node)]) for node in (0, 1)]
+    for _ in range(2):
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR, momentum=momentum)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            sum(expected(x, torch.ones(8, 1))["loss"] / 2 for x in inputs).backward()
+            optimizer.step()
+    for model in models:
+        torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["decentlam", "d2", "swarm-sgd"])
+def test_nodes_that_differ_after_a_training_train_on(method: str, tmp_path: Path) -> None:
+    models = train_twice(tmp_path, method, num_nodes=4)
+    assert len({tuple(model.layer.weight.flatten().tolist()) for model in models}) > 1
+
+
+def test_a_training_that_was_asked_to_end_does_not_end_the_next(tmp_path: Path) -> None:
+    train_twice(tmp_path, "dsgd", num_steps=12, stops_at_first=True)
