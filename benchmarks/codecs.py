@@ -7,6 +7,7 @@ encode, decode   GB of fp32 values a second, the fastest of `--repeats`; in brac
                  from one buffer to another, on this machine, in the same run.
 with feedback    adding the residual, encoding, decoding, and taking the new residual (`codecs.feedback`): what a
                  synchronisation does before it sends. Only for codecs that need it.
+onebit           one stage of the 1-bit all-reduce (`onebit.feedback`): encoding is always with feedback.
 error            norm of the difference over the norm of the values.
 """
 
@@ -25,6 +26,9 @@ from rich.table import Table
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.codecs.base import TILE_VALUES
 from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.onebit.feedback import SignFeedback, num_bit_bytes, unpack
+
+ONEBIT = "onebit"
 
 
 def measure(codec: Codec, values: torch.Tensor, decoded: torch.Tensor, repeats: int) -> dict[str, float]:
@@ -46,6 +50,21 @@ def measure(codec: Codec, values: torch.Tensor, decoded: torch.Tensor, repeats: 
         progress = decoded.copy_(values)  # stays as it is: as nothing is committed, the residual is zero
         result |= fastest({"with feedback": lambda: feedback.add_(progress)}, num_values, repeats)
     return result
+
+
+def measure_onebit(values: torch.Tensor, decoded: torch.Tensor, repeats: int) -> dict[str, float]:
+    """Figures of a stage of the 1-bit all-reduce; overwrites `decoded`."""
+    num_values = values.numel()
+    code = torch.zeros(num_bit_bytes(num_values), dtype=torch.uint8)
+    scale = SignFeedback(num_values).add_and_pack(values, [code], num_values)
+    unpack(code, scale, decoded)
+    error, feedback = relative_error(values, decoded), SignFeedback(num_values)
+    actions: dict[str, Callable[[], object]] = {
+        "copy": lambda: decoded.copy_(values),
+        "with feedback": lambda: feedback.add_and_pack(values, [code], num_values),
+        "decode": lambda: unpack(code, scale, decoded),
+    }
+    return {"bits": 8 * code.numel() / num_values, "error": error, **fastest(actions, num_values, repeats)}
 
 
 def fastest(actions: dict[str, Callable[[], object]], num_values: int, repeats: int) -> dict[str, float]:
@@ -85,7 +104,7 @@ def show(results: dict[str, dict[str, float]], copying: float, title: str) -> No
 def main() -> None:
     """Runs what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("codecs", nargs="*", choices=[*CODECS, []], help="default: all")
+    parser.add_argument("codecs", nargs="*", choices=[*CODECS, ONEBIT, []], help="default: all")
     parser.add_argument("--values", type=int, default=100_000_000, help="fp32 values")
     parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
@@ -94,7 +113,12 @@ def main() -> None:
     torch.manual_seed(0)
     values = torch.randn(args.values).mul_(1e-3)
     decoded = torch.zeros(args.values)
-    results = {name: measure(CODECS[name], values, decoded, args.repeats) for name in args.codecs or CODECS}
+    results = {
+        name: measure_onebit(values, decoded, args.repeats)
+        if name == ONEBIT
+        else measure(CODECS[name], values, decoded, args.repeats)
+        for name in args.codecs or [*CODECS, ONEBIT]
+    }
     copying = max(figures.pop("copy") for figures in results.values())
     title = f"{args.values:,} values, one core; GB/s of fp32 (share of copying, {copying:.1f} GB/s)"
     show(results, copying, title)

@@ -15,11 +15,12 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from hf_diloco.callback import DiLoCoCallback
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.data.build import Datasets, build_datasets
+from hf_diloco.data.masking import Masking
 from hf_diloco.data.position import DataPositionCallback, read_position
 from hf_diloco.data.stream import PackedStream
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.island import IslandGroup
-from hf_diloco.lm.model import build_config, build_model
+from hf_diloco.lm.model import auto_class, build_config, build_model
 from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
@@ -102,12 +103,10 @@ def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool
     """Whether the weights are read from files, or are too many for every rank to hold them all."""
     if run.model.path is not None:
         return True
-    from transformers import AutoModelForCausalLM
-
     config = build_config(run.model, tokenizer, run.data.sequence_length)
     try:
         with torch.device("meta"):
-            return bool(AutoModelForCausalLM.from_config(config).num_parameters() > ZERO_INIT_FROM)
+            return bool(auto_class(run.model).from_config(config).num_parameters() > ZERO_INIT_FROM)
     except Exception:  # whatever is wrong with the model shows, with its message, when it is made
         return False
 
@@ -177,14 +176,26 @@ def _trainer(
         train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
+        data_collator=_masking(run, tokenizer),
         callbacks=[callback, files, *([OneBitCallback(optimizer, checkpoint)] if optimizer else [])],
         optimizers=(optimizer, None),
     )
+    if run.model.objective == "masked":
+        # The loss of these models is the mean of their own batch. By their signature the Trainer takes it for one that
+        # is divided by the tokens of all ranks and accumulated batches, and would multiply it.
+        trainer.model_accepts_loss_kwargs = False
     if isinstance(data.train, PackedStream) and not is_finished:
         _continue_stream(trainer, data.train, checkpoint)
     if run.deepspeed is not None:
         trainer.add_callback(_EngineCheck(trainer))
     return trainer
+
+
+def _masking(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
+    """What hides tokens; None for causal models."""
+    if run.model.objective == "causal":
+        return None
+    return Masking(tokenizer.mask_token_id, len(tokenizer), run.model.mask_share, run.seed)
 
 
 def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:

@@ -59,27 +59,35 @@ def build_model(
     Raises:
         ConfigError: when it cannot be made or loaded, or does not fit the tokenizer or the sequence length.
     """
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
     if model.path is None:
         config = build_config(model, tokenizer, sequence_length)
         set_seed(seed)
         try:
-            return AutoModelForCausalLM.from_config(config)
+            return auto_class(model).from_config(config)
         except Exception as error:
             raise ConfigError(
-                f"model: no causal language model can be made of {config.model_type}: {error}"
+                f"model: no {model.objective} language model can be made of {config.model_type}: {error}"
             ) from error
-    return load_model(model.path, tokenizer, sequence_length)
+    return _load_model(model, model.path, tokenizer, sequence_length)
 
 
-def load_model(path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> PreTrainedModel:
+def auto_class(model: ModelBlock) -> Any:
+    """The class of transformers that makes models of this objective."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    return AutoModelForMaskedLM if model.objective == "masked" else AutoModelForCausalLM
+
+
+def _load_model(
+    block: ModelBlock, path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+) -> PreTrainedModel:
     """A pre-trained model whose training goes on, in fp32."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = auto_class(block).from_pretrained(path, dtype=torch.float32)
     except Exception as error:  # of the Hub, the file system or the checkpoint's format
         raise ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
     _check_fits(model.config, tokenizer, sequence_length)

@@ -30,6 +30,10 @@ _MODELS = ("preset", "path", "config")
 class ModelBlock(Block):
     """The model: exactly one of `preset`, `path` and `config`."""
 
+    objective: Literal["causal", "masked"] = Field(
+        "causal", description="causal: predict the next token; masked: predict hidden ones, as BERT does"
+    )
+    mask_share: float = Field(0.15, gt=0, lt=1, description="objective masked: share of the tokens to predict")
     preset: Preset | None = Field(None, description="a Llama shape, trained from scratch")
     path: str | None = Field(None, description="hub id or folder of a model whose training continues")
     config: dict[str, Any] | None = Field(
@@ -43,6 +47,10 @@ class ModelBlock(Block):
             raise ValueError(
                 f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
                 "(set the others to null)"
+            )
+        if self.objective == "masked" and self.preset is not None:
+            raise ValueError(
+                f"objective masked: preset {self.preset} is causal; give a config, as {{model_type: bert}}"
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError(f"config needs a model_type, as in model_type: llama; got {self.config!r}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from hf_diloco.island import IslandGroup
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<mask>"
+_MASK_NAMES = (MASK, "[MASK]")
 _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
 
 
@@ -36,11 +39,18 @@ def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrain
         tokenizer = load_tokenizer(path)
     else:
         settings = run.tokenizer.train or TrainTokenizer()
-        tokenizer = _train_on_leader(run.data, settings, island) if island else train_tokenizer(run.data, settings)
+        special = [END_OF_TEXT, MASK] if run.model.objective == "masked" else [END_OF_TEXT]
+        train = partial(train_tokenizer, run.data, settings, special)
+        tokenizer = _train_on_leader(train, island) if island else train()
     if tokenizer.eos_token is None:
         raise ConfigError(
             f"tokenizer.path: {run.tokenizer.path or run.model.path} names no end-of-text (eos) token, which goes "
             "between documents; set eos_token in its tokenizer_config.json"
+        )
+    if run.model.objective == "masked" and tokenizer.mask_token is None:
+        raise ConfigError(
+            f"tokenizer.path: {run.tokenizer.path or run.model.path} names no mask token, which objective masked "
+            "needs; set mask_token in its tokenizer_config.json, or train a tokenizer"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -70,24 +80,29 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"tokenizer.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
 
 
-def train_tokenizer(data: DataBlock, settings: TrainTokenizer) -> PreTrainedTokenizerBase:
+def train_tokenizer(
+    data: DataBlock, settings: TrainTokenizer, special: Sequence[str] = (END_OF_TEXT,)
+) -> PreTrainedTokenizerBase:
     """Trains a byte-level BPE on the beginning of the corpus; equal text gives equal tokenizers on all islands."""
-    return train_byte_level_bpe(sample_texts(data, settings.max_megabytes), settings.vocab_size)
+    return train_byte_level_bpe(sample_texts(data, settings.max_megabytes), settings.vocab_size, special)
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Trains a byte-level BPE with one special token, `<|endoftext|>`.
+def train_byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)
+) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE with special tokens: `<|endoftext|>`, and for masked models `<mask>`.
 
     Args:
         texts: documents.
         vocab_size: the most tokens to make; little text gives fewer.
+        special: tokens that text is never cut into.
     """
     from tokenizers import pre_tokenizers, trainers
 
     tokenizer = _byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -95,10 +110,10 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
     return _wrap(tokenizer)
 
 
-def _train_on_leader(data: DataBlock, settings: TrainTokenizer, island: IslandGroup) -> PreTrainedTokenizerBase:
+def _train_on_leader(train: Callable[[], PreTrainedTokenizerBase], island: IslandGroup) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer
 
-    content = island.on_leader(lambda: str(train_tokenizer(data, settings).backend_tokenizer.to_str()))
+    content = island.on_leader(lambda: str(train().backend_tokenizer.to_str()))
     return _wrap(Tokenizer.from_str(content))
 
 
@@ -126,4 +141,7 @@ def _wrap(tokenizer: Any) -> PreTrainedTokenizerBase:
 
     vocabulary = tokenizer.get_vocab()
     end = next((name for name in _END_NAMES if name in vocabulary), None)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end, pad_token=end)
+    mask = next((name for name in _MASK_NAMES if name in vocabulary), None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, bos_token=end, pad_token=end, mask_token=mask
+    )

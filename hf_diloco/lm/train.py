@@ -101,7 +101,7 @@ def _finish(island: Island, progress: Progress) -> None:
     if run.diloco.island == 0:
         progress.update(state="saving")
         model_folder = save_final_model(trainer, run.folder)
-        if run.sample is not None and is_leader():
+        if run.sample is not None and run.model.objective == "causal" and is_leader():
             progress.update(message="writing a sample")
             sample = write_sample(model_folder, run.sample, run.seed)
     if not is_leader():

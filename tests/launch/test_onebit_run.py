@@ -1,4 +1,4 @@
-"""A run file with a 1-bit optimizer, on two ranks under DDP: its checkpoints hold every rank's errors."""
+"""A small BERT with a 1-bit optimizer, on two ranks under DDP: its checkpoints hold every rank's errors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 RUN: dict[str, Any] = {
     "model": {
+        "objective": "masked",
         "config": {
-            "model_type": "llama",
+            "model_type": "bert",
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "num_key_value_heads": 2,
             "max_position_embeddings": 64,
-        }
+        },
     },
     "tokenizer": {"train": {"vocab_size": 300, "max_megabytes": 0.2}},
     "data": {"source": "files", "sequence_length": 16, "num_eval_sequences": 2},
     "training": {
         "max_steps": 8,
         "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
         "per_device_eval_batch_size": 2,
         "learning_rate": 1e-2,
         "weight_decay": 0.01,
@@ -62,6 +63,9 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
     said = launch(file)
     assert "step 3: the second moments are frozen; the momentum travels in 1 bit" in said
     folder = tmp_path / "runs" / "run"
+    events = [json.loads(line) for line in (folder / "island-0" / "metrics.jsonl").read_text().splitlines()]
+    first = next(event["loss"] for event in events if event["event"] == "train")
+    assert 4.5 < first < 6.5, "not ln(300), but a multiple: by ranks, or by accumulated batches"
     model = (folder / "model" / "model.safetensors").read_bytes()
     checkpoint = folder / "island-0" / "checkpoint-5"
     names = [f"onebit_errors_{rank}_of_2.safetensors" for rank in range(2)]

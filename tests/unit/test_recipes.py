@@ -88,7 +88,8 @@ def settings_of(run: RunFile) -> DiLoCoConfig:
 
 
 def test_every_recipe_has_its_paper() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == {*PAPERS, *SMALL}
+    without_outer_loop = "onebit_lamb"  # tests/unit/test_masking.py
+    assert {path.stem for path in FOLDER.iterdir()} == {*PAPERS, *SMALL, without_outer_loop}
 
 
 @pytest.mark.parametrize("name", PAPERS)
