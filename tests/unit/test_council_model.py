@@ -6,6 +6,7 @@ import json
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,6 +17,7 @@ from hf_diloco.agreement.voting import VoteRecord, winner
 from tests.islands_model import World
 
 TARGET = 5
+FEW, MANY = 40, 200  # examples of each kind
 
 
 def explore(
@@ -69,14 +71,17 @@ def _choices(prefix: list[int], seed: int) -> Iterator[int]:
         yield chance.randrange(1 << 16)
 
 
-@settings(max_examples=40)
-@given(
-    num_islands=st.integers(1, 4),
-    seed=st.integers(0, 1 << 32),
-    prefix=st.lists(st.integers(0, 3), max_size=200),
-    kills=st.dictionaries(st.integers(0, 3000), st.integers(0, 3), max_size=6),
-    data=st.data(),
-)
+SCHEDULES = {
+    "num_islands": st.integers(1, 4),
+    "seed": st.integers(0, 1 << 32),
+    "prefix": st.lists(st.integers(0, 3), max_size=200),
+    "kills": st.dictionaries(st.integers(0, 3000), st.integers(0, 3), max_size=6),
+    "data": st.data(),
+}
+
+
+@settings(max_examples=FEW)
+@given(**SCHEDULES)
 def test_any_schedule_and_any_deaths(
     num_islands: int, seed: int, prefix: list[int], kills: dict[int, int], data: st.DataObject
 ) -> None:
@@ -117,15 +122,18 @@ def test_the_model_meets_what_it_is_meant_to_explore() -> None:
 # Islands that compute wrong averages
 
 
-@settings(max_examples=40)
-@given(
-    num_islands=st.integers(2, 4),
-    seed=st.integers(0, 1 << 32),
-    kills=st.dictionaries(st.integers(0, 3000), st.integers(0, 3), max_size=4),
-    wrong=st.sets(st.tuples(st.integers(0, 3), st.integers(1, TARGET), st.integers(0, 1)), max_size=8),
-    is_direct=st.booleans(),
-    data=st.data(),
-)
+WRONG_AVERAGES = {
+    "num_islands": st.integers(2, 4),
+    "seed": st.integers(0, 1 << 32),
+    "kills": st.dictionaries(st.integers(0, 3000), st.integers(0, 3), max_size=4),
+    "wrong": st.sets(st.tuples(st.integers(0, 3), st.integers(1, TARGET), st.integers(0, 1)), max_size=8),
+    "is_direct": st.booleans(),
+    "data": st.data(),
+}
+
+
+@settings(max_examples=FEW)
+@given(**WRONG_AVERAGES)
 def test_no_schedule_commits_what_no_majority_of_the_votes_holds(
     num_islands: int,
     seed: int,
@@ -221,14 +229,17 @@ RUBBISH = [
 ]
 
 
-@settings(max_examples=40)
-@given(
-    num_islands=st.integers(1, 4),
-    seed=st.integers(0, 1 << 32),
-    junk=st.dictionaries(st.integers(0, 1500), st.lists(st.sampled_from(DECISIONS), max_size=2), max_size=3),
-    is_direct=st.booleans(),
-    data=st.data(),
-)
+DAMAGES = {
+    "num_islands": st.integers(1, 4),
+    "seed": st.integers(0, 1 << 32),
+    "junk": st.dictionaries(st.integers(0, 1500), st.lists(st.sampled_from(DECISIONS), max_size=2), max_size=3),
+    "is_direct": st.booleans(),
+    "data": st.data(),
+}
+
+
+@settings(max_examples=FEW)
+@given(**DAMAGES)
 def test_decisions_that_are_damaged_at_any_time_divide_nobody(
     num_islands: int, seed: int, junk: dict[int, list[str]], is_direct: bool, data: st.DataObject
 ) -> None:
@@ -236,12 +247,15 @@ def test_decisions_that_are_damaged_at_any_time_divide_nobody(
     explore(num_islands, data.draw(st.integers(1, num_islands)), seed, [], {}, is_direct=is_direct, junk=junk)
 
 
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 1 << 32),
-    paths=st.lists(st.sampled_from(DECISIONS + RUBBISH), max_size=12),
-    kills=st.dictionaries(st.integers(0, 2000), st.integers(0, 2), max_size=4),
-)
+RUBBISH_AND_DEATHS = {
+    "seed": st.integers(0, 1 << 32),
+    "paths": st.lists(st.sampled_from(DECISIONS + RUBBISH), max_size=12),
+    "kills": st.dictionaries(st.integers(0, 2000), st.integers(0, 2), max_size=4),
+}
+
+
+@settings(max_examples=FEW)
+@given(**RUBBISH_AND_DEATHS)
 def test_rubbish_where_records_will_be_stops_no_run_in_which_islands_die(
     seed: int, paths: list[str], kills: dict[int, int]
 ) -> None:
@@ -261,3 +275,18 @@ def test_rubbish_among_claims_and_beats_makes_nobody_dead_or_double() -> None:
     """Two islands that need each other: no round is missed, though rubbish looks newer than each of their records."""
     world = explore(2, 2, 3, [], {}, junk=dict.fromkeys((0, 200, 400), RUBBISH))
     assert world.num_missed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("test", "strategies"),
+    [
+        (test_any_schedule_and_any_deaths, SCHEDULES),
+        (test_no_schedule_commits_what_no_majority_of_the_votes_holds, WRONG_AVERAGES),
+        (test_decisions_that_are_damaged_at_any_time_divide_nobody, DAMAGES),
+        (test_rubbish_where_records_will_be_stops_no_run_in_which_islands_die, RUBBISH_AND_DEATHS),
+    ],
+)
+def test_the_same_with_many_examples(test: Any, strategies: dict[str, Any]) -> None:
+    settings(max_examples=MANY)(given(**strategies)(test.hypothesis.inner_test))()
