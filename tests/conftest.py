@@ -23,7 +23,9 @@ from tests.processes import ROOT, STARTED, find_free_port
 PROCESS_LINES_SHOWN = 60  # of each process of a test that failed
 MAX_WORKERS = 8  # a test may start four processes of a gigabyte each
 GROUPS = {  # tests that share a costly fixture run in the same worker
-    re.compile(r".*::test_(shards_are_the_masters|gather_and_scatter)\[(\d)"): r"matrix on \2 ranks",
+    re.compile(
+        r".*::test_(shards_are_the_masters|gather_and_scatter|the_inner_optimizer_is_seen)\[(\d)"
+    ): r"matrix on \2 ranks",
     re.compile(r"tests/distributed/test_shards\.py"): "refusals",
     re.compile(r"tests/docs/test_commands\.py"): "commands",
     re.compile(r"tests/equivalence/test_equivalence\.py"): "equivalence",

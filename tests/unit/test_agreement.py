@@ -378,7 +378,7 @@ JOIN = {
 RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
-    (ArrivalRecord, {"weight": 2.5, "digest": "ab12"}),
+    (ArrivalRecord, {"weight": 2.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
     (VoteRecord, {"ok": True, "digest": "ab12", "reason": "", "again": False}),
     (CheckpointsRecord, {"rounds": [1, 2]}),
 ]
