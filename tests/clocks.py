@@ -32,13 +32,15 @@ class StillClock(Clock):
 class FastClock(Clock):
     """Runs fast while all threads of this process wait, and at a tenth of real time while one computes.
 
-    Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Time goes from alarm to
-    alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
+    Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Threads are looked at one
+    after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
+    goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
     Use it in a `with` block; who still sleeps when that ends sleeps for ever.
     """
 
     TICK, STEP = 0.001, 0.05
+    LOOKS = 4  # in a row at which all wait, before time runs
     BUSY_SPEED = 0.1  # it never stands still, so that whatever waits in real time ends
 
     def __init__(self) -> None:
@@ -74,10 +76,11 @@ class FastClock(Clock):
         return bell
 
     def _run(self) -> None:
-        others, last = _Tasks(), time.monotonic()
+        others, quiet, last = _Tasks(), 0, time.monotonic()
         while not self._ended.wait(self.TICK):
             real = time.monotonic()
-            step = self.STEP if others.all_sleep() else self.BUSY_SPEED * (real - last)
+            quiet = quiet + 1 if others.all_sleep() else 0
+            step = self.STEP if quiet >= self.LOOKS else self.BUSY_SPEED * (real - last)
             last = real
             with self._lock:
                 first = self._alarms[0][0] if self._alarms else float("inf")
