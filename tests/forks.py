@@ -145,10 +145,14 @@ class Template:
 
 
 def install() -> None:
-    """Makes this process fork Python processes, through a template that it starts; a few seconds, once."""
+    """Makes this process fork Python processes, through a template that it starts; a few seconds, once.
+
+    Only where tests run: benchmarks start theirs as users do.
+    """
     global _fork_template
     if (
         _fork_template
+        or "pytest" not in sys.modules
         or not _enabled
         or _execute is None
         or sys.platform != "linux"
