@@ -66,7 +66,7 @@ def two_by_two(runs: Runs, name: str, stage: int | None) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_zero_stages_are_ddp(runs: Runs, stage: int) -> None:
     ddp = two_by_two(runs, "ddp", None)
     sharded = two_by_two(runs, f"zero{stage}", stage)
@@ -132,7 +132,7 @@ def streaming(runs: Runs, stage: int | None) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> None:
     """Fragments of two ranks' shards, their rounds behind the inner steps, two islands."""
     ddp, sharded = streaming(runs, None), streaming(runs, stage)

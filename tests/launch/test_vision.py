@@ -84,7 +84,9 @@ def wait_for(process: Process, condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["decentlam", "pmsgd", "dmsgd"])
+@pytest.mark.parametrize(
+    "method", ["decentlam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pmsgd", "dmsgd"))]
+)
 def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> None:
     """The exchange of DmSGD, combine-then-adapt, goes on behind forward and backward where nodes are processes."""
     settings = [f"gossip.method={method}", *(["gossip.options={combine_first: true}"] if method == "dmsgd" else [])]
