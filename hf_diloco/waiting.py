@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hf_diloco.clock import REAL, Clock
 
@@ -63,6 +64,10 @@ class WaitNotes:
             where: the others should come to, as "tcp://host:port".
         """
         return Wait(self, limit, f"{self._who}: {what}: " if what else f"{self._who}: ", f" at {where}" * bool(where))
+
+    def watch(self, limit: float, what: str, missing: Collection[int]) -> Callable[[], None]:
+        """A wait begins; what is to be called now and then until it is over. See `begin` and `Wait.look`."""
+        return partial(self.begin(limit, what).look, missing)
 
     def names(self, numbers: Collection[int]) -> str:
         """See `name_all`."""

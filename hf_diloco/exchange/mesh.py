@@ -10,7 +10,7 @@ flight at once: one transfer hides the round trip and the arithmetic of another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,9 @@ BYTES_IN_FLIGHT = 32 << 20
 that its arithmetic takes longer than its way."""
 
 
+Watch = Callable[[], Callable[[], None]]
+
+
 class MeshExchange(Exchange):
     """The owners of one lane, joined by sockets on `address`.
 
@@ -59,6 +62,8 @@ class MeshExchange(Exchange):
         num_connections: between any two islands, the same on all.
         rate_limit: for all that this process sends; lanes may share one. Default: none.
         with_checksums: the same on all; without them, damage on the way is seen only when averages are compared.
+        watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
+            is said of waits.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -78,6 +83,7 @@ class MeshExchange(Exchange):
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
         with_checksums: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         self.island = island
         self.num_islands = num_islands
@@ -85,6 +91,7 @@ class MeshExchange(Exchange):
         self._peers = [peer for peer in range(num_islands) if peer != island]
         self._tag = 0
         self._with_checksums = with_checksums
+        self._watch = watch
         self._damaged: set[int] = set()
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(store, name, island)
@@ -227,7 +234,7 @@ class MeshExchange(Exchange):
         return traffic
 
     def _wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
-        traffic = self.links.wait(transfers, deadline)
+        traffic = self.links.wait(transfers, deadline, self._watch() if self._watch else None)
         self._damaged |= transfers.damaged
         return traffic
 

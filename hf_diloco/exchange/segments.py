@@ -18,7 +18,7 @@ from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
 from hf_diloco.exchange.base import Observer, Traffic
 from hf_diloco.exchange.losses import LossNotes
-from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.exchange.mesh import MeshExchange, Watch
 from hf_diloco.exchange.rate import RateLimit
 
 NOTE_PATIENCE = 0.5
@@ -69,6 +69,7 @@ class SegmentedMesh:
         key: of the run; empty: nobody is asked to prove anything.
         num_connections: between any two owners, the same on all.
         rate_limit: for all that this rank sends; default: none.
+        watch: see `MeshExchange`.
 
     Raises:
         IslandLostError: the others did not connect; places are named, where one is to blame.
@@ -87,6 +88,7 @@ class SegmentedMesh:
         key: bytes,
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._store = store  # torch's half of a store does not keep the half that is written in Python
         self._own = own
@@ -97,7 +99,17 @@ class SegmentedMesh:
             for piece in cut(own, all_ranges):
                 lane = f"{name}/{piece.start}"
                 mesh = MeshExchange(
-                    store, lane, place, len(all_ranges), address, timeout, key, notes, num_connections, rate_limit
+                    store,
+                    lane,
+                    place,
+                    len(all_ranges),
+                    address,
+                    timeout,
+                    key,
+                    notes,
+                    num_connections,
+                    rate_limit,
+                    watch=watch,
                 )
                 self._pieces.append((piece, mesh))
         except BaseException:

@@ -98,6 +98,7 @@ class MeshTransport(Transport):
                 config.exchange_timeout,
                 num_connections=config.connections,
                 rate_limit=self._rate_limit,
+                watch=lambda: self._notes.watch(config.exchange_timeout, "exchange", others),
             )
 
 

@@ -162,8 +162,9 @@ class DirectEngine(Engine):
         )
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout
+        others = [island for place, (island, _) in enumerate(members) if place != own]
         wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
-        with wait.blocking([island for place, (island, _) in enumerate(members) if place != own]):
+        with wait.blocking(others):
             self._mesh = SegmentedMesh(
                 store,
                 name,
@@ -175,6 +176,7 @@ class DirectEngine(Engine):
                 self._key,
                 self._config.connections,
                 self._rate_limit,
+                lambda: self._notes.watch(timeout, "exchange", others),
             )
         self._members = members
         self.links = name

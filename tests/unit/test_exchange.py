@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from hf_diloco.exchange.base import weighted_mean
 from hf_diloco.exchange.losses import LossNotes
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.waiting import WaitNotes
 from tests.islands import run_islands, try_islands
 
 FP32 = CODECS["fp32"]
@@ -656,3 +659,31 @@ def test_fifty_meshes_leave_nothing_open() -> None:
     for _ in range(50):
         average_all(in_mesh(3), 3, [10], [1, 1, 1], "fp32")
     assert_nothing_left_open(before)
+
+
+def test_who_waits_for_one_that_hangs_in_an_exchange_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    store, has_said = HashStore(), threading.Event()
+    notes = WaitNotes(0, first=0.1)
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            has_said.set()
+
+    def run(island: int) -> torch.Tensor:
+        watch = None if island else lambda: notes.watch(30, "exchange", [1])
+        exchange = MeshExchange(store, "0", island, 2, "127.0.0.1", 30, watch=watch)
+        values = torch.full((1000,), float(island))
+        if island == 1:
+            assert has_said.wait(30), "nothing is said while it hangs"
+        exchange.average(values, [1.0, 1.0], CODECS["fp32"])
+        exchange.close()
+        return values
+
+    logger, handler = logging.getLogger("hf_diloco"), Said()
+    logger.addHandler(handler)
+    try:
+        found = run_islands(2, run)
+    finally:
+        logger.removeHandler(handler)
+    assert all(torch.equal(values, torch.full((1000,), 0.5)) for values in found)
+    assert any(re.fullmatch(r"island 0: exchange: waiting for island 1 \(\d+ s of 30 s\)", m) for m in caplog.messages)
