@@ -53,9 +53,8 @@ class Project:
         for name in ("examples", "benchmarks", "scripts", "train_lm.py", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "configs", folder / "configs")
-        self._shorten(folder / "configs" / "quickstart.yaml")
-        self._shorten(folder / "configs" / "bucket.yaml")
-        self._shorten(folder / "configs" / "vision" / "quickstart.yaml")
+        for name in ("quickstart", "bucket", "vision/quickstart", "recipes/snoo", "recipes/slowmo"):
+            self._shorten(folder / "configs" / f"{name}.yaml")
         self._done: dict[str, Completed] = {}
 
     @staticmethod
