@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
@@ -19,7 +19,10 @@ from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.calls import Calls
+from hf_diloco.gossip.mesh.entry import Greetings
+from hf_diloco.gossip.mesh.returning import greeting_key
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.topology import make_topology
@@ -288,3 +291,16 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
         return neighbours
 
     ring.run(live)
+
+
+@pytest.mark.parametrize(("by", "there"), [(2, [1, 3]), (0, [3])])
+def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, there: list[int]) -> None:
+    """It was stopped, gave up a neighbour that goes on, and was started again. What others say of it counts."""
+    board = Board(HashStore(), "test")
+    board.put(lost_key(1), {"by": by, "reason": "it did not come within 12 s"})
+    board.put(greeting_key(2, 2, 3), {})
+    later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))
+    later.start()
+    greetings = Greetings(board, Calls(board, 2, 2), 2, 2, {1: 1, 3: 1})
+    assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
+    later.cancel()

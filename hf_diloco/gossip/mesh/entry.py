@@ -93,7 +93,9 @@ class Greetings:
                 (self._waiting.discard if call.is_in else self._waiting.add)(peer)
 
     def _is_away(self, peer: int) -> bool:
-        return peer in self._waiting or self._board.has(lost_key(peer))
+        """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
+        lost = self._board.read(lost_key(peer), peer)
+        return peer in self._waiting or (lost is not None and lost.get("by") != self._node)
 
 
 class Entry:
