@@ -246,7 +246,7 @@ class Reception:
         nodes = company.get("nodes")
         if isinstance(nodes, list) and self._node in nodes:
             answers = Answers(self._board, entry_prefix(peer, start), self._node, peer)
-            self._connect_to(peer, 0, answers, lambda: self._board.count(starts_key(peer)) > start)
+            self._connect_to(peer, 0, answers)
 
     def _meet_again(self, peer: int, call: Call | None) -> None:
         """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
@@ -267,7 +267,7 @@ class Reception:
         self._connect_to(peer, attempt, agreement, lambda: self._board.count(attempts) > attempt)
 
     def _connect_to(
-        self, peer: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool]
+        self, peer: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool] = lambda: False
     ) -> None:
         self._connecting.add(peer)
         arguments = (peer, self._starts[peer], attempt, agreement, is_over)
@@ -279,7 +279,7 @@ class Reception:
         self, peer: int, start: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool]
     ) -> None:
         def look() -> None:
-            if self._is_closed or is_over():
+            if self._is_closed or is_over() or self._board.count(starts_key(peer)) > start:
                 raise IslandLostError(f"node {peer} does not connect any more", [peer])
 
         edge: Edge | None = None
