@@ -37,7 +37,9 @@ def by_name(value: Block | Path) -> str:
 
 def is_slow(block: Block) -> bool:
     """Whether it trains anything but the demo; or looks at such a run."""
-    trains = re.search(r"hf-diloco launch(?!.*--dry-run)|examples/|finetune_vision|runs/watched", block.text)
+    trains = re.search(
+        r"hf-diloco launch(?!.*--dry-run)|train_lm\.py|examples/|finetune_vision|runs/watched", block.text
+    )
     return bool(trains) and block.text != DEMO
 
 

@@ -92,11 +92,11 @@ class Runs:
         self._done: dict[str, Path] = {}
 
     def write(self, name: str, changes: dict[str, Any]) -> Path:
-        """Writes the run file of `name`."""
+        """Writes the run file of `name`; whole at once, as a process started before may be about to read it."""
         settings = merge(BASE, {"name": name, "output": str(self.folder), "data": {"files": [str(self.corpus)]}})
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(merge(settings, changes)))
-        return path
+        (new := path.with_suffix(".new")).write_text(yaml.safe_dump(merge(settings, changes)))
+        return new.replace(path)
 
     def launch(self, name: str, **changes: Any) -> Path:
         """The run folder of a finished run of all its islands by `hf-diloco launch`; made on first use."""
