@@ -256,6 +256,11 @@ class Members:
             and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self._lease)
         }
 
+    def are_under_way(self) -> bool:
+        """Whether another island takes inner steps, or synchronises."""
+        others = (beat for island, beat in self.alive().items() if island != self.island)
+        return any(beat.phase in ("training", "syncing") for beat in others)
+
     def _last_chance(self, island: int) -> float:
         """When an island's last sign of life was seen; or when the store answered again, if that was later."""
         return max(self._seen[island][2], self._reached_at)

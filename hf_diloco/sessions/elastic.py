@@ -147,7 +147,8 @@ class ElasticSession(BaseSession):
             replaced = self._take_state(is_new, parent, from_checkpoint=checkpoint is not None)
             self._await_islands()
             self._let_round_pass()
-            self._pace.align_to_others()
+            if self._is_late:
+                self._pace.align_to_others()
             self._is_training = True
             self._stand("training")
         self._go_on()
@@ -160,7 +161,7 @@ class ElasticSession(BaseSession):
         """Finds or begins the run, and takes this island's number in it."""
         fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **facts})
 
-        def enter() -> tuple[dict[str, Any], bool, int]:
+        def enter() -> tuple[dict[str, Any], bool, int, bool]:
             run, is_new = enter_run(
                 self.store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint, self._clock
             )
@@ -173,13 +174,14 @@ class ElasticSession(BaseSession):
                 )
             log = open_log(self.store, self._key, run)
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
+            is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             self.members.enter()
             self._refresh()
             self.members.start_beating(self._refresh)
             self.council = Council(log, self.members, self._rules(), self._should_stop, self._clock)
-            return run.model_dump(), is_new, self.members.claim
+            return run.model_dump(), is_new, self.members.claim, is_late
 
-        raw, is_new, claim = self.island.on_leader(enter)
+        raw, is_new, claim, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
         buckets = [self._bucket_of(fragment) for fragment in self.outer.fragments]
         log = open_log(self.store, self._key, self._run)

@@ -72,8 +72,7 @@ def await_islands(
         beats = members.look()
         alive = members.alive()
         ended = {island for island, beat in beats.items() if beat.phase == "finished"}
-        under_way = any(beat.phase in ("training", "syncing") for beat in alive.values())
-        if under_way or len(alive.keys() | ended) >= config.num_islands:
+        if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
             return
         if should_stop():
             raise StopRequested

@@ -30,7 +30,7 @@ from hf_diloco.errors import (
 from hf_diloco.exchange.memory import MemoryNetwork
 from hf_diloco.exchange.transport import MemoryTransport
 from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
+from hf_diloco.sessions import FixedSession, elastic
 from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.sessions.rounds import Rounds
 from hf_diloco.sessions.snapshots import Snapshot, Snapshots
@@ -545,6 +545,37 @@ def test_an_island_that_stops_leaves_its_steps_to_the_others_and_keeps_what_the_
     assert again.session.outer.on_boundary
     assert torch.equal(again.weights, islands[0].weights)
     assert torch.equal(again.residual, expected)
+
+
+def test_islands_that_began_together_take_all_steps_of_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one sees the other train already when it begins."""
+    meeting = Meeting(tmp_path, 2)
+    has_stepped = threading.Event()
+    gather = elastic.await_islands
+
+    def gather_late(config: DiLoCoConfig, *args: Any) -> None:
+        gather(config, *args)
+        if config.island == 1:
+            assert has_stepped.wait(30)
+
+    monkeypatch.setattr(elastic, "await_islands", gather_late)
+
+    def run(island: int) -> int:
+        member = meeting.island(island)
+        steps_left = member.session.outer.steps_left
+        if island == 0:
+            member.step()
+            members = member.session.members
+            assert members is not None
+            members.nudge()
+            while members.look()[0].steps != 1:
+                members.beat()
+            has_stepped.set()
+        return steps_left
+
+    assert run_islands(2, run) == [2, 2]
 
 
 @pytest.mark.parametrize("settings", FEEDBACK)
