@@ -84,7 +84,7 @@ def _warn_about_momentum(config: DiLoCoConfig, max_steps: int) -> None:
 
 def _tell_what_waits(config: DiLoCoConfig) -> None:
     """No warning: smaller exchanges may be all that is wanted."""
-    if config.num_fragments > 1 and not config.fragment_sync_delay:
+    if config.num_fragments > 1 and not config.delay:
         logger.info(
             "num_fragments %d without fragment_sync_delay: training waits for each exchange, in sum about as long as "
             "with one fragment. With fragment_sync_delay it goes on meanwhile",

@@ -343,12 +343,17 @@ class DiLoCoConfig(StrictModel):
     @property
     def is_streaming(self) -> bool:
         """Whether rounds are of a part of the model, or end some steps after they began."""
-        return self.num_fragments > 1 or self.fragment_sync_delay > 0 or self.eager_updates
+        return self.num_fragments > 1 or self.overlaps
 
     @property
     def overlaps(self) -> bool:
         """Whether rounds are carried out behind the inner steps."""
-        return self.fragment_sync_delay > 0 or self.eager_updates
+        return self.delay > 0 or self.eager_updates
+
+    @property
+    def delay(self) -> int:
+        """Inner steps between the beginning of a round that is carried out behind them and its end."""
+        return METHODS[self.method].delay(self)
 
     @property
     def meets_in_store(self) -> bool:

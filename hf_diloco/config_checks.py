@@ -22,8 +22,8 @@ def check_method(config: DiLoCoConfig) -> None:
     for name, without in streamed.items():
         if not method.streams and (value := getattr(config, name)) != without:
             raise ValueError(
-                f"{name}={value}: method={config.method} averages the whole model, and training waits for it; remove "
-                f"{name}, or choose method=diloco"
+                f"{name}={value}: method={config.method} averages the whole model, when it sees fit; remove {name}, "
+                "or choose method=diloco"
             )
     for name in ("outer_lr", "outer_momentum"):
         if is_auto(getattr(config, name)) and name not in method.chooses:

@@ -311,7 +311,7 @@ class OuterState:
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
         if fragment.install_in is not None:
-            fragment.write_masters(self.config.fragment_update_alpha)
+            fragment.write_masters(METHODS[self.config.method].kept_share(self.config))
             fragment.install_in = None
             self.rest(fragment)
 

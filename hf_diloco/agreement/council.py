@@ -104,6 +104,7 @@ class Council:
         rules: when a round takes place.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         clock: by which it waits.
+        is_awaited: polled while waiting; true ends the grace for those who are late.
     """
 
     def __init__(
@@ -113,12 +114,14 @@ class Council:
         rules: Rules,
         should_stop: Callable[[], bool] = lambda: False,
         clock: Clock = REAL,
+        is_awaited: Callable[[], bool] = lambda: False,
     ) -> None:
         self._log = log
         self._members = members
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
+        self._is_awaited = is_awaited
         self._usual_norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(rules.num_fragments)]
         self._last_participants: frozenset[int] = frozenset()
         self._offers: dict[str, OfferRecord] = {}
@@ -203,8 +206,11 @@ class Council:
             if len(offers) >= self._rules.min_islands:
                 quorum_at = self._clock.now() if quorum_at is None else quorum_at
                 waited = self._clock.now() - quorum_at
-                if waited >= self._rules.grace or not self._awaited(attempt, alive, waited) - offers.keys():
+                late = self._awaited(attempt, alive, waited) - offers.keys()
+                if not late or waited >= self._rules.grace or self._is_awaited():
                     if self._log.create(f"{attempt.path}/plan.json", plan := self._plan(attempt, offers, offer.state)):
+                        if late:
+                            logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
                         return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
                     continue  # to read what was written first
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.redact import redact
-from hf_diloco.report.records import AnyRecord, Mix, Record, Start, parse_line
+from hf_diloco.report.records import AnyRecord, Mix, Record, Start, Sync, parse_line
 
 METRICS = "metrics.jsonl"
 _ISLAND_FOLDER = re.compile(r"island-(\d{1,9})")
@@ -200,6 +200,7 @@ def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
 
     A section that resumes at step s supersedes what earlier ones recorded after s, and the last of several records of
     one event and step wins. Within a section such records complete each other: a Trainer may log twice in a step.
+    Several rounds may end with one step, where they pass behind the steps.
     """
     kept: dict[tuple[str, int], AnyRecord] = {}
     for section in sections:
@@ -208,7 +209,7 @@ def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
             kept = {key: record for key, record in kept.items() if record.step <= start.step}
         latest: dict[tuple[str, int], AnyRecord] = {}
         for record in section.records:
-            key = (record.event, record.step)
+            key = (record.event, record.round if isinstance(record, Sync) else record.step)
             latest[key] = _complete(latest[key], record) if key in latest else record
         kept.update(latest)
     return sorted(kept.values(), key=lambda record: record.step)

@@ -102,6 +102,15 @@ class BaseSession(ABC):
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
 
+    @property
+    def _pulls(self) -> bool:
+        return METHODS[self.config.method].pulls
+
+    @property
+    def _holds_up_training(self) -> bool:
+        """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
+        return self._pulls and self._overlap.is_landing
+
     def _choose(self) -> None:
         """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
         chosen = METHODS[self.config.method].choose(self.config, self.num_rounds)
@@ -146,6 +155,8 @@ class BaseSession(ABC):
             As `sync`.
         """
         self._overlap.raise_failure()
+        if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
+            self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
         while (fragment := self._overlap.landing(at_once=is_last)) is not None:
             self._reports += self._overlap.land(fragment)
         if is_last and self.config.is_streaming:

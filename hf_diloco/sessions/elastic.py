@@ -178,7 +178,9 @@ class ElasticSession(BaseSession):
             self.members.enter()
             self._refresh()
             self.members.start_beating(self._refresh)
-            self.council = Council(log, self.members, self._rules(), self._should_stop, self._clock)
+            self.council = Council(
+                log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
+            )
             return run.model_dump(), is_new, self.members.claim, is_late
 
         raw, is_new, claim, self._is_late = self.island.on_leader(enter)

@@ -1,4 +1,4 @@
-"""Rounds behind the inner steps: capture, take off, and land `fragment_sync_delay` inner steps later.
+"""Rounds behind the inner steps: capture, take off, and land `config.delay` inner steps later.
 
     capture: read masters -> pseudo-gradient
     carry out, on a thread of its own: exchange -> outer step
@@ -35,6 +35,7 @@ class Overlap:
         flights: rounds under way.
         last_end: when training last went on, in seconds of the monotonic clock.
         failure: of a round that `settle` waited for; for the next `advance`.
+        is_landing: inner steps wait for a round that is to land now.
     """
 
     def __init__(self, config: DiLoCoConfig, outer: OuterState, carry_out: Callable[[Flight], None]) -> None:
@@ -43,6 +44,7 @@ class Overlap:
         self.flights = Flights(carry_out)
         self.last_end = time.monotonic()
         self.failure: DiLoCoError | None = None
+        self.is_landing = False
 
     def capture(self) -> Flight:
         """Takes the pseudo-gradient of the fragment whose round is next; its next inner steps begin."""
@@ -69,7 +71,7 @@ class Overlap:
     def take_off(self) -> None:
         """Begins the round that is due."""
         flight = self.capture()
-        flight.fragment.install_in = self.config.fragment_sync_delay
+        flight.fragment.install_in = self.config.delay
         self.flights.start(flight)
         self.last_end = time.monotonic()
 
@@ -88,7 +90,11 @@ class Overlap:
         """
         reports = []
         if self.flights.oldest and self.flights.oldest.fragment is fragment:
-            reports.append(self.collect())
+            self.is_landing = True
+            try:
+                reports.append(self.collect())
+            finally:
+                self.is_landing = False
         landing = time.monotonic()
         self.outer.land(fragment)
         self.last_end = time.monotonic()

@@ -55,7 +55,14 @@ class Project:
         for name in ("examples", "benchmarks", "scripts", "train_lm.py", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "configs", folder / "configs")
-        for name in ("quickstart", "bucket", "vision/quickstart", "recipes/snoo", "recipes/slowmo"):
+        for name in (
+            "quickstart",
+            "bucket",
+            "vision/quickstart",
+            "recipes/snoo",
+            "recipes/slowmo",
+            "recipes/overlap_local_sgd",
+        ):
             self._shorten(folder / "configs" / f"{name}.yaml")
         self._done: dict[str, Completed] = {}
 

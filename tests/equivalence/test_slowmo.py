@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equivalence.runs import Runs, assert_islands_agree, events, largest_difference, losses, zero
+from tests.equivalence.resuming import assert_resumed_is_uninterrupted
+from tests.equivalence.runs import Runs, events, largest_difference, zero
 from tests.processes import ROOT, Processes, find_free_port
 
 pytestmark = pytest.mark.distributed
@@ -27,32 +27,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("stage", [None, 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
-    """Stopped at step 5, in the middle of a round, with two ranks and a learning rate that falls to 0."""
-    changes = {
-        "deepspeed": None if stage is None else zero(stage),
-        "training": {
-            "per_device_train_batch_size": 2,
-            "save_strategy": "steps",
-            "save_steps": 5,
-            "save_total_limit": 3,
-        },
-        "launch": {"num_processes": 2, "threads": 1},
-        "diloco": SLOWMO,
-    }
-    whole = runs.launch(f"whole-{stage}", **changes)
-    broken = runs.folder / f"resumed-{stage}"
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
-    resumed = runs.launch(f"resumed-{stage}", **changes)
-    start = events(resumed, "start")[0]
-    assert (start["resumed"], start["step"], start["outer_method"]) == (True, 5, "slowmo")
-    assert largest_difference(whole, resumed) == 0.0
-    assert losses(resumed) == losses(whole)[5:]
-    assert [r["outer_hash"] for r in events(resumed, "sync")] == [r["outer_hash"] for r in events(whole, "sync")][2:]
-    assert_islands_agree(resumed)
+    """With a learning rate that falls to 0."""
+    assert_resumed_is_uninterrupted(runs, stage, SLOWMO)
 
 
 def test_zero_2_is_ddp(runs: Runs) -> None:

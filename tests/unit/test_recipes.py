@@ -70,6 +70,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "options": {"inner_buffers": "keep"},
         },
     ),
+    "overlap_local_sgd": (
+        "arXiv 2002.09539",
+        {"method": "overlap-local-sgd", "sync_every": 12, "outer_momentum": 0.7, "options": {"pull": 0.6}},
+    ),
     "snoo": (
         "arXiv 2510.15830",
         {"num_islands": 1, "sync_every": 20, "outer_lr": "auto", "outer_momentum": "auto", "nesterov": True, **WHOLE},

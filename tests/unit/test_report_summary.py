@@ -137,6 +137,15 @@ def test_a_resumed_run_by_hand(tmp_path: Path) -> None:
     assert island.ended
 
 
+def test_rounds_that_end_with_one_step_all_count(tmp_path: Path) -> None:
+    """As after the last step, where what was under way arrives, and a last round is made."""
+    records = [start(), sync(1, 2), sync(2, 4), sync(3, 4), end()]
+    report = report_of(tmp_path, records, records)
+    assert [island.num_rounds for island in report.islands] == [3, 3]
+    assert report.bytes_sent == 2 * 3 * BYTES_A_ROUND
+    assert report.bytes_repeated == 0
+
+
 def test_hashes_are_compared_after_the_resume_alone(tmp_path: Path) -> None:
     first = [start(0), sync(1, 2, outer_hash="thrown away"), start(0, step=1), sync(1, 2, outer_hash="good"), end(2)]
     second = [start(1), sync(1, 2, outer_hash="good"), end(2)]

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer.base import Groups, MethodOptions, OuterMethod
 from hf_diloco.methods.outer.diloco import DiLoCo
+from hf_diloco.methods.outer.overlap_local_sgd import OverlapLocalSGD
 from hf_diloco.methods.outer.slowmo import SlowMo
 
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoConfig
 
-_ALL: list[type[OuterMethod]] = [DiLoCo, SlowMo]
+_ALL: list[type[OuterMethod]] = [DiLoCo, SlowMo, OverlapLocalSGD]
 
 METHODS: dict[str, type[OuterMethod]] = {method.name: method for method in _ALL}
 
@@ -21,4 +22,4 @@ def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMeth
     return METHODS[config.method].make(config, groups or Groups())
 
 
-__all__ = ["METHODS", "DiLoCo", "Groups", "MethodOptions", "OuterMethod", "SlowMo", "make_method"]
+__all__ = ["METHODS", "DiLoCo", "Groups", "MethodOptions", "OuterMethod", "OverlapLocalSGD", "SlowMo", "make_method"]

@@ -72,6 +72,8 @@ class OuterMethod(ABC):
         Options: the settings that no other method has.
         wants_rates: whether `step` needs the inner learning rates, as the round's plan agreed on them.
         streams: whether a round may be of a part of the model, and still be under way while inner steps go on.
+        pulls: whether the outer parameters pull the inner ones wherever a round begins, the first one too, and whoever
+            is more than a period late is left behind there.
         chooses: the settings that may be "auto".
         feeds_back: whether what a codec leaves out of one round may be added to the next.
     """
@@ -83,6 +85,7 @@ class OuterMethod(ABC):
     wants_rates: ClassVar[bool] = False
     chooses: ClassVar[Sequence[str]] = ()
     streams: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = False
 
     vectors: Sequence[str] = ()
@@ -114,6 +117,16 @@ class OuterMethod(ABC):
             num_rounds: that the run is to have, if known.
         """
         return Chosen()
+
+    @classmethod
+    def delay(cls, config: DiLoCoConfig) -> int:
+        """Inner steps that go on while a round is under way; 0: training waits for it."""
+        return config.fragment_sync_delay
+
+    @classmethod
+    def kept_share(cls, config: DiLoCoConfig) -> float:
+        """Share of its own weights that an island keeps where a round that was under way ends."""
+        return config.fragment_update_alpha
 
     @property
     def numbers(self) -> Mapping[str, int]:

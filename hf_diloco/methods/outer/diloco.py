@@ -12,7 +12,7 @@ Outer lr 1 and momentum 0 make it FedAvg (local SGD).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_diloco.methods.outer.base import Chosen, Groups, OuterMethod, buffer_like, chunks, is_auto
 
@@ -44,7 +44,7 @@ class DiLoCo(OuterMethod):
     summary = "outer SGD with Nesterov momentum on the averaged pseudo-gradient"
     streams = True
     feeds_back = True
-    chooses = ("outer_lr", "outer_momentum")
+    chooses: ClassVar[Sequence[str]] = ("outer_lr", "outer_momentum")
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
         super().__init__()
