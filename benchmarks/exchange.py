@@ -30,13 +30,11 @@ import itertools
 import json
 import math
 import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +43,7 @@ from rich.table import Table
 from torch.distributed import Store, TCPStore
 
 from benchmarks.links import Links, enter_network
+from benchmarks.orders import Workers, answer_orders, reach_store
 from tests.processes import Process, Processes
 
 BASELINE = "all_reduce"
@@ -182,18 +181,8 @@ class Island:
 def run_island(number: int, port: int) -> None:
     """Answers until the program that asks kills this process."""
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
-    while True:
-        try:
-            socket.create_connection((Links.host, port), timeout=5).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    store = TCPStore(Links.host, port, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
-    island = Island(number, store)
-    for count in itertools.count():
-        order = json.loads(store.get(f"order/{count}"))
-        answer = getattr(island, order.pop("do"))(**order)
-        store.set(f"answer/{count}/{number}", json.dumps(answer))
+    store = reach_store(Links.host, port, TIMEOUT)
+    answer_orders(store, number, Island(number, store))
 
 
 # All islands
@@ -212,7 +201,7 @@ class Archipelago:
     def __init__(self, link: Link, num_islands: int, links: Links, processes: Processes) -> None:
         self._rtt = link.rtt
         self._links = links
-        self._store = store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
         command = ["unshare", "--net", sys.executable, "-m", "benchmarks.exchange", "--port", str(store.port)]
         self._islands: list[Process] = [
             processes.spawn([*command, "--island", str(number)], env={"OMP_NUM_THREADS": "1"})
@@ -222,17 +211,18 @@ class Archipelago:
             process.wait_for("up")
             self._links.join(number, process.pid)
             self._links.shape(number, *link)
+        self._workers = Workers(store, self._islands)
 
     def open(self, connections: int, values: int, kinds: Sequence[bool]) -> float:
         """Connects the islands anew; returns seconds."""
         order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values, "kinds": kinds}
-        return max(answer["seconds"] for answer in self._ask("open", islands=len(self._islands), **order))
+        return max(answer["seconds"] for answer in self._workers.ask("open", islands=len(self._islands), **order))
 
     def exchange(self, payload: str, checksums: bool = True) -> tuple[float, int]:
         """Seconds of one exchange, and bytes that one island sent."""
         start = time.monotonic() + 0.3 + 2e-3 * self._rtt
         order = {"payload": payload, "start": start, "checksums": checksums}
-        answers = self._ask("exchange", islands=len(self._islands), **order)
+        answers = self._workers.ask("exchange", islands=len(self._islands), **order)
         seconds = max(answer["end"] for answer in answers) - max(answer["begin"] for answer in answers)
         return seconds, max(answer["bytes"] for answer in answers)
 
@@ -241,17 +231,6 @@ class Archipelago:
         self._links.clear()
         for process in self._islands:
             process.kill()
-
-    def _ask(self, what: str, **order: Any) -> list[dict[str, Any]]:
-        count = self._store.add("orders", 1) - 1
-        self._store.set(f"order/{count}", json.dumps({"do": what, **order}))
-        keys = [f"answer/{count}/{number}" for number in range(len(self._islands))]
-        while not self._store.check(keys):
-            for process in self._islands:
-                if process.popen.poll() is not None:
-                    raise SystemExit(f"an island ended:\n{process.output[-3000:]}")
-            time.sleep(0.02)
-        return [json.loads(self._store.get(key)) for key in keys]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Measurement]:
