@@ -57,9 +57,11 @@ from tests.islands import run_islands
 TUNING_SEED = 0
 INNER = "learning_rate"
 """The inner optimizer's; what else is tuned are settings of the outer loop."""
+OPTIONS = "options."
 INNER_RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
 INNER_START = 8e-3
 MOMENTA = [0.2, 0.4, 0.6, 0.8, 0.9]
+NOTHING: dict[str, Any] = {}
 NEVER = 10**9
 """Steps between rounds: there is one at the end."""
 
@@ -76,12 +78,10 @@ class Method:
 
 
 def make_method(
-    name: str, num_islands: int, diloco: dict[str, Any], grid: Grid | None = None, start: Values | None = None
+    name: str, num_islands: int, diloco: dict[str, Any], grid: Grid = NOTHING, start: Values = NOTHING
 ) -> Method:
     """A row whose inner learning rate is tuned with what else is."""
-    return Method(
-        name, num_islands, diloco, {INNER: INNER_RATES, **(grid or {})}, {INNER: INNER_START, **(start or {})}
-    )
+    return Method(name, num_islands, diloco, {INNER: INNER_RATES, **grid}, {INNER: INNER_START, **start})
 
 
 def methods_of_islands(num_islands: int, sync_every: int) -> list[Method]:
@@ -102,6 +102,13 @@ def methods_of_islands(num_islands: int, sync_every: int) -> list[Method]:
             {**every, "method": "slowmo"},
             {"outer_lr": [0.5, 0.7, 1.0, 1.4], "outer_momentum": MOMENTA},
             {"outer_lr": 1.0, "outer_momentum": 0.6},
+        ),
+        make_method(
+            "Overlap-Local-SGD",
+            num_islands,
+            {**every, "method": "overlap-local-sgd"},
+            {"options.pull": [0.15, 0.3, 0.6, 0.8, 1.0], "outer_momentum": [0.0, *MOMENTA]},
+            {"options.pull": 0.6, "outer_momentum": 0.6},
         ),
         make_method(
             "SparseLoCo",
@@ -221,9 +228,6 @@ class Island:
         self._optimizer.zero_grad()
 
 
-_MAKING = threading.Lock()
-
-
 def make_model(task: Task, seed: int) -> LlamaForCausalLM:
     """Equal weights for equal seeds."""
     config = LlamaConfig(
@@ -235,38 +239,34 @@ def make_model(task: Task, seed: int) -> LlamaForCausalLM:
         max_position_embeddings=task.sequence_length,
         tie_word_embeddings=True,
     )
-    with _MAKING:  # threads share torch's random state
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
 
 
 def train(task: Task, method: Method, values: Values, seed: int, corpus: Corpus) -> dict[str, float]:
     """Trains all islands; returns the evaluation loss, bytes that an island sent, and seconds of processor time."""
     num_islands = method.num_islands
-    outer = {name: value for name, value in values.items() if name != INNER}
+    diloco = {**method.diloco, **{name: value for name, value in values.items() if name != INNER}}
+    options = {name.removeprefix(OPTIONS): diloco.pop(name) for name in list(diloco) if name.startswith(OPTIONS)}
+    shares = [corpus.share(number, num_islands) for number in range(num_islands)]
     network, store, turn = MemoryNetwork(num_islands, timeout=600), HashStore(), threading.Lock()
-    shares = [corpus.share(island, num_islands) for island in range(num_islands)]
     begin = time.process_time()
+    islands = []
+    for number, share in enumerate(shares):
+        place = {"num_islands": num_islands, "island": number, "rendezvous": "tcp://in-memory:1"}
+        islands.append(Island(task, DiLoCoConfig(options=options, **place, **diloco), values[INNER], seed, share))
 
-    def live(island: int) -> Island:
-        config = DiLoCoConfig(
-            num_islands=num_islands, island=island, rendezvous="tcp://in-memory:1", **{**method.diloco, **outer}
-        )
-        one = Island(task, config, values[INNER], seed, shares[island])
-        one.train(MemoryTransport(network, store, island), Path(folder) / str(island), turn)
-        return one
+    def live(number: int) -> None:
+        islands[number].train(MemoryTransport(network, store, number), Path(folder) / str(number), turn)
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            first = run_islands(num_islands, live, timeout=3600)[0]
+            run_islands(num_islands, live, timeout=3600)
+            loss = evaluate(islands[0].model, corpus.evaluation)
         except DivergedError:
-            return {"loss": math.inf, "bytes_sent": 0, "seconds": time.process_time() - begin}
-    loss = evaluate(first.model, corpus.evaluation)
-    return {
-        "loss": loss if math.isfinite(loss) else math.inf,
-        "bytes_sent": first.bytes_sent,
-        "seconds": time.process_time() - begin,
-    }
+            loss = math.inf
+    finite = loss if math.isfinite(loss) else math.inf
+    return {"loss": finite, "bytes_sent": islands[0].bytes_sent, "seconds": time.process_time() - begin}
 
 
 @torch.no_grad()

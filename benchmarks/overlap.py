@@ -3,12 +3,14 @@
     python -m benchmarks.overlap
 
 The link is such that a synchronisation in fp32 takes about as long as its inner steps, so that an island that waits
-for it trains half of the time. Every row is a run of the same steps on the same data:
+for it trains half of the time; with --slack 1.5 there are half as many steps again. Every row is a run of the same
+steps on the same data:
 
     utilisation     share of the islands' time in which inner steps ran: without what training stood still for rounds,
                     by their own records (waiting, exchanging, reading and writing weights); of all islands, and in
                     brackets of each. Where one is faster, it waits for the other, however fast the link is
     s a step        of that time, for one inner step of island 0; and how many times as long as without communication
+    hidden          share of the seconds of waiting and exchanging that passed behind inner steps
     stalled         seconds that training stood still, on average
     at the end      and after the last step, for the last rounds of fragments: once a run, so not in what is above
     loss            of the outer parameters at the end
@@ -49,6 +51,7 @@ MODEL = {
 }
 NUM_ISLANDS = 2
 TCP_SHARE = 0.956
+OVERLAP = "overlap-local-sgd"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class Row:
     eval_loss: float | None
     bytes_a_round: float | None
     num_parameters: int
+    seconds_exchanging: float
+    """Of all rounds but those at the end, waiting included; and how many of them were hidden."""
+    seconds_hidden: float
     losses: list[tuple[float, float]]
     """(seconds since the start of training, evaluation loss)."""
     others: list[Row] = field(default_factory=list)
@@ -106,6 +112,8 @@ def cases(delay: int) -> list[Case]:
         Case(f"streaming, int8, delay {delay}", {**streaming, "fragment_sync_delay": delay, "payload": "int8"}),
         Case(f"streaming, fp4, delay {delay}", {**streaming, "fragment_sync_delay": delay, "payload": "fp4"}),
         Case("eager, bf16", {"eager_updates": True, "payload": "bf16"}),
+        Case("Overlap-Local-SGD, fp32", {"method": OVERLAP}),
+        Case("Overlap-Local-SGD, int8", {"method": OVERLAP, "payload": "int8"}),
     ]
 
 
@@ -194,16 +202,21 @@ def read_row(case: Case, folder: Path) -> Row:
     losses = [(event["time"] - start["time"], event["eval_loss"]) for event in events if event["event"] == "eval"]
     evaluating = sum(event["eval_runtime"] for event in events if event["event"] == "eval")
     num_rounds = len(syncs) / (case.diloco or {}).get("num_fragments", 1)
-    last = [sync for sync in syncs if sync["step"] == end["step"] and not sync["seconds_hidden"]][1:]
+    at_the_end = [sync for sync in syncs if sync["step"] == end["step"] and not sync["seconds_hidden"]]
+    is_one_due = (case.diloco or {}).get("method") != OVERLAP  # whose last one would have gone on behind further steps
+    last = at_the_end[is_one_due:]
+    others = [sync for sync in syncs if sync not in last]
     return Row(
         name=case.name,
         seconds=end["seconds_total"] - evaluating,
         num_steps=end["step"],
-        stalled=sum(stalled_for(sync) for sync in syncs) - sum(stalled_for(sync) for sync in last),
+        stalled=sum(stalled_for(sync) for sync in others),
         settling=sum(stalled_for(sync) for sync in last),
         eval_loss=losses[-1][1] if case.diloco is not None else None,
         bytes_a_round=end["bytes_sent"] / num_rounds if num_rounds else None,
         num_parameters=start["num_parameters"],
+        seconds_exchanging=sum(sync["seconds_waiting"] + sync["seconds_exchanging"] for sync in others),
+        seconds_hidden=sum(sync["seconds_hidden"] for sync in others),
         losses=losses,
     )
 
@@ -221,7 +234,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
         probe = args.probe_steps
         alone = bench.run(Case("no communication", {"sync_every": 10 * probe}), probe, probe)
         sync_seconds = alone.num_parameters * 4 * 8 / (TCP_SHARE * args.rate * 1e6)
-        sync_every = max(4, round(sync_seconds / alone.seconds_a_step))
+        sync_every = max(4, round(args.slack * sync_seconds / alone.seconds_a_step))
         delay = max(1, sync_every // 6)
         print(
             f"{alone.num_parameters / 1e6:.1f}M parameters, {alone.seconds_a_step:.2f} s a step, {sync_seconds:.1f} s "
@@ -253,13 +266,14 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
     """Prints the table."""
     compare(rows)
     table = Table(title=f"2 islands, {args.rate:g} Mbit/s, {args.rtt:g} ms")
-    for column in ("", "utilisation", "s a step", "stalled", "at the end", "loss", "to common loss", "MB"):
+    for column in ("", "utilisation", "s a step", "hidden", "stalled", "at the end", "loss", "to common loss", "MB"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(
             row.name,
             utilisation_of(row.islands),
             f"{row.seconds_a_step:.3f} ({row.seconds_a_step / rows[0].seconds_a_step:.2f}x)",
+            hidden_of(row.islands),
             f"{statistics.mean(island.stalled for island in row.islands):.1f} s",
             f"{row.settling:.1f} s",
             "" if row.eval_loss is None else f"{row.eval_loss:.3f}",
@@ -276,12 +290,19 @@ def utilisation_of(islands: list[Row]) -> str:
     return f"{1 - stalled / seconds:.1%}" + (f" ({each})" if len(islands) > 1 else "")
 
 
+def hidden_of(islands: list[Row]) -> str:
+    """Of all."""
+    seconds = sum(row.seconds_exchanging for row in islands)
+    return f"{sum(row.seconds_hidden for row in islands) / seconds:.1%}" if seconds else ""
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s of each island's link")
     parser.add_argument("--rtt", type=float, default=50.0, help="milliseconds between the islands and back")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 32 tokens a step and island")
+    parser.add_argument("--slack", type=float, default=1.0, help="steps of a round over the time of an fp32 exchange")
     parser.add_argument("--rounds", type=int, default=4, help="synchronisations of the whole model")
     parser.add_argument("--probe-steps", type=int, default=30, help="steps of the run without communication")
     parser.add_argument("--only", nargs="*", default=[], help="run only rows whose names hold one of these words")

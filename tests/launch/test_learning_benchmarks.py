@@ -15,6 +15,10 @@ from tests.processes import run
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 VOCABULARY = 512
+NAMES = {
+    "islands": ["Local SGD", "DiLoCo", "SlowMo", "Overlap-Local-SGD", "SparseLoCo", "synchronous"],
+    "one-island": ["AdamW", *(f"{name}, H={every}" for name in ("Lookahead", "SNOO") for every in (5, 20, 100))],
+}
 
 
 def bench(name: str, record: Path, *arguments: str) -> tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
@@ -28,8 +32,7 @@ def bench(name: str, record: Path, *arguments: str) -> tuple[str, list[tuple[dic
 def test_methods_are_compared_and_runs_are_kept(study: str, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     output, runs = bench("compare_methods", record, "--study", study)
-    names = {"islands": ["Local SGD", "DiLoCo", "SlowMo", "SparseLoCo", "synchronous"], "one-island": ["AdamW"]}[study]
-    names += [f"{one}, H={every}" for one in ("Lookahead", "SNOO") for every in (5, 20, 100)] * (study != "islands")
+    names = NAMES[study]
     assert all(f"│ {name} " in output for name in names)
     assert len(runs) == 2 * len(names), "two seeds each"
     assert all(outcome["loss"] < math.log(VOCABULARY) for _, outcome in runs), "each has learnt something"
