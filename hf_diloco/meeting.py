@@ -19,7 +19,7 @@ from hf_diloco.island import IslandGroup
 from hf_diloco.methods.outer import METHODS, make_method
 from hf_diloco.shards.base import Shards
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (

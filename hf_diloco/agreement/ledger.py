@@ -6,10 +6,14 @@ Every entry is a small JSON record under a key that is written once. A round has
     round/R/plan        "go" once all have arrived, or "late I", "gone I", "leaves I", "finished I": whoever writes
                         first decides
     round/R/vote/I      island I holds the average (with its hash), or why it does not
+    round/R/held/H/I    island I holds the average of hash H: who holds the same need not read its vote
     round/R/outcome     "commit", "abort" or "again": whoever writes first decides, all others read it
 
 After "again" (the averages differ, or a transfer came damaged) all take the round once more, under `round/R~1`, and
 then `round/R~2`.
+
+The store may be far away. What a round asks of it is asked for all islands at once: with many of them it takes as many
+round trips as with two.
 
 `plan` and `outcome` rest on the store's *create if absent*, so a round never half-happens: an island that gives up
 waiting writes "abort", and if "commit" was there first, reads that and commits.
@@ -120,7 +124,7 @@ class Ledger:
         missing = self._await(keys, timeout, wait, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
-        return [self._read(key) for key in keys]
+        return self._read(keys)
 
     def arrive(self, round_number: int, record: Mapping[str, Any], timeout: float) -> list[Record]:
         """Announces that this island is ready for the round; returns all islands' records once all are.
@@ -135,17 +139,18 @@ class Ledger:
         watch = _Watch(self._find_broken, self._clock)
         wait = self._notes.begin(timeout, f"round {round_number}")
         try:
-            missing = self._await(keys, timeout, wait, unless=f"{topic}/plan", watch=watch)
+            missing = self._await(keys, timeout, wait, unless=[[f"{topic}/plan"]], watch=watch)
         except StopRequested:
             if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
                 raise
             # All had arrived: it is too late to leave.
             missing = self._await(keys, timeout, wait, interruptible=False, watch=watch)
+        missing = missing or []
         kind = _GONE if watch.gone.intersection(missing) else _LATE
         plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]) if missing else _GO)
         if plan != _GO:
             raise self._no_round(round_number, plan, timeout)
-        return [self._read(key) for key in keys]
+        return self._read(keys)
 
     def _no_round(self, round_number: int, plan: str, timeout: float) -> IslandLostError:
         kind, *numbers = plan.split() or [""]
@@ -184,23 +189,39 @@ class Ledger:
         """
         topic = self._topic(round_number)
         self._post(f"{topic}/vote/{self.island}", vote)
-        keys = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
-        if vote["ok"]:
-            watch = _Watch(self._find_broken, self._clock)
-            wait = self._notes.begin(timeout, f"round {round_number}, vote")
-            self._await(keys, timeout, wait, interruptible=False, unless=f"{topic}/outcome", watch=watch)
-        votes = {str(island): self._read(key) for island, key in enumerate(keys) if self._has(key)}
-        agreed = len(votes) == len(keys) and all(
-            record.get("ok") is True and record.get("digest") == vote["digest"] for record in votes.values()
-        )
-        is_vain = vote.get("again", False) if not vote["ok"] else len(votes) == len(keys) and not agreed
+        agreed = vote["ok"] and self._await_agreement(round_number, vote["digest"], timeout)
+        if agreed and self._decide(f"{topic}/outcome", _COMMIT) == _COMMIT:
+            return True, {str(island): dict(vote) for island in range(self.num_islands)}
+        votes = self._votes(topic)
+        is_vain = vote.get("again", False) if not vote["ok"] else len(votes) == self.num_islands
         may_repeat = is_vain and self.tries(round_number) + 1 < MAX_TRIES
         may_repeat = may_repeat and all(record.get("ok") or record.get("again") for record in votes.values())
-        abort = _AGAIN if may_repeat else f"abort by island {self.island}"
-        outcome = self._decide(f"{topic}/outcome", _COMMIT if agreed else abort)
+        outcome = self._decide(f"{topic}/outcome", _AGAIN if may_repeat else f"abort by island {self.island}")
         if outcome == _AGAIN:
             self._tries[round_number] = self.tries(round_number) + 1
         return outcome == _COMMIT, votes
+
+    def _await_agreement(self, round_number: int, digest: str, timeout: float) -> bool:
+        """Whether all islands hold the average that this one holds."""
+        topic = self._topic(round_number)
+        held = [f"{topic}/held/{digest}/{island}" for island in range(self.num_islands)]
+        self._guard(lambda: self._store.set(held[self.island], ""))
+        wait = self._notes.begin(timeout, f"round {round_number}, vote")
+        others_voted = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
+        missing = self._await(
+            held,
+            timeout,
+            wait,
+            interruptible=False,
+            unless=[[f"{topic}/outcome"], others_voted],
+            watch=_Watch(self._find_broken, self._clock),
+        )
+        return missing == []
+
+    def _votes(self, topic: str) -> dict[str, Record]:
+        keys = {str(island): f"{topic}/vote/{island}" for island in range(self.num_islands)}
+        there = {island: key for island, key in keys.items() if self._has([key])}
+        return dict(zip(there, self._read(list(there.values())), strict=True))
 
     def tries(self, round_number: int) -> int:
         """How often a round was aborted for all to take it again."""
@@ -226,8 +247,13 @@ class Ledger:
     def _post(self, key: str, record: Mapping[str, Any]) -> None:
         self._guard(lambda: self._store.set(key, json.dumps(dict(record))))
 
-    def _read(self, key: str) -> Record:
-        raw = self._guard(lambda: self._store.get(key))
+    def _read(self, keys: list[str]) -> list[Record]:
+        """Records that are there."""
+        found = self._guard(lambda: self._store.multi_get(keys)) if keys else []
+        return [self._parse(key, raw) for key, raw in zip(keys, found, strict=True)]
+
+    @staticmethod
+    def _parse(key: str, raw: bytes) -> Record:
         if len(raw) > MAX_RECORD_BYTES:
             raise RendezvousError(f"the record {key} has {len(raw)} bytes, more than the {MAX_RECORD_BYTES} allowed")
         try:
@@ -244,35 +270,38 @@ class Ledger:
         timeout: float,
         wait: Wait,
         interruptible: bool = True,
-        unless: str | None = None,
+        unless: Collection[list[str]] = (),
         watch: _Watch | None = None,
-    ) -> list[int]:
-        """Waits until all `keys` are there or `unless` is; returns the islands whose key is absent at the deadline.
+    ) -> list[int] | None:
+        """Waits until all `keys` are there; returns the islands whose key is absent at the deadline.
 
-        Where `watch` sees that absent islands are gone, it returns those before.
+        Now and then it looks who is absent. Where `watch` sees that some of those are gone, it returns them before.
+        Where all keys of one of `unless` are there, it returns None.
         """
-        deadline = self._clock.now() + timeout
-        absent = dict(enumerate(keys))
-        while absent:
+        deadline, look_at = self._clock.now() + timeout, self._clock.now() + LOOK_SECONDS
+        while True:
             if watch:
                 watch.look()  # before the keys are read: what an island wrote before it went counts
             if interruptible and self._should_stop():
                 raise StopRequested
-            absent = {island: key for island, key in absent.items() if not self._has(key)}
-            if not absent or (unless and self._has(unless)):
+            if self._has(keys):
                 return []
-            if watch and (gone := watch.gone & absent.keys()):
-                return sorted(gone)
             left = deadline - self._clock.now()
-            if left <= 0:
-                break
-            wait.look(absent.keys())
+            if left <= 0 or self._clock.now() >= look_at or (watch and watch.gone):
+                if any(map(self._has, unless)):
+                    return None
+                absent = [island for island, key in enumerate(keys) if not self._has([key])]
+                gone = watch.gone.intersection(absent) if watch else set()
+                if not absent or gone or left <= 0:
+                    return sorted(gone) or absent
+                wait.look(absent)
+                look_at = self._clock.now() + LOOK_SECONDS
             waited = timeout - left
             self._clock.sleep(min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10))))
-        return sorted(absent)
 
-    def _has(self, key: str) -> bool:
-        return self._guard(lambda: self._store.check([key]))
+    def _has(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return self._guard(lambda: self._store.check(keys))
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:

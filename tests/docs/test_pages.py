@@ -164,7 +164,7 @@ def test_every_record_of_a_round_is_explained() -> None:
 
     text = (DOCS / "protocol.md").read_text()
     keys = re.findall(r"^    (round/R/\S+)", str(ledger.__doc__), re.MULTILINE)
-    assert len(keys) == 4
+    assert len(keys) == 5
     assert not [key for key in keys if f"`{key}`" not in text]
     assert not [word for word in (ledger._GO, ledger._LATE, ledger._LEAVES, ledger._COMMIT) if f'"{word}"' not in text]
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -109,6 +109,36 @@ def test_rounds_that_go_well(stores: Stores, num_islands: int) -> None:
             assert votes == {str(other): ok(f"{number}") for other in range(num_islands)}
 
     run_islands(num_islands, run)
+
+
+class Counting:
+    """A store that notes what waits for its answer, and in how many round trips."""
+
+    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "multi_get": 2, "get": 2}
+
+    def __init__(self, store: Store) -> None:
+        self.trips = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.trips += self.TRIPS.get(name, 0)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("num_islands", [2, 16])
+def test_a_round_takes_as_few_round_trips_with_many_islands_as_with_two(stores: Stores, num_islands: int) -> None:
+    store: Any = Counting(stores(0))
+    book = Ledger(store, 0, num_islands)
+    for other in range(1, num_islands):
+        stores(1).set(f"round/1/arrived/{other}", json.dumps({"weight": 1}))
+        stores(1).set(f"round/1/vote/{other}", json.dumps(ok()))
+        stores(1).set(f"round/1/held/ab/{other}", "")
+    stores(1).check([f"round/1/held/ab/{num_islands - 1}"])  # they have come
+    assert book.arrive(1, {"weight": 1}, 20) == [{"weight": 1}] * num_islands
+    committed, votes = book.settle(1, ok(), 20)
+    assert committed
+    assert votes == {str(island): ok() for island in range(num_islands)}
+    assert store.trips == 6
 
 
 def test_who_does_not_arrive_in_time_is_named_to_all(stores: Stores) -> None:
