@@ -355,12 +355,14 @@ class ElasticSession(BaseSession):
                         f"holds the outer parameters of round {self.outer.round} without a part in it"
                     )
                 return report
+            captured = None
             if planned is None:
                 self._rescue_average()
-                offer = self.rounds.publish(clock)
+                captured = self.rounds.capture()
+                offer = self.rounds.publish(captured, clock)
                 planned = clock.wait(lambda: self.rounds.convene(offer))  # noqa: B023 - called at once
             fragment = self.outer.current
-            report = self.rounds.carry_out(planned, clock) or report
+            report = self.rounds.carry_out(planned, clock, captured=captured) or report
             self.outer.rest(fragment)
             if report is not None and not fragment.steps:
                 self._after_round(planned)

@@ -130,21 +130,25 @@ class Rounds:
             return None
         return PlannedRound(attempt.round, attempt.number, attempt.plan, attempt.outcome, offers)
 
-    def publish(self, clock: SyncClock) -> OfferRecord:
-        """Has the others find this island's progress, unless they do already."""
+    def capture(self) -> Contribution:
+        """This island's progress since the last round; lies in the outer state's scratch vector."""
         self.rest()
         self.outer.land(self.outer.current)
         delta, square = self.outer.pseudo_gradient()
         number, steps = self.outer.round + 1, self.outer.steps
         weight = self._offers.weigh(number, steps, self.outer.weight)
-        return self._offers.make(Contribution(number, delta, square, steps, weight, self.outer.rates), clock)
+        return Contribution(number, delta, square, steps, weight, self.outer.rates)
+
+    def publish(self, own: Contribution, clock: SyncClock) -> OfferRecord:
+        """Has the others find it, unless they do already."""
+        return self._offers.make(own, clock)
 
     def bequeath(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
         number = self.outer.round + 1
         if self._engine_of(number).needs_presence or self._offers.holds(number, self.outer.steps):
             return
-        offer = self.publish(SyncClock())
+        offer = self.publish(self.capture(), SyncClock())
 
         def hand_over() -> None:
             council = self._need_council()
@@ -167,13 +171,20 @@ class Rounds:
 
     # Carrying out
 
-    def carry_out(self, planned: PlannedRound, clock: SyncClock, is_resuming: bool = False) -> SyncReport | None:
+    def carry_out(
+        self,
+        planned: PlannedRound,
+        clock: SyncClock,
+        is_resuming: bool = False,
+        captured: Contribution | None = None,
+    ) -> SyncReport | None:
         """Averages what the plan names, settles the attempt, and takes the outer step; None if it was aborted.
 
         Args:
             planned: the attempt.
             clock: what this synchronisation takes.
             is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+            captured: its progress, if that was captured just now: the model need not be read again.
         """
         self._check_state(planned)
         self.rest()
@@ -189,7 +200,10 @@ class Rounds:
             gone = PayloadError(f"the average of round {planned.number} is not in the store")
             self.recovery.pass_over(planned, gone, part, is_resuming)
             return None
-        delta, square = self.outer.pseudo_gradient(with_residual=part is Part.WHOLE)
+        if captured is not None and part is Part.WHOLE:
+            delta, square = captured.delta, captured.square
+        else:
+            delta, square = self.outer.pseudo_gradient(with_residual=part is Part.WHOLE)
         # The average may replace progress that is used up; other progress must outlast it.
         mean = delta if part is Part.WHOLE else torch.empty_like(delta)
         used: list[torch.Tensor | None] = [None]

@@ -35,6 +35,7 @@ from hf_diloco.sessions.elastic import ElasticSession
 from hf_diloco.sessions.rounds import Rounds
 from hf_diloco.sessions.snapshots import Snapshot, Snapshots
 from hf_diloco.shards import open_shards
+from hf_diloco.shards.partition import LanePartition
 from tests.clocks import FastClock
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, FEDAVG, Meeting, Member, make_optimizer, sent_of
@@ -545,6 +546,21 @@ def test_an_island_that_stops_leaves_its_steps_to_the_others_and_keeps_what_the_
     assert again.session.outer.on_boundary
     assert torch.equal(again.weights, islands[0].weights)
     assert torch.equal(again.residual, expected)
+
+
+def test_a_round_reads_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be on a device, and is copied for it."""
+    first, second = run_islands(2, Meeting(tmp_path, 2, min_islands=2).island)
+    reads: list[int] = []
+    gather = LanePartition.gather
+
+    def count(partition: LanePartition, out: torch.Tensor) -> None:
+        reads.append(out.numel())
+        gather(partition, out)
+
+    monkeypatch.setattr(LanePartition, "gather", count)
+    run_islands(2, lambda island: (first, second)[island].train(4))
+    assert len(reads) == 2 * 2
 
 
 def test_islands_that_began_together_take_all_steps_of_the_first_round(
