@@ -43,7 +43,7 @@ Array = NDArray[np.float64]
 GRAPHS = ("ring", "grid", "hypercube", "symmetric-exponential")
 UNSTABLE = ("exponential", "one-peer-exponential", "hypercube")
 NUM_NODES = 8
-METHODS: dict[str, tuple[str, dict[str, float]]] = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "DmSGD": ("dmsgd", {}),
     "DA-DmSGD": ("da-dmsgd", {}),
     "DecentLaM": ("decentlam", {}),

@@ -150,6 +150,7 @@ class GossipCallback(TrainerCallback):
             [group for group in groups if group["params"]],
             self.node,
             args.learning_rate,
+            slowmo=self.config.slowmo,
             **self.config.method_settings,
         )
         vars(self).pop("_beginning", None)  # of an earlier optimizer
@@ -389,6 +390,7 @@ class GossipCallback(TrainerCallback):
         self._record.write(
             "start",
             state.global_step,
+            **(self.config.slowmo.record if self.config.slowmo else {}),
             island=self.config.island,
             num_islands=self.config.num_islands,
             num_ranks=args.world_size,

@@ -21,7 +21,7 @@ def check_gossip(config: GossipConfig) -> Topology:
     topology = make_topology(config.topology, config.num_islands, config.topology_seed)
     parameter = torch.nn.Parameter(torch.zeros(1))
     node = MemoryGraph(topology).node(config.island)
-    optimizer = make_optimizer(config.method, [parameter], node, 0.1, **config.method_settings)
+    optimizer = make_optimizer(config.method, [parameter], node, 0.1, slowmo=config.slowmo, **config.method_settings)
     if config.payload != "fp32":
         _check_payload(config.payload, topology, optimizer)
     return topology

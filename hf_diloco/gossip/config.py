@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_diloco.addresses import check_specific
 from hf_diloco.config import (
@@ -18,7 +18,55 @@ from hf_diloco.config import (
     is_given,
     split_tcp_url,
 )
+from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.store_url import is_object_store
+
+
+def refuse_boolean(value: Any) -> Any:
+    """Raises `ValueError` for true and false, which Python, and so pydantic, takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"input should be a number, got {value}")
+    return value
+
+
+class SlowMoSettings(BaseModel):
+    """SlowMo over the method (arXiv 1910.00643); the defaults are the paper's over gossip with SGD."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sync_every: int = Field(default=48, ge=1, description="steps of the method between outer steps (τ)")
+    outer_lr: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="learning rate of the outer step, the slow one (α)"
+    )
+    outer_momentum: float = Field(default=0.7, ge=0, lt=1, description="momentum of the outer step, the slow one (β)")
+    average: bool = Field(
+        default=True,
+        description="outer steps begin with an exact average over all nodes; false: each node takes its own, and "
+        "sends nothing",
+    )
+    inner_buffers: Buffers = Field(
+        default="zero",
+        description="what becomes of the method's momentum after an outer step: zero, keep, or average over the nodes",
+    )
+
+    @field_validator("sync_every", "outer_lr", "outer_momentum", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any) -> Any:
+        return refuse_boolean(value)
+
+    @model_validator(mode="after")
+    def _check_buffers(self) -> SlowMoSettings:
+        if self.inner_buffers == "average" and not self.average:
+            raise ValueError(
+                "inner_buffers=average needs the average over all nodes, which average=false leaves out: set "
+                "inner_buffers to zero or keep, or average to true"
+            )
+        return self
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For the record of a run: what it has in common with the outer loop of islands."""
+        return {"outer_method": "slowmo", **self.model_dump(include={"sync_every", "outer_lr", "outer_momentum"})}
 
 
 class GossipConfig(StrictModel):
@@ -45,6 +93,11 @@ class GossipConfig(StrictModel):
     )
     options: dict[str, bool | int | float | str] = Field(
         default={}, description="the method's own settings, as combine_first, omega, average_momentum, local_steps"
+    )
+    slowmo: SlowMoSettings | None = Field(
+        default=None,
+        description="slow momentum over the method (SlowMo): an outer step every sync_every steps; {}: with its "
+        "defaults; null: none",
     )
     payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4"] = Field(
         default="fp32",
@@ -88,9 +141,7 @@ class GossipConfig(StrictModel):
     @field_validator("momentum", "lars", "num_islands", "island", "rate_limit", "exchange_timeout", mode="before")
     @classmethod
     def _refuse_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
-            raise ValueError(f"input should be a number, got {value}")
-        return value
+        return refuse_boolean(value)
 
     @field_validator("payload", mode="before")
     @classmethod

@@ -17,6 +17,7 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
     return {
         "method": config.method,
         "settings of the method": str(sorted(config.method_settings.items())),
+        "slowmo": str(config.slowmo or "none"),
         "payload": config.payload,
         "topology": xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes()),
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),

@@ -26,7 +26,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
         ("bytes exchanged", traffic(report, "steps")),
         ("data parallel", _data_parallel(report)),
         ("time", _time(report.shares)),
-        ("method", f"{report.method} on {report.topology}{_payload(report)}"),
+        ("method", f"{report.method} on {report.topology}{_payload(report)}{_slow_momentum(report)}"),
         ("consensus", _consensus(report)),
     ]
     return [*rows, ("model", report.model)] if report.model else rows
@@ -77,6 +77,14 @@ def _data_parallel(report: Report) -> str:
 def _payload(report: Report) -> str:
     """Unless vectors travel as they are."""
     return "" if report.payload in (None, "fp32") else f", {report.payload} payload"
+
+
+def _slow_momentum(report: Report) -> str:
+    """Where outer steps follow the method's."""
+    if report.outer_method is None:
+        return ""
+    lr, momentum = text.number(report.outer_lr), text.number(report.outer_momentum)
+    return f", {report.outer_method} every {text.count(report.sync_every)} steps (lr {lr}, momentum {momentum})"
 
 
 def _time(shares: TimeSplit | None) -> str:

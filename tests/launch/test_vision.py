@@ -111,6 +111,39 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
     assert "warning" not in report.output
 
 
+@pytest.mark.parametrize("average", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_slow_momentum_in_processes_and_threads(average: str, file: Path) -> None:
+    """The last step is an outer one: with the average all nodes end with equal bits."""
+    settings = [f"gossip.slowmo={{sync_every: 4, outer_momentum: 0.5, average: {average}}}", "gossip.num_islands=4"]
+    run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
+    simulated: Command = [*SCRIPT, file, *settings, "--num-nodes", "4", "--name", "threads"]
+    run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
+    runs = file.parent / "runs"
+    assert_equal(runs / "processes", runs / "threads")
+    for name in ("processes", "threads"):
+        distance = events(runs / name, 0, "eval")[-1]["consensus_distance"]
+        assert (distance < 1e-6) == (average == "true")
+
+
+@pytest.mark.slow
+def test_a_killed_node_returns_to_slow_momentum(file: Path) -> None:
+    settings = ["training.max_steps=1000", "training.logging_steps=10", "gossip.num_islands=4"]
+    settings += ["gossip.slowmo={sync_every: 8}", "--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]
+    folder = file.parent / "runs" / "tiny"
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings])
+        wait_for_step(launched, folder, 20, 4)
+        kill_node(processes, 2)
+        launched.wait_for("island 2 failed", PATIENCE)
+        back = processes.spawn([*LAUNCH, file, *settings, "--island", "2"])
+        back.wait(PATIENCE)
+        launched.wait(PATIENCE, expect=1)  # an island of it has failed
+    assert 20 < events(folder, 2, "start")[1]["step"] < 1000
+    last = [events(folder, node, "eval")[-1] for node in range(4)]
+    assert all(event["consensus_distance"] < 1e-6 for event in last), last
+    assert last[0]["eval_accuracy"] > 0.5
+
+
 def test_non_blocking_swarm(file: Path) -> None:
     run([*LAUNCH, file, "gossip.method=swarm-sgd", "gossip.options={local_steps: 2}"], timeout=PATIENCE)
     folder = file.parent / "runs" / "tiny"

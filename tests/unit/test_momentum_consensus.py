@@ -79,7 +79,7 @@ def test_the_largest_momentum_of_symmetric_graphs_follows_from_the_smallest_eige
         assert growth(topology, 0.999, 0.5) < 1
 
 
-def after(graph: str, num_steps: int, **settings: float) -> float:
+def after(graph: str, num_steps: int, **settings: Any) -> float:
     """The largest value of 8 nodes after so many steps on f_i(x) = ½|x - c_i|²; the momentum is set behind the check,
     as a schedule would."""
     ground = MemoryGraph(make_topology(graph, 8))

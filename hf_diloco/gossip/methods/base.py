@@ -8,7 +8,6 @@ but what is sent would have to be packed at every step.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +18,13 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.config import SlowMoSettings
+from hf_diloco.gossip.methods.checks import check_group, common_kind
 from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.slow_momentum import SlowMomentum
 from hf_diloco.gossip.topology import Topology
 
 _CHUNK_VALUES = 1 << 18
@@ -91,11 +93,12 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self.neighbours = neighbours
         self.traffic = Traffic()
         for group in self.param_groups:
-            _check_group(group)
+            check_group(group)
         self.check_graph()
         self._has_begun = False
+        self._slow: SlowMomentum | None = None
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        dtype, device = _common_kind(self._parameters)
+        dtype, device = common_kind(self._parameters)
         size = sum(parameter.numel() for parameter in self._parameters)
         self._x, self._g = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
         self._vectors = {name: torch.zeros_like(self._x) for name in self.state_names}
@@ -107,6 +110,19 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def check_graph(self) -> None:
         """Raises `ConfigError` if the method, with its settings, does not converge on the graph."""
+
+    def add_slow_momentum(self, settings: SlowMoSettings) -> None:
+        """Has an outer step of SlowMo follow every `sync_every` steps; to be called before the first step.
+
+        Raises:
+            ConfigError: SlowMo does not go with the method.
+        """
+        self.check_slow_momentum(settings)
+        sizes = [sum(parameter.numel() for parameter in group["params"]) for group in self.param_groups]
+        self._slow = SlowMomentum(settings, sizes)
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        """Raises `ConfigError` if these settings of SlowMo do not go with the method."""
 
     @abstractmethod
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
@@ -177,6 +193,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         self.traffic = Traffic()
         self._adopt()
+        if self._slow and not self._slow.has_begun:
+            self._slow.begin(self._x, is_late=self.num_steps > 0)
         if not self._has_begun:
             self.neighbours.offer(self._x, self.num_steps)
         self._read_gradients()
@@ -186,7 +204,19 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self.update(self._x, self._g)
         for group in self.param_groups:
             group["num_steps"] += 1
+        if self._slow and self._slow.is_due(self.num_steps):
+            self._take_outer_step(self._slow)
         return loss
+
+    def _take_outer_step(self, slow: SlowMomentum) -> None:
+        buffers = slow.settings.inner_buffers
+        averaged = [self.vector(name) for name in self.state_names] if buffers == "average" else []
+        self.traffic += slow.step(
+            self._x, [float(group["lr"]) for group in self.param_groups], averaged, self.neighbours
+        )
+        if buffers == "zero":
+            self.begin_state(self._x)
+        self.neighbours.rekey()  # parameters went too far for codes of differences
 
     @property
     def flat_parameters(self) -> torch.Tensor:
@@ -235,6 +265,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def _begin_anew(self, step: int) -> None:
         self.begin_state(self._x)
+        if self._slow:
+            self._slow.begin(self._x, is_late=True)
         for group in self.param_groups:
             group["num_steps"] = step
 
@@ -321,14 +353,27 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             raise UnsupportedError(f"{self.name}: parameters cannot be added; give all when the optimizer is made")
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the outer state of SlowMo."""
+        state = super().state_dict()
+        return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. With the parameters, which the model saves, a run goes on bit for bit.
 
         Raises:
-            CheckpointError: the state is another method's.
+            CheckpointError: the state is another method's, or was saved with SlowMo and there is none, or conversely.
             UnsupportedError: an exchange has begun.
         """
         self._check_nothing_begun()
+        if ("slowmo" in state_dict) != (self._slow is not None):
+            was, is_now = ("with", "without") if self._slow is None else ("without", "with")
+            raise CheckpointError(
+                f"{self.name}: the state was saved {was} slowmo, and training goes on {is_now} it: set slowmo as it "
+                "was, or start anew in another run folder"
+            )
+        if self._slow:
+            self._slow.load_state_dict(state_dict["slowmo"], self._x)
         super().load_state_dict(state_dict)
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._parameters, self._views(vector), strict=True):
@@ -403,30 +448,3 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
         trust = coefficient * norm_x / (norm_g + decay * norm_x)
         return torch.where((norm_x > 0) & (norm_g > 0), trust, torch.ones_like(trust))
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a setting out of its range."""
-    for setting in ("lr", "weight_decay", "lars"):
-        value = float(group[setting])
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{setting}={value}: give a finite number from 0 on")
-    check_below_1("momentum", float(group.get("momentum", 0.0)))
-
-
-def check_below_1(setting: str, value: float) -> None:
-    """Raises `ConfigError` unless 0 <= value < 1."""
-    if not 0 <= value < 1:
-        raise ConfigError(f"{setting}={value}: give a number from 0 to below 1")
-
-
-def _common_kind(parameters: list[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
-    """The type and device of all parameters."""
-    kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
-    names = ", ".join(sorted(f"{dtype} on {device}".removeprefix("torch.") for dtype, device in kinds))
-    if len(kinds) > 1:
-        raise UnsupportedError(f"parameters of several kinds ({names}); all must be of one type, on one device")
-    dtype, device = next(iter(kinds))
-    if dtype not in (torch.float32, torch.float64):
-        raise UnsupportedError(f"parameters are {names}; keep them in float32 and compute in bf16 with autocast")
-    return dtype, device

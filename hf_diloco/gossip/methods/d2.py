@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.topology import PeriodicTopology, Topology
@@ -57,6 +58,12 @@ class D2(GossipOptimizer):
                 f"method {self.name}: needs a symmetric graph that does not change, not {topology!r}; take ring, "
                 "hypercube or symmetric-exponential; or DecentLaM or QG-DmSGD"
             )
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        raise ConfigError(
+            f"slowmo does not go with method {self.name}, which corrects its bias by the way that the parameters "
+            "have gone since its last step, and an outer step moves them: remove slowmo, or choose decentlam or dsgd"
+        )
 
     @cached_property
     def _half(self) -> Topology:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_diloco.errors import UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours
 
@@ -52,6 +53,13 @@ class PmSGD(GossipOptimizer):
             f"{self.name}: a node cannot return, as it lacks the momentum of the others; start all nodes again from "
             "their checkpoints, or choose a method whose nodes average with neighbours"
         )
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        if settings.average:
+            raise ConfigError(
+                f"slowmo.average=true: all nodes of {self.name} hold the same parameters after every step, so that an "
+                "average of them costs time and changes nothing; set it to false"
+            )
 
     def average_gradient(self, g: torch.Tensor) -> None:
         self.traffic += self.neighbours.average(g)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_diloco.gossip.methods.base import GossipOptimizer, check_below_1
+from hf_diloco.gossip.methods.base import GossipOptimizer
+from hf_diloco.gossip.methods.checks import check_below_1
 from hf_diloco.gossip.neighbours import Neighbours
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.methods.d2 import D2
 from hf_diloco.gossip.methods.da_dmsgd import DADmSGD
@@ -36,16 +37,26 @@ _ALL: list[type[GossipOptimizer]] = [
 METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
 
 
-def make_optimizer(name: str, params: ParamsT, neighbours: Neighbours, lr: float, **settings: Any) -> GossipOptimizer:
+def make_optimizer(
+    name: str,
+    params: ParamsT,
+    neighbours: Neighbours,
+    lr: float,
+    *,
+    slowmo: SlowMoSettings | None = None,
+    **settings: Any,
+) -> GossipOptimizer:
     """The optimizer of that name for one node.
 
     Args:
         name: one of `METHODS` (with - or _).
         params, neighbours, lr: see `GossipOptimizer`.
+        slowmo: of a slow momentum over the method; None: there is none.
         settings: the method's own.
 
     Raises:
-        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph.
+        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph;
+            SlowMo does not go with it.
     """
     known = name.lower().replace("_", "-")
     if known not in METHODS:
@@ -60,6 +71,8 @@ def make_optimizer(name: str, params: ParamsT, neighbours: Neighbours, lr: float
             )
     make: Any = method
     optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
+    if slowmo is not None:
+        optimizer.add_slow_momentum(slowmo)
     return optimizer
 
 

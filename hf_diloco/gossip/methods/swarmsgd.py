@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.lattice import CHECK_VALUES, LatticeCodec
 from hf_diloco.gossip.methods.base import GossipOptimizer
 from hf_diloco.gossip.neighbours import Neighbours
@@ -113,6 +114,14 @@ class SwarmSGD(GossipOptimizer):
             self._published = neighbours.published()
         self._has_published = False
         self._payload = torch.empty(self._codec.num_bytes(self._x.numel()) if self._codec else 0, dtype=torch.uint8)
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        if not self.blocking:
+            raise ConfigError(
+                f"slowmo does not go with {self.name} whose nodes wait for nobody: there is no step at which all have "
+                "taken equally many, and neighbours would average with models from before an outer step; set options: "
+                "{blocking: true}, or remove slowmo"
+            )
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         if not self._has_published:
