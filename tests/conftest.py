@@ -1,4 +1,4 @@
-"""What all tests share: no network, clean environment variables, fast tests first."""
+"""What all tests share: no network, clean environment variables, an order that leaves no core idle."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core, and one more, as tests wait at times.
+    """`-n auto`: a worker for each core, and two more, as tests wait at times.
 
     None for a few chosen tests, which start sooner in this process.
     """
     chosen = config.option.keyword or config.option.lf or config.option.usepdb or config.args_source.name == "ARGS"
-    return 0 if chosen else min(num_cores() + 1, MAX_WORKERS)
+    return 0 if chosen else min(num_cores() + 2, MAX_WORKERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
@@ -91,12 +91,19 @@ class GroupScheduling(LoadScopeScheduling):
         return next((match.expand(name) for match, name in matches if match), nodeid)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs fast tests first, those of several processes after them, slow ones last."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs fast tests first, those of several processes after them, slow ones last.
+
+    Where several workers share them, the other way round: then the short ones fill the end, and no worker is idle.
+    """
     for item in items:
         if item.get_closest_marker("distributed") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(DISTRIBUTED_TIMEOUT))
-    items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("distributed"))))
+    is_shared = hasattr(config, "workerinput")
+    items.sort(
+        key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("distributed"))),
+        reverse=is_shared,
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""The findings of `tests.programs.shards_matrix`: one launch for each number of ranks, shared by all tests."""
+"""The findings of `tests.programs.shards_matrix`: a launch or two for each number of ranks, shared by all tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from tests.distributed.torchrun import torchrun
 from tests.processes import Completed, run
 from tests.programs.shards_table import CELLS
 
+IN_BRIEF = {
+    (ranks, name)
+    for ranks in (1, 2)
+    for name in ("plain", "zero0 bf16 client", "zero1 bf16 json", "zero2 fp32 client", "zero3 bf16 lora")
+}
+"""One of each stage, in fp32 and in bf16, of torch's optimizer and of DeepSpeed's. The others are slow tests."""
+
 CELL_NAMES = [
-    pytest.param(num_ranks, cell.name, marks=pytest.mark.slow if num_ranks == 3 else ())
+    pytest.param(num_ranks, cell.name, marks=() if (num_ranks, cell.name) in IN_BRIEF else pytest.mark.slow)
     for num_ranks in (1, 2, 3)
     for cell in CELLS
     if num_ranks in cell.ranks
@@ -29,15 +36,19 @@ def findings(num_ranks: int, name: str) -> dict[str, Any]:
     Raises:
         AssertionError: the cell was not reached, with the output of the ranks.
     """
-    found, completed = _run(num_ranks)
+    found, completed = _run(num_ranks, (num_ranks, name) in IN_BRIEF)
     assert name in found, f"exit code {completed.returncode} before {name}:\n{completed.output[-6000:]}"
     return found[name]
 
 
 @functools.cache
-def _run(num_ranks: int) -> tuple[dict[str, dict[str, Any]], Completed]:
+def _run(num_ranks: int, in_brief: bool) -> tuple[dict[str, dict[str, Any]], Completed]:
+    here = [cell.name for cell in CELLS if num_ranks in cell.ranks]
+    names = [name for name in here if ((num_ranks, name) in IN_BRIEF) == in_brief]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        completed = run(torchrun(num_ranks, "-m", "tests.programs.shards_matrix", result), timeout=280, expect=None)
+        completed = run(
+            torchrun(num_ranks, "-m", "tests.programs.shards_matrix", result, *names), timeout=280, expect=None
+        )
         cells = json.loads(result.read_text()) if result.is_file() else []
     return {cell["name"]: cell for cell in cells}, completed

@@ -66,7 +66,12 @@ def start(
 
 @pytest.mark.parametrize(
     ("graph", "num_nodes", "payload"),
-    [("ring", 4, "fp32"), ("one-peer-exponential", 4, "fp32"), ("full", 5, "fp32"), ("full", 5, "int4")],
+    [
+        ("ring", 4, "fp32"),
+        pytest.param("one-peer-exponential", 4, "fp32", marks=pytest.mark.slow),
+        pytest.param("full", 5, "fp32", marks=pytest.mark.slow),
+        ("full", 5, "int4"),
+    ],
 )
 def test_processes_compute_what_threads_compute(
     graph: str, num_nodes: int, payload: str, store: TCPStore, tmp_path: Path
@@ -120,7 +125,11 @@ def check_survivors(nodes: list[Process], victim: int, folder: Path, reason: str
 
 @pytest.mark.parametrize(
     ("graph", "num_nodes", "method"),
-    [("ring", 5, "decentlam"), ("ring", 4, "pmsgd"), ("ring", 5, "momentum-consensus")],
+    [
+        ("ring", 5, "decentlam"),
+        pytest.param("ring", 4, "pmsgd", marks=pytest.mark.slow),
+        pytest.param("ring", 5, "momentum-consensus", marks=pytest.mark.slow),
+    ],
 )
 def test_survivors_of_a_killed_node_finish(
     graph: str, num_nodes: int, method: str, store: TCPStore, tmp_path: Path

@@ -177,12 +177,9 @@ def test_checkpoint_page_names_what_is_saved(project: Project) -> None:
     assert (checkpoint / "diloco" / "rank-00000.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, marks=() if path.stem == "trainer_callback" else pytest.mark.slow) for path in EXAMPLES],
-    ids=by_name,
-)
+@pytest.mark.parametrize("example", EXAMPLES, ids=by_name)
 def test_example_runs_as_it_says(example: Path, project: Project) -> None:
     docstring = compile(example.read_text(), example.name, "exec").co_consts[0]
     text = "".join(f"{line[4:]}\n" for line in docstring.splitlines() if line.startswith("    "))

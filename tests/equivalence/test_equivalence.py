@@ -66,7 +66,7 @@ def two_by_two(runs: Runs, name: str, stage: int | None) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_zero_stages_are_ddp(runs: Runs, stage: int) -> None:
     ddp = two_by_two(runs, "ddp", None)
     sharded = two_by_two(runs, f"zero{stage}", stage)
@@ -83,7 +83,7 @@ def test_two_ranks_are_one_rank_with_the_same_data(runs: Runs) -> None:
     assert largest_difference(one_rank, two_ranks) < ROUNDING
 
 
-@pytest.mark.parametrize("stage", [None, 2])
+@pytest.mark.parametrize("stage", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     """Stopped at step 6, in the middle of a round, and started again with the same command."""
     changes = {
@@ -132,7 +132,8 @@ def streaming(runs: Runs, stage: int | None) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> None:
     """Fragments of two ranks' shards, their rounds behind the inner steps, two islands."""
     ddp, sharded = streaming(runs, None), streaming(runs, stage)
@@ -143,6 +144,7 @@ def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> 
     assert largest_difference(ddp, two_by_two(runs, "ddp", None)) > ROUNDING, "it is another algorithm"
 
 
+@pytest.mark.slow  # of the same in one process: tests/unit/test_elastic_streaming.py
 @pytest.mark.parametrize(("exchange", "stage"), [("bucket", 2), ("mesh", 3)])
 def test_streaming_in_an_object_store(runs: Runs, exchange: str, stage: int) -> None:
     met = runs.launch(
@@ -167,6 +169,7 @@ def test_streaming_in_an_object_store(runs: Runs, exchange: str, stage: int) -> 
     assert largest_difference(streaming(runs, stage), met) == 0.0
 
 
+@pytest.mark.slow  # of the same in one process: tests/unit/test_streaming.py
 def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs) -> None:
     """A checkpoint is written after step 4, at which fragment 1 has begun its round; it lands at step 5."""
     changes = {

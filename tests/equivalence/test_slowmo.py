@@ -25,12 +25,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     """With a learning rate that falls to 0."""
     assert_resumed_is_uninterrupted(runs, stage, SLOWMO)
 
 
+@pytest.mark.slow
 def test_zero_2_is_ddp(runs: Runs) -> None:
     """The learning rates are seen, and the parameter groups, where DeepSpeed has the optimizer."""
     ddp, sharded = (

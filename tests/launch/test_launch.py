@@ -119,7 +119,12 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
 
 @pytest.mark.parametrize(
     ("deepspeed", "num_processes", "num_islands"),
-    [(True, 1, 2), (False, 2, 2), (True, 2, 1), (False, 1, 1)],  # each takes another way through accelerate
+    [  # each takes another way through accelerate
+        pytest.param(True, 1, 2, marks=pytest.mark.slow),
+        (False, 2, 2),
+        (True, 2, 1),
+        pytest.param(False, 1, 1, marks=pytest.mark.slow),
+    ],
     ids=["ZeRO-2 x 1 rank, 2 islands", "DDP x 2 ranks, 2 islands", "ZeRO-2 x 2 ranks, 1 island", "1 rank, 1 island"],
 )
 def test_a_run_from_start_to_table(launches: Launches, deepspeed: bool, num_processes: int, num_islands: int) -> None:

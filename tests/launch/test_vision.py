@@ -211,6 +211,7 @@ def write_photographs(path: Path, numbers: Iterable[int]) -> None:
     Dataset.from_dict(columns, features=features).to_parquet(str(path))
 
 
+@pytest.mark.slow
 def test_asked_to_stop_all_save_the_same_step_and_go_on(file: Path) -> None:
     settings = ["training.max_steps=200", "training.logging_steps=10"]
     runs = file.parent / "runs"
@@ -257,6 +258,7 @@ def test_a_killed_node_is_done_without_and_returns(file: Path) -> None:
     assert last[0]["eval_accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_killed_node_returns_where_nobody_waits(file: Path) -> None:
     """The others go on until it has taken further steps, however long that takes."""
     settings = ["gossip.method=swarm-sgd", "gossip.num_islands=4", "training.max_steps=1000000"]

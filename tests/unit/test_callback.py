@@ -509,7 +509,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4, 6])
 def test_resumed_is_uninterrupted_bit_for_bit(step: int, tmp_path: Path) -> None:
     """Rounds end at 3 and 6: before the first, in the middle of one, on a boundary."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}

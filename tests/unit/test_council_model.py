@@ -92,7 +92,7 @@ def test_any_schedule_and_any_deaths(
 
 @pytest.mark.parametrize("is_direct", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("start", range(0, 300, 100))
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (100, 200))])
 def test_a_death_between_any_two_operations(victim: int, start: int, is_direct: bool) -> None:
     """Two islands in step: one is killed at every turn of their first rounds, one try a turn."""
     for turn in range(start, start + 100, 3):

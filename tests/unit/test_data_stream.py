@@ -69,7 +69,7 @@ def test_blocks_are_the_joined_documents_over_and_over(files: list[str]) -> None
 
 @pytest.mark.filterwarnings("ignore:1 files cannot be divided")
 @pytest.mark.parametrize("kind", ["whole", "by files", "by documents", "held out"])
-@pytest.mark.parametrize("length", [7, 1000])
+@pytest.mark.parametrize("length", [7, pytest.param(1000, marks=pytest.mark.slow)])
 def test_goes_on_exactly(files: list[str], kind: str, length: int) -> None:
     per_pass = 16_000 // length  # more than one pass for the smaller streams
     uninterrupted = make(files, kind, length)

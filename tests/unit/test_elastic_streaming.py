@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Meeting, "engine", ENGINES[request.param])
 
 
-@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize("num_islands", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 3])
 @pytest.mark.parametrize(
     "config",
     [FOUR, {"sync_every": 7, "num_fragments": 3}, {**FOUR, **BEHIND}, {"sync_every": 8, **BEHIND}],
@@ -67,7 +67,7 @@ def test_delays_longer_than_from_fragment_to_fragment(tmp_path: Path) -> None:
         assert torch.equal(member.weights, expected)
 
 
-@pytest.mark.parametrize("after", [6, 13])
+@pytest.mark.parametrize("after", [6, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
 def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(
     tmp_path: Path, config: dict[str, Any], after: int

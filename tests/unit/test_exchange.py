@@ -211,7 +211,7 @@ def test_who_finishes_first_may_leave_at_once_in_memory() -> None:
 SIZES = [0, 1, 2, 3, 7, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK - 1, 20 * CHUNK, 20 * CHUNK + 1]
 
 
-@pytest.mark.parametrize("num_islands", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_islands", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 3)), 4])
 @pytest.mark.parametrize("payload", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("weigh", ["equal", "unequal", "one of 0"])
 def test_a_mesh_computes_what_memory_computes_bit_for_bit(

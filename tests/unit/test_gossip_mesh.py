@@ -457,7 +457,14 @@ def test_records_that_do_not_come_are_named(store: TCPStore) -> None:
 # Who returns
 
 
-@pytest.mark.parametrize("graph", ["ring", "exponential", "one-peer-exponential"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param("ring", marks=pytest.mark.slow),
+        pytest.param("exponential", marks=pytest.mark.slow),
+        "one-peer-exponential",  # whose neighbours change
+    ],
+)
 def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: TCPStore) -> None:
     """Steps take less time than agreeing on one; at the entry step the newcomer holds its neighbours' mean."""
     num_nodes, leaver, num_steps = 5 if graph != "one-peer-exponential" else 4, 1, 6

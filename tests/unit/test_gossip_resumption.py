@@ -98,7 +98,7 @@ def keep_newest(run: VisionRun, *nodes: int) -> None:
         lose(run, node, *sorted(whole_checkpoints(run.folder / f"island-{node}"))[:-1])
 
 
-@pytest.mark.parametrize("payload", ["fp32", "int8"])
+@pytest.mark.parametrize("payload", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
 def test_a_run_that_outlived_a_lost_node_goes_on(payload: str, tmp_path: Path) -> None:
     settings = (f"gossip.payload={payload}", "training.logging_steps=1")
     run = run_of(tmp_path, *settings)
@@ -116,7 +116,7 @@ def test_a_run_that_outlived_a_lost_node_goes_on(payload: str, tmp_path: Path) -
         assert "node 2 lacks the checkpoint of step 8" in news
 
 
-@pytest.mark.parametrize("lost", [(8,), (4, 8)])
+@pytest.mark.parametrize("lost", [pytest.param((8,), marks=pytest.mark.slow), (4, 8)])
 def test_a_run_that_is_over_ends_again_with_the_mean(lost: tuple[int, ...], tmp_path: Path) -> None:
     run = run_of(tmp_path)
     assert simulate(run) == 0

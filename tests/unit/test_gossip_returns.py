@@ -170,7 +170,14 @@ class Swarm:
         return neighbours
 
 
-@pytest.fixture(params=[("ring", 4), ("full", 4), ("exponential", 5)], ids=lambda graph: graph[0])
+@pytest.fixture(
+    params=[
+        ("ring", 4),
+        pytest.param(("full", 4), marks=pytest.mark.slow),
+        pytest.param(("exponential", 5), marks=pytest.mark.slow),
+    ],
+    ids=lambda graph: graph[0],
+)
 def swarm(request: pytest.FixtureRequest, store: TCPStore) -> Swarm:
     return Swarm(store, make_topology(*request.param))
 

@@ -174,7 +174,15 @@ def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:
     assert sum("is connected again" in line for line in nodes.news[other]) == 3
 
 
-@pytest.mark.parametrize("order", [[2, 3, 4], [3, 2, 4], [3, 4, 2], [4, 3, 2]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param([2, 3, 4], marks=pytest.mark.slow),
+        [3, 2, 4],
+        pytest.param([3, 4, 2], marks=pytest.mark.slow),
+        pytest.param([4, 3, 2], marks=pytest.mark.slow),
+    ],
+)
 def test_three_in_a_row_return_together(order: list[int]) -> None:
     """They were on one machine. Who is between two others has nobody to begin with until one of them is in."""
     nodes = Nodes(make_topology("ring", 6))

@@ -161,7 +161,7 @@ def test_the_page_is_of_nodes(finished: VisionRun, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "payload"),
     [
-        ("decentlam", "fp32"),
+        pytest.param("decentlam", "fp32", marks=pytest.mark.slow),
         pytest.param("pmsgd", "fp32", marks=pytest.mark.slow),
         pytest.param("d2", "fp32", marks=pytest.mark.slow),
         ("swarm-sgd", "fp32"),
@@ -232,7 +232,13 @@ def test_nodes_that_wait_for_nobody_take_turns_and_end_when_asked(tmp_path: Path
         assert end["bytes_received"] > 0, "others published meanwhile, and all is counted"
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("decentlam", "momentum-consensus", "swarm-sgd") else pytest.mark.slow)
+        for name in METHODS
+    ],
+)
 def test_every_method_goes_through_the_trainer(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, f"gossip.method={name}", "training.max_steps=4", "training.max_grad_norm=1")
     assert simulate(run) == 0

@@ -66,7 +66,7 @@ def train_twice(
     return run_islands(num_nodes, train)
 
 
-@pytest.mark.parametrize(("method", "momentum"), [("dsgd", 0.0), ("pmsgd", 0.9)])
+@pytest.mark.parametrize(("method", "momentum"), [pytest.param("dsgd", 0.0, marks=pytest.mark.slow), ("pmsgd", 0.9)])
 def test_a_further_training_goes_on_from_the_parameters_and_without_momentum(
     method: str, momentum: float, tmp_path: Path
 ) -> None:
@@ -85,7 +85,9 @@ def test_a_further_training_goes_on_from_the_parameters_and_without_momentum(
         torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["decentlam", "d2", "swarm-sgd"])
+@pytest.mark.parametrize(
+    "method", ["decentlam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("d2", "swarm-sgd"))]
+)
 def test_nodes_that_differ_after_a_training_train_on(method: str, tmp_path: Path) -> None:
     models = train_twice(tmp_path, method, num_nodes=4)
     assert len({tuple(model.layer.weight.flatten().tolist()) for model in models}) > 1

@@ -92,6 +92,7 @@ def test_documents_are_opened(tmp_path: Path) -> None:
     ) == 0  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.real_start
 def test_the_command_line(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_islands", [1, 2, 3])
+@pytest.mark.parametrize("num_islands", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("config", CASES, ids=lambda config: "-".join(map(str, config.values())))
 def test_it_computes_the_equations_bit_for_bit(num_islands: int, config: dict[str, Any], tmp_path: Path) -> None:
     run = Run(tmp_path, num_islands, **config)
@@ -142,7 +142,7 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
 # Going on from a checkpoint
 
 
-@pytest.mark.parametrize("at", [3, 8, 9, 10, 12, 14])
+@pytest.mark.parametrize("at", [8, 9, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 10, 12, 14))])
 @pytest.mark.parametrize(
     "config",
     [*CASES[3:], {"sync_every": 4, "eager_updates": True}],
