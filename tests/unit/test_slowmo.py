@@ -16,7 +16,7 @@ from torch import nn
 from hf_diloco.checkpoint import load_outer, read_index
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, FingerprintError, UnsupportedError
-from hf_diloco.methods.outer import DiLoCo, Groups, SlowMo, base
+from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method
 from hf_diloco.sessions import FixedSession
 from hf_diloco.shards import open_shards
 from tests.fixed_runs import Run
@@ -50,7 +50,7 @@ def vectors(number: int, size: int = 40) -> list[np.ndarray]:
     return list(np.random.default_rng(0).standard_normal((number, size)))
 
 
-def walk(method: SlowMo | DiLoCo, deltas: Sequence[np.ndarray], rates: Sequence[Sequence[float]]) -> list[np.ndarray]:
+def walk(method: OuterMethod, deltas: Sequence[np.ndarray], rates: Sequence[Sequence[float]]) -> list[np.ndarray]:
     """The outer parameters after each round, in fp64."""
     method.start(torch.zeros(deltas[0].size, dtype=torch.float64))
     steps = zip(deltas, rates, strict=True)
@@ -152,6 +152,37 @@ def test_alpha_1_over_sgd_is_bmuf() -> None:
         update = 0.9 * update - delta
         w = w + update
     np.testing.assert_allclose(walk(SlowMo(1.0, 0.9), deltas, [[0.1]] * 30)[-1], w, rtol=1e-12)
+
+
+PRESETS: list[tuple[str, dict[str, Any]]] = [
+    ("local-sgd", {"outer_lr": 1.0, "outer_momentum": 0.0}),
+    ("bmuf", {"outer_lr": 1.0, "outer_momentum": 0.6}),
+    ("lookahead", {"outer_lr": 0.5, "outer_momentum": 0.0, "sync_every": 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), PRESETS)
+def test_a_preset_is_its_settings(name: str, settings: dict[str, Any]) -> None:
+    preset, spelled_out = DiLoCoConfig(method=name), DiLoCoConfig(method="slowmo", **settings)
+    assert preset.model_dump(exclude={"method"}) == spelled_out.model_dump(exclude={"method"})
+    deltas, rates = vectors(12), [[rate] for rate in cosine(12)]
+    found, expected = (walk(make_method(config), deltas, rates) for config in (preset, spelled_out))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "local-sgd", "outer_momentum": 0.5}, "outer_momentum=0.5: .* or choose method=slowmo"),
+        ({"method": "bmuf", "outer_lr": 0.7}, "outer_lr=0.7: method=bmuf is method=slowmo with outer_lr=1"),
+        ({"method": "lookahead", "outer_momentum": 0.5}, "remove outer_momentum"),
+        ({"method": "lookahead", "num_islands": 2, "rendezvous": "tcp://127.0.0.1:1"}, "set num_islands to 1"),
+        ({"method": "lookahead", "nesterov": True}, "method=lookahead is a heavy ball"),
+    ],
+)
+def test_a_preset_that_would_be_another_method_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiLoCoConfig(**settings)
 
 
 # State

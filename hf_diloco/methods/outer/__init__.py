@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from hf_diloco.methods.outer.base import Groups, MethodOptions, OuterMethod
 from hf_diloco.methods.outer.diloco import DiLoCo
 from hf_diloco.methods.outer.overlap_local_sgd import OverlapLocalSGD
-from hf_diloco.methods.outer.slowmo import SlowMo
+from hf_diloco.methods.outer.slowmo import BMUF, LocalSGD, Lookahead, SlowMo
 
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoConfig
 
-_ALL: list[type[OuterMethod]] = [DiLoCo, SlowMo, OverlapLocalSGD]
+_ALL: list[type[OuterMethod]] = [DiLoCo, SlowMo, LocalSGD, BMUF, Lookahead, OverlapLocalSGD]
 
 METHODS: dict[str, type[OuterMethod]] = {method.name: method for method in _ALL}
 

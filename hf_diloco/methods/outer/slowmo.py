@@ -14,9 +14,9 @@ a schedule. Therefore v = gamma u is kept instead of u, which is the same wherev
 gamma_t is that of the round's last base step, of each parameter group of the base optimizer, as the islands have
 agreed on it: the plan of a round holds it, so whoever carries the round out later takes the same one.
 
-    alpha 1, beta 0              Local SGD (FedAvg)
-    alpha 1, beta > 0, SGD       BMUF
-    one island, alpha < 1, beta 0    Lookahead
+    alpha 1, beta 0              Local SGD (FedAvg): method "local-sgd"
+    alpha 1, beta > 0, SGD       BMUF: method "bmuf"
+    one island, alpha < 1, beta 0    Lookahead: method "lookahead"
     gamma constant               DiLoCo's outer SGD with heavy-ball momentum, to the last bit
 """
 
@@ -59,6 +59,9 @@ class SlowMo(OuterMethod):
         momentum: the slow momentum, beta, from 0 up to 1.
         groups: of the inner optimizer; default: one.
         inner_buffers: see `SlowMoOptions`.
+
+    Attributes:
+        fixed: settings that make a special case of it what it is.
     """
 
     name = "slowmo"
@@ -71,6 +74,7 @@ class SlowMo(OuterMethod):
     }
     Options = SlowMoOptions
     wants_rates = True
+    fixed: ClassVar[Mapping[str, float]] = {}
 
     def __init__(
         self,
@@ -89,7 +93,13 @@ class SlowMo(OuterMethod):
     @classmethod
     def check(cls, config: DiLoCoConfig) -> None:
         if config.nesterov:
-            raise ValueError("nesterov=True: the momentum of method=slowmo is a heavy ball; remove it, or method")
+            raise ValueError(f"nesterov=True: the momentum of method={cls.name} is a heavy ball; remove it, or method")
+        for name, value in cls.fixed.items():
+            if getattr(config, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(config, name):g}: method={cls.name} is method=slowmo with {name}={value:g}; "
+                    f"remove {name}, or choose method=slowmo"
+                )
         options = SlowMoOptions.model_validate(config.options)
         if options.inner_buffers == "average" and config.meets_in_store:
             raise ValueError(
@@ -136,6 +146,46 @@ class SlowMo(OuterMethod):
         else:
             torch.mul(delta, self.lr, out=update)
         self.parameters[where].sub_(update)
+
+
+class LocalSGD(SlowMo):
+    """Local SGD, or federated averaging: islands go on from the mean of what they have learnt."""
+
+    name = "local-sgd"
+    summary = "islands go on from their mean: SlowMo without momentum, FedAvg"
+    defaults: ClassVar[Mapping[str, Any]] = {**SlowMo.defaults, "outer_momentum": 0.0}
+    fixed: ClassVar[Mapping[str, float]] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+class BMUF(SlowMo):
+    """Blockwise model-update filtering (Chen and Huo, ICASSP 2016), its momentum scaled with the learning rate."""
+
+    name = "bmuf"
+    summary = "blockwise model-update filtering: SlowMo with slow learning rate 1"
+    fixed: ClassVar[Mapping[str, float]] = {"outer_lr": 1.0}
+
+
+class Lookahead(SlowMo):
+    """Lookahead (Zhang et al., arXiv 1907.08610): one island goes back part of its way every few steps."""
+
+    name = "lookahead"
+    summary = "one island goes back part of its way every few steps: SlowMo without momentum"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **SlowMo.defaults,
+        "sync_every": 5,
+        "outer_lr": 0.5,
+        "outer_momentum": 0.0,
+    }
+    fixed: ClassVar[Mapping[str, float]] = {"outer_momentum": 0.0}
+
+    @classmethod
+    def check(cls, config: DiLoCoConfig) -> None:
+        super().check(config)
+        if max(config.num_islands, config.max_islands or 1) > 1:
+            raise ValueError(
+                f"num_islands={max(config.num_islands, config.max_islands or 1)}: method={cls.name} is of one island; "
+                "set num_islands to 1, or choose method=slowmo with outer_momentum=0"
+            )
 
 
 def _ratio(now: float, before: float) -> float:
