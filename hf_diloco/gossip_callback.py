@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.agreement.facts import Facts, facts_given
 from hf_diloco.config import choose_config
-from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.beginning import Beginning
 from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.checkpoint import (
@@ -378,7 +378,11 @@ class GossipCallback(TrainerCallback):
         names = sorted(name for name in numbers if name.startswith("eval_") and name not in _NOT_AVERAGED)
         weight = float(self._num_eval_examples)
         sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
-        self.node.average(sums)
+        try:
+            self.node.average(sums)
+        except IslandLostError as error:
+            logger.warning("no mean of the nodes' metrics (%s): they are of this node's part of the data", error)
+            return {}
         means = (sums[:-1] / sums[-1]).tolist()
         return dict(zip(names, means, strict=True))
 

@@ -126,6 +126,25 @@ def test_slow_momentum_in_processes_and_threads(average: str, file: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slowmo", ["null", "{sync_every: 20}"])
+def test_without_node_0_the_others_train_to_the_end(slowmo: str, file: Path) -> None:
+    settings = ["training.max_steps=200", "training.logging_steps=10", "gossip.num_islands=4"]
+    settings += [f"gossip.slowmo={slowmo}", "--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]
+    folder = file.parent / "runs" / "tiny"
+    with Processes() as processes:
+        launched = processes.spawn([*LAUNCH, file, *settings])
+        wait_for_step(launched, folder, 20, 4)
+        kill_node(processes, 0)
+        launched.wait(PATIENCE, expect=1)  # an island of it has failed
+        assert "island 1 failed" not in launched.output
+    logs = [(folder / f"island-{node}" / "log.txt").read_text() for node in (1, 2, 3)]
+    for node, log in enumerate(logs, 1):
+        assert [event["step"] for event in events(folder, node, "end")] == [200]
+        assert events(folder, node, "eval")[-1]["weights"] == "inner"
+        assert ("this outer step is left out" in log) == (slowmo != "null")
+
+
+@pytest.mark.slow
 def test_a_killed_node_returns_to_slow_momentum(file: Path) -> None:
     settings = ["training.max_steps=1000", "training.logging_steps=10", "gossip.num_islands=4"]
     settings += ["gossip.slowmo={sync_every: 8}", "--rendezvous", f"tcp://127.0.0.1:{find_free_port()}"]

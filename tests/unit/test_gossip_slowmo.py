@@ -463,6 +463,28 @@ def test_a_resumed_run_through_the_trainer_is_one_that_never_stopped(average: st
     assert ("method", method) in overview(summarise(load_run(run.folder)))
 
 
+def test_a_node_without_the_checkpoint_takes_the_outer_state_of_the_others(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "gossip.num_islands=4", "gossip.slowmo={sync_every: 3}", "training.max_steps=9")
+    assert simulate(run) == 0
+    assert events(run, 0, "eval")[-1]["consensus_distance"] == pytest.approx(0, abs=1e-7)
+    for node in range(4):
+        (run.folder / f"island-{node}" / "checkpoint-9" / "gossip.json").unlink()
+        (run.folder / f"island-{node}" / "checkpoint-8" / "gossip.json").unlink()
+    (run.folder / "island-2" / "checkpoint-4" / "gossip.json").unlink()
+    (run.folder / "model" / "model.safetensors").unlink()
+    assert simulate(run) == 0
+    assert [events(run, node, "start")[-1]["step"] for node in range(4)] == [4] * 4
+    assert "enters with their mean" in events(run, 0, "neighbour")[-1]["news"]
+    assert events(run, 0, "eval")[-1]["consensus_distance"] == pytest.approx(0, abs=1e-7)
+    saved = [
+        torch.load(run.folder / f"island-{node}" / "checkpoint-9" / "optimizer.pt", weights_only=True)["slowmo"]
+        for node in range(4)
+    ]
+    assert_equal([state["anchor"] for state in saved])
+    assert_equal([state["slow-momentum"] for state in saved])
+    assert not any(state["is_late"] for state in saved)
+
+
 # Refusals
 
 

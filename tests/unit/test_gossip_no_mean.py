@@ -1,0 +1,49 @@
+"""A node that is left without an average of all nodes, as node 0, which keeps the rendezvous, is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_diloco import GossipCallback
+from hf_diloco.errors import IslandLostError
+from hf_diloco.exchange.base import Traffic
+from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.topology import make_topology
+from hf_diloco.island import IslandGroup
+from tests.unit.test_gossip_run import Linear
+
+
+class NoRendezvous(MemoryNeighbours):
+    """A node that cannot average with all."""
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        raise IslandLostError("the rendezvous does not answer")
+
+
+def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    topology = make_topology("full", 1)
+    node = NodeNeighbours(NoRendezvous(MemoryGraph(topology), 0), topology, 0, IslandGroup())
+    callback = GossipCallback(method="dsgd", num_eval_examples=8, evaluates_at_end=True, node=node)
+    model = Linear()
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", label_names=["y"])
+    data = [{"x": torch.full((4,), float(i)), "y": torch.ones(1)} for i in range(8)]
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=data,
+        eval_dataset=data,
+        optimizers=(callback.make_optimizer(model, args), None),
+        callbacks=[callback],
+    )
+    trainer.train()
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    with torch.no_grad():
+        batch = {name: torch.stack([example[name] for example in data]) for name in ("x", "y")}
+        assert found == [pytest.approx(float(model(**batch)["loss"]))]
+    assert "this node's own weights take its place" in caplog.text
+    assert "they are of this node's part of the data" in caplog.text
