@@ -26,6 +26,7 @@ _HOME = {
     "GossipConfig": "hf_diloco.gossip.config",
     "IslandLostError": "hf_diloco.errors",
     "MissedRoundError": "hf_diloco.errors",
+    "MuonAdamW": "hf_diloco.optimizers.muon",
     "OneBitAdam": "hf_diloco.onebit.adam",
     "OneBitCallback": "hf_diloco.onebit.trainer",
     "OneBitLamb": "hf_diloco.onebit.lamb",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from hf_diloco.onebit.adam import OneBitAdam
     from hf_diloco.onebit.lamb import OneBitLamb
     from hf_diloco.onebit.trainer import OneBitCallback
+    from hf_diloco.optimizers.muon import MuonAdamW
 
 __all__ = [
     "CheckpointError",
@@ -83,6 +85,7 @@ __all__ = [
     "GossipConfig",
     "IslandLostError",
     "MissedRoundError",
+    "MuonAdamW",
     "OneBitAdam",
     "OneBitCallback",
     "OneBitLamb",

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from hf_diloco.errors import ConfigError
 
-Where = Literal["islands", "nodes", "loop", "onebit"]
+Where = Literal["islands", "nodes", "loop", "onebit", "muon"]
 """`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`;
-`onebit`: a 1-bit optimizer, in a run file or with `OneBitCallback`."""
+`onebit`: a 1-bit optimizer, in a run file or with `OneBitCallback`; `muon`: Muon as `optimizer` of a run file."""
 
 _TRAINERS: tuple[Where, ...] = ("islands", "nodes")
 
@@ -133,9 +133,16 @@ REFUSALS: tuple[Refusal, ...] = (
         values="any",
     ),
     Refusal(
+        "deepspeed",
+        "Muon needs whole matrices, which ZeRO cuts; leave the block `optimizer` out, and name DeepSpeed's own Muon "
+        'in its configuration: "optimizer": {"type": "Muon", ...}, see muon.md',
+        where=("muon",),
+        values="any",
+    ),
+    Refusal(
         "optim",
         "the block `optimizer` takes its place; leave one of them out",
-        where=("onebit",),
+        where=("onebit", "muon"),
         values="any, in a run file",
     ),
     Refusal(

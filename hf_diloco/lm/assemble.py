@@ -24,7 +24,7 @@ from hf_diloco.lm.model import auto_class, build_config, build_model
 from hf_diloco.lm.plain import PlainCallback
 from hf_diloco.lm.runfile import RunFile
 from hf_diloco.lm.tokenizer import build_tokenizer, tokenizer_hash
-from hf_diloco.onebit.trainer import OneBitCallback, make_optimizer
+from hf_diloco.optimizers.make import callbacks_of, make_optimizer
 from hf_diloco.runs.arguments import training_arguments
 from hf_diloco.runs.environment import ENV_DEBUG
 from hf_diloco.runs.paths import given_checkpoint
@@ -169,7 +169,7 @@ def _trainer(
     tokens = examples_per_step(args) * run.data.sequence_length
     files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
     is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
-    optimizer = make_optimizer(run.optimizer.name, model, args, **run.optimizer.of_method()) if run.optimizer else None
+    optimizer = make_optimizer(run.optimizer, model, args)
     trainer = Trainer(
         model=model,
         args=args,
@@ -177,7 +177,7 @@ def _trainer(
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         data_collator=_masking(run, tokenizer),
-        callbacks=[callback, files, *([OneBitCallback(optimizer, checkpoint)] if optimizer else [])],
+        callbacks=[callback, files, *callbacks_of(optimizer, checkpoint)],
         optimizers=(optimizer, None),
     )
     if run.model.objective == "masked":

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 from hf_diloco import config_checks
 from hf_diloco.config import DiLoCoConfig, is_given
 from hf_diloco.data.settings import DataBlock
-from hf_diloco.onebit.settings import OptimizerBlock
+from hf_diloco.optimizers.settings import OptimizerBlock
 from hf_diloco.refusals import find_refused
 from hf_diloco.runs.base import BaseRun
 from hf_diloco.runs.block import Block, Count
@@ -138,7 +138,9 @@ class RunFile(BaseRun):
     tokenizer: TokenizerBlock = TokenizerBlock()
     data: DataBlock = DataBlock()
     sample: SampleBlock | None = SampleBlock()
-    optimizer: OptimizerBlock | None = Field(None, description="a 1-bit optimizer in the place of the Trainer's")
+    optimizer: OptimizerBlock | None = Field(
+        None, description="an optimizer in the place of the Trainer's: 1-bit, or Muon"
+    )
     diloco: DiLoCoBlock = Field(default_factory=DiLoCoBlock)
 
     @model_validator(mode="after")
@@ -155,7 +157,7 @@ class RunFile(BaseRun):
         if self.optimizer is not None:
             every = self.diloco.sync_every if self.diloco.enabled and self.diloco.num_shares > 1 else None
             settings = {**self.training, "deepspeed": self.deepspeed, "sync_every": every}
-            if problems := [f"{name}={problem}" for name, problem in find_refused(settings, "onebit")]:
+            if problems := [f"{name}={problem}" for name, problem in find_refused(settings, self.optimizer.kind)]:
                 raise ValueError("; ".join(problems))
         return self
 

@@ -32,7 +32,7 @@ METHODS: dict[str, type[OneBitOptimizer]] = {"onebit_lamb": OneBitLamb, "onebit_
 _FILE = re.compile(r"onebit_errors_(\d+)_of_(\d+)\.safetensors")
 
 
-def make_optimizer(name: str, model: torch.nn.Module, args: TrainingArguments, **settings: Any) -> OneBitOptimizer:
+def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **settings: Any) -> OneBitOptimizer:
     """A 1-bit optimizer with the learning rate, betas, eps and weight decay of `args`; moves the model to its device.
 
     As the Trainer does, it decays weights, but neither biases nor norms.
@@ -62,7 +62,7 @@ def make_optimizer(name: str, model: torch.nn.Module, args: TrainingArguments, *
 class OneBitCallback(TrainerCallback):
     """What a 1-bit optimizer needs of a Trainer under DDP.
 
-        optimizer = make_optimizer("onebit_lamb", model, args, freeze_step=1000)
+        optimizer = make_onebit("onebit_lamb", model, args, freeze_step=1000)
         trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[OneBitCallback(optimizer)])
 
     After the warm-up DDP's own all-reduce is off. Every rank's errors are saved beside the Trainer's checkpoint and

@@ -104,7 +104,11 @@ def uses_cpu(run: BaseRun) -> bool:
 
 
 def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
-    """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model needs."""
+    """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model and Muon need.
+
+    Raises:
+        ConfigError: Muon is to scatter gradients under ZeRO-3, which it needs whole.
+    """
     if run.deepspeed is None:
         return None
     config: dict[str, Any] = (
@@ -115,6 +119,13 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     zero = config.get("zero_optimization", {})
     if isinstance(zero, dict) and zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
+        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
+            zero = {"reduce_scatter": False, **zero}
+            if zero["reduce_scatter"]:
+                raise ConfigError(
+                    "deepspeed: Muon under ZeRO-3 needs whole gradients: set zero_optimization.reduce_scatter to "
+                    "false, or leave it out"
+                )
         config = {**config, "zero_optimization": zero}
     return json.loads(json.dumps(config))  # a copy: transformers fills in "auto" values
 

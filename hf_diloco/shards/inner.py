@@ -9,8 +9,8 @@ import torch
 
 from hf_diloco.errors import UnsupportedError
 
-_PACKAGES = ("torch", "deepspeed")
-_KNOWN = ("SGD", "Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
+_PACKAGES = ("torch", "deepspeed", "hf_diloco")
+_KNOWN = ("SGD", "Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam", "MuonAdamW", "MuonWithAuxAdam")
 """Optimizers that begin anew with buffers and a count of steps that are 0."""
 
 
@@ -65,6 +65,11 @@ class InnerOptimizer:
                 f"options.inner_buffers={wanted}: the buffers of {self.kind} are not known (those of "
                 f"{', '.join(_KNOWN)} are): set it to keep"
             )
+        if wanted == "average" and self.kind == "MuonWithAuxAdam":
+            raise UnsupportedError(
+                "options.inner_buffers=average: the momentum of DeepSpeed's Muon lies otherwise than the master "
+                "weights, which this package cannot average: set it to keep or zero"
+            )
 
     @property
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -73,9 +78,11 @@ class InnerOptimizer:
 
     @property
     def buffers(self) -> list[str]:
-        """Names of its momentum or moments in `state`."""
+        """Names of its momentum or moments in `state`; not every tensor has each."""
         if self.kind == "SGD":
             return ["momentum_buffer"] if any(group["momentum"] for group in self._param_groups) else []
+        if self.kind == "MuonAdamW":
+            return ["momentum_buffer", "exp_avg", "exp_avg_sq"]
         variant = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in self._param_groups) else []
         return ["exp_avg", "exp_avg_sq", *variant]
 

@@ -10,6 +10,7 @@ Checked against DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,8 @@ from hf_diloco.errors import UnsupportedError
 from hf_diloco.shards.base import Segment, Shards
 from hf_diloco.shards.inner import InnerOptimizer
 from hf_diloco.shards.plain import PlainShards
+
+logger = logging.getLogger("hf_diloco")
 
 TESTED_VERSIONS = ("0.19.8", "0.20")
 """From the first up to, not including, the second. With Gloo, 0.19.7 reads ZeRO-3 parameters before they arrive."""
@@ -44,6 +47,7 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
     # By exact type: what DeepSpeed derives from these (ZenFlow, SuperOffload) updates its masters at other times.
     known = _LAYOUTS.get(type(optimizer).__name__)
     if known is not None:
+        _check_muon(optimizer)
         return known(model, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):  # ZeRO-0 in fp32: DeepSpeed's optimizer steps the parameters
         return PlainShards(model, "ZeRO-0", optimizer)
@@ -239,6 +243,23 @@ def _refuse_unreachable_masters(optimizer: Any) -> None:
         raise UnsupportedError(
             "ZenFlow updates the master weights while training goes on, so that they are never all of one step: "
             "remove the block zenflow from the DeepSpeed configuration"
+        )
+
+
+def _check_muon(optimizer: Any) -> None:
+    """Refuses a Muon that is given cut matrices; warns where DeepSpeed's own is clipped."""
+    inner = type(optimizer.optimizer).__name__
+    if inner in ("Muon", "MuonAdamW"):
+        raise UnsupportedError(
+            f"{inner} needs whole matrices, which DeepSpeed flattens: leave it out, and name DeepSpeed's own Muon in "
+            'its configuration: "optimizer": {"type": "Muon", ...}'
+        )
+    clip = float(getattr(optimizer, "clip_grad", 0.0) or 0.0)
+    if inner == "MuonWithAuxAdam" and clip:
+        logger.warning(
+            "gradient_clipping=%g: DeepSpeed clips what Muon has made of the gradients, whose norm is large however "
+            "small they are, so every step shrinks: set max_grad_norm (gradient_clipping) to 0",
+            clip,
         )
 
 

@@ -19,6 +19,7 @@ REFUSED = {
     "zenflow": "ZenFlow updates the master weights while training goes on.*: remove the block zenflow",
     "no optimizer": "DeepSpeedZeRoOffload keeps its master weights in a way that .*; use ZeRO stage 0, 1, 2 or 3",
     "unknown optimizer": "NovelZeroOptimizer keeps its master weights in a way that this package does not know",
+    "muon of torch": "Muon needs whole matrices, which DeepSpeed flattens: .* name DeepSpeed's own Muon",
     "experts zero0": r"parameter moe\.\S*experts\.0\.weight belongs to a DeepSpeed MoE layer.*: use a model",
     "experts zero2": r"parameter moe\.\S*experts\.0\.weight belongs to a DeepSpeed MoE layer.*: use a model",
     "not optimized zero2": "no optimizer on this island trains 1.weight: hand it to the optimizer .*or freeze",

@@ -30,6 +30,7 @@ _WHERE = {
     "nodes": "`GossipCallback`",
     "loop": "`OuterLoop`",
     "onebit": "`OneBitCallback`",
+    "muon": "`optimizer: {name: muon}`",
 }
 _TABLE = re.compile(
     r"(?<=<!-- keys: )(?P<block>[\w. ]+)(?P<head> -->\n)(?P<table>.*?)(?=<!-- end of keys -->)", re.DOTALL

@@ -62,6 +62,7 @@ class Project:
             "recipes/snoo",
             "recipes/slowmo",
             "recipes/overlap_local_sgd",
+            "recipes/muloco",
         ):
             self._shorten(folder / "configs" / f"{name}.yaml")
         self._done: dict[str, Completed] = {}

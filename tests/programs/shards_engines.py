@@ -60,6 +60,33 @@ def split_groups(cell: Cell, named: list[tuple[str, Any]]) -> list[dict[str, Any
     return [group for group in groups if group["params"]]
 
 
+def groups_of_optimizer(cell: Cell, named: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The groups that the optimizer ends up with: DeepSpeed splits each one for Muon and Adam."""
+    groups = split_groups(cell, named)
+    if cell.optimizer != "muon":
+        return groups
+    names = {id(tensor): name for name, tensor in named}
+    halves = []
+    for group in groups:
+        for use_muon in (True, False):
+            half = [one for one in group["params"] if is_for_muon(names[id(one)]) is use_muon]
+            halves += [{**group, "params": half, "use_muon": use_muon}] if half else []
+    return halves
+
+
+def is_for_muon(name: str) -> bool:
+    """Whether it is a matrix of a hidden layer of this model."""
+    return not any(word in name for word in ("embed", "lm_head", "norm"))
+
+
+def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon as its JSON makes it, here of whole matrices."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    settings = [{"lr": LEARNING_RATE, **({} if group["use_muon"] else ADAM), **group} for group in groups]
+    return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={})
+
+
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -130,7 +157,7 @@ class DeepSpeedEngine(Engine):
         config = deepspeed_config(cell, num_ranks)
         model = make_model(cell, config if cell.zero_init else None)
         groups = split_groups(cell, trainable(model))
-        if cell.optimizer == "json":
+        if cell.optimizer in ("json", "muon"):
             given: dict[str, Any] = {"model_parameters": groups}
         elif cell.optimizer == "client":
             given = {"optimizer": torch.optim.AdamW(groups, lr=LEARNING_RATE, **ADAM)}
@@ -173,6 +200,9 @@ def deepspeed_config(cell: Cell, num_ranks: int) -> dict[str, Any]:
     if cell.optimizer == "json":
         params = {"lr": LEARNING_RATE, "torch_adam": True, "weight_decay": 0.1, **ADAM}
         config["optimizer"] = {"type": "AdamW", "params": params}
+    if cell.optimizer == "muon":
+        params = {"lr": LEARNING_RATE, "torch_adam": True, "weight_decay": 0.1, **ADAM}
+        config["optimizer"] = {"type": "Muon", "params": params}
     return config
 
 

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from hf_diloco.island import IslandGroup
 from hf_diloco.shards import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
 from hf_diloco.shards.buffers import BufferShards
-from tests.programs.shards_engines import VOCABULARY, Engine, make_engine, make_model, split_groups
+from tests.programs.shards_engines import VOCABULARY, Engine, groups_of_optimizer, make_engine, make_model
 from tests.programs.shards_reference import Reference, working_weights
 from tests.programs.shards_table import Cell, cells_for
 
@@ -115,7 +115,8 @@ class Examination:
         error = float((after - self._reference.masters()).norm()) / moved
         self.found.step_error = max(self.found.step_error, error)
         # Between ranks, 16-bit gradients are summed in 16 bits, as in no reference that keeps to fp32.
-        allowed = 1e-5 if self._cell.numbers == "fp32" else allowed
+        # Muon makes much of the rounding of a gradient, too: it raises small singular values to 1.
+        allowed = 1e-5 if self._cell.numbers == "fp32" else 0.2 if self._cell.optimizer == "muon" else allowed
         self._expect(moved > 0.01, f"a step moved the masters by {moved:.2g} only")
         self._expect(error <= allowed, f"a step missed the reference's by {error:.2g} of its length")
         self._check_working_copies(after, f"after step {seed}")
@@ -211,8 +212,8 @@ class Examination:
 
     def _check_inner(self) -> None:
         """Its parameter groups, their learning rates at the last step, and a step with buffers that begin anew."""
-        inner, rates = self._shards.inner, [0.011, 0.007]
-        groups = split_groups(self._cell, [(name, name) for name in self._shards.sizes])
+        inner, rates = self._shards.inner, [0.011, 0.007, 0.005]
+        groups = groups_of_optimizer(self._cell, [(name, name) for name in self._shards.sizes])
         numbered = {name: number for number, group in enumerate(groups) for name in group["params"]}
         self._expect_inner(inner.groups == numbered, f"groups are {inner.groups}")
         if self._cell.optimizer == "fused":  # a stand-in whose step torch does not see
@@ -224,7 +225,7 @@ class Examination:
         inner.zero_buffers()
         self._reference.begin_anew(rates[: len(groups)])
         self._step(seed=50, allowed=0.05)  # Adam's first step makes much of the rounding of a gradient
-        for name in inner.buffers:
+        for name in inner.buffers if self._cell.optimizer != "muon" else ():  # its momentum lies otherwise
             found, expected = self._whole(BufferShards(self._shards, name)), self._reference.buffer(name)
             error = float((found - expected).norm() / expected.norm())
             allowed = 1e-5 if self._cell.numbers == "fp32" else 0.05

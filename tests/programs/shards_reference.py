@@ -6,7 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.programs.shards_engines import ADAM, LEARNING_RATE, Engine, autocast, make_model, split_groups, trainable
+from tests.programs.shards_engines import (
+    ADAM,
+    LEARNING_RATE,
+    Engine,
+    autocast,
+    groups_of_optimizer,
+    make_model,
+    muon,
+    trainable,
+)
 from tests.programs.shards_table import Cell
 
 
@@ -33,8 +42,9 @@ class Reference:
             self.model.get_buffer(name).data = buffer.clone()
         keep = self.dtype if cell.numbers == "bf16 parameters" else torch.float32
         self._masters = {name: nn.Parameter(p.detach().to(keep).clone()) for name, p in trainable(self.model)}
-        groups = split_groups(cell, list(self._masters.items()))
-        self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, **ADAM)
+        groups = groups_of_optimizer(cell, list(self._masters.items()))
+        is_muon = cell.optimizer == "muon"
+        self._optimizer = muon(groups) if is_muon else torch.optim.AdamW(groups, lr=LEARNING_RATE, **ADAM)
         if cell.stage == 0 and cell.numbers == "bf16":
             # DeepSpeed makes Adam's state by a step without gradients, which decays the masters a little.
             for master in self._masters.values():
@@ -69,8 +79,9 @@ class Reference:
                 value.zero_()
 
     def buffer(self, name: str) -> torch.Tensor:
-        """One of the optimizer's moments in the canonical order, fp32."""
-        return torch.cat([self._optimizer.state[one][name].float().flatten() for one in self._masters.values()])
+        """One of the optimizer's moments in the canonical order, fp32; zeros where it has none."""
+        states = ((one, self._optimizer.state[one]) for one in self._masters.values())
+        return torch.cat([state.get(name, torch.zeros_like(one)).float().flatten() for one, state in states])
 
     def step(self, batches: list[torch.Tensor]) -> None:
         """One optimizer step over this rank's micro-batches."""

@@ -108,6 +108,11 @@ def derived() -> Made:
     return model, optimizer
 
 
+def muon_of_torch() -> Made:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    return by_deepspeed(2, model, torch.optim.Muon(model.parameters()))
+
+
 def experts(stage: int) -> Made:
     model = nn.ModuleDict({"first": nn.Linear(8, 8), "moe": MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2)})
     group = {"params": list(model.parameters()), "name": "all"}
@@ -194,6 +199,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "zenflow": zenflow,
     "no optimizer": lambda: by_deepspeed(3, optimizer=False),
     "unknown optimizer": derived,
+    "muon of torch": muon_of_torch,
     "experts zero0": lambda: experts(0),
     "experts zero2": lambda: experts(2),
     "not optimized zero2": lambda: not_optimized(2),

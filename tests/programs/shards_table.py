@@ -17,7 +17,7 @@ class Cell:
         stage: of ZeRO; None trains without DeepSpeed (DDP if there are several ranks).
         numbers: fp32; bf16 with fp32 masters; `autocast` in bf16; or bf16 parameters without any fp32 master.
         optimizer: torch's AdamW handed to DeepSpeed, or the AdamW of DeepSpeed's JSON file; `fused` stands for
-            DeepSpeed's own kernels, which decide how ZeRO-0 keeps its masters.
+            DeepSpeed's own kernels, which decide how ZeRO-0 keeps its masters; or the Muon of its JSON file.
         adapt: train LoRA adapters, or freeze some of the parameters, or train all of them.
         tied: the output layer shares the weights of the embedding.
         groups: two parameter groups, with and without weight decay, instead of one.
@@ -31,7 +31,7 @@ class Cell:
     name: str
     stage: int | None = None
     numbers: Literal["fp32", "bf16", "autocast", "bf16 parameters"] = "fp32"
-    optimizer: Literal["client", "json", "fused"] = "client"
+    optimizer: Literal["client", "json", "fused", "muon"] = "client"
     adapt: Literal["all", "lora", "frozen"] = "all"
     tied: bool = True
     groups: bool = True
@@ -77,6 +77,15 @@ def _cells() -> Iterator[Cell]:
     yield Cell("zero2 overlap", 2, zero={"overlap_comm": True, "contiguous_gradients": True}, ranks=(2,))
     yield Cell("zero0 bf16 fused", 0, "bf16", "fused")
     yield Cell("zero0 fp32 fused", 0, optimizer="fused", ranks=(2,))
+    for stage in (1, 2, 3):
+        whole = {"reduce_scatter": False}  # what ZeRO-3 needs for Muon
+        yield Cell(f"zero{stage} fp32 muon", stage, optimizer="muon", zero=whole, ranks=(1, 2, 3))
+        yield Cell(f"zero{stage} bf16 muon", stage, "bf16", "muon", tied=False, accumulation=2, zero=whole, ranks=(2,))
+        yield Cell(f"zero{stage} fp32 muon offload", stage, optimizer="muon", zero={**whole, **offload}, ranks=(2,))
+    yield Cell("zero0 fp32 muon", 0, optimizer="muon", ranks=(2,))
+    yield Cell("bf16 optimizer muon", 1, "bf16", "muon", config=fp32_gradients, ranks=(2,))
+    small_muon = {"sub_group_size": 1000, "reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}
+    yield Cell("zero3 fp32 muon sub-groups", 3, optimizer="muon", zero=small_muon, ranks=(2,))
     small = {"sub_group_size": 1000}
     yield Cell("zero3 fp32 sub-groups", 3, zero=small)
     yield Cell("zero3 bf16 sub-groups offload", 3, "bf16", "json", tied=False, zero={**small, **offload}, ranks=(2,))

@@ -74,6 +74,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "arXiv 2002.09539",
         {"method": "overlap-local-sgd", "sync_every": 12, "outer_momentum": 0.7, "options": {"pull": 0.6}},
     ),
+    "muloco": (
+        "arXiv 2505.23725",
+        {"sync_every": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "nesterov": True, **WHOLE},
+    ),
     "snoo": (
         "arXiv 2510.15830",
         {"num_islands": 1, "sync_every": 20, "outer_lr": "auto", "outer_momentum": "auto", "nesterov": True, **WHOLE},

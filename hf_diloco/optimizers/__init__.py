@@ -1,0 +1,1 @@
+"""Inner optimizers that a run file names in its block `optimizer`."""

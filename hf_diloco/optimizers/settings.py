@@ -1,0 +1,84 @@
+"""The `optimizer` block of a run file. Imports no torch, so that mistakes show at once."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hf_diloco.runs.block import Block, Count
+
+_OF_LAMB = (
+    "min_coeff",
+    "max_coeff",
+    "coeff_beta",
+    "factor_min",
+    "factor_max",
+    "factor_threshold",
+)
+
+
+_OF_ONE_BIT = ("freeze_step", "bias_correction")
+_OF_MUON = ("muon_lr", "momentum", "nesterov", "ns_steps", "adjust_lr")
+_SETTINGS = {
+    "onebit_lamb": (*_OF_ONE_BIT, *_OF_LAMB),
+    "onebit_adam": _OF_ONE_BIT,
+    "muon": _OF_MUON,
+}
+"""Which settings an optimizer has."""
+
+
+class OptimizerBlock(Block):
+    """An optimizer in the place of the Trainer's; its learning rate, betas and decay stay in `training`."""
+
+    name: Literal["onebit_lamb", "onebit_adam", "muon"] = Field(description="see onebit.md and muon.md")
+    freeze_step: Count | None = Field(
+        None,
+        description="1-bit, required: steps of the warm-up at full precision, 2 or more; null: all of them, no "
+        "compression",
+    )
+    bias_correction: bool = Field(False, description="1-bit: divide the moments by 1 - beta^t, as Adam does")
+    min_coeff: float = Field(0.01, ge=0, description="LAMB: least trust ratio")
+    max_coeff: float = Field(10.0, ge=0, description="LAMB: greatest trust ratio")
+    coeff_beta: float = Field(0.9, ge=0, lt=1, description="LAMB: decay of the trust ratio that is kept")
+    factor_min: float = Field(0.5, ge=0, description="LAMB: least factor on the trust ratio that is kept")
+    factor_max: float = Field(4.0, ge=0, description="LAMB: greatest factor on it")
+    factor_threshold: float = Field(0.1, ge=0, description="LAMB: how much the factor may change in a step")
+
+    muon_lr: float | None = Field(
+        None, gt=0, description="Muon: learning rate of the matrices of hidden layers; null: that of `training`"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="Muon: decay of its momentum")
+    nesterov: bool = Field(True, description="Muon: Nesterov momentum")
+    ns_steps: int = Field(5, ge=1, le=99, description="Muon: steps of the Newton-Schulz iteration")
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="Muon: how its rate follows a matrix's shape; match_rms_adamw: for learning rates of AdamW",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerBlock:
+        if self.name != "muon" and "freeze_step" not in self.model_fields_set:
+            raise ValueError(f"{self.name} needs freeze_step: about 15 % of max_steps, or null for no compression")
+        if self.freeze_step is not None and self.freeze_step < 2:
+            raise ValueError(
+                f"freeze_step={self.freeze_step}: the second moments need a warm-up of 2 steps or more; use about "
+                "15 % of max_steps, or null for no compression"
+            )
+        for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low}={getattr(self, low)} is above {high}={getattr(self, high)}")
+        given = [name for name in self.model_fields_set - {"name"} if name not in _SETTINGS[self.name]]
+        for name in sorted(given):
+            owners = [owner for owner, settings in _SETTINGS.items() if name in settings]
+            raise ValueError(f"{name}: only {' and '.join(owners)} has it, but name is {self.name}; leave it out")
+        return self
+
+    @property
+    def kind(self) -> Literal["onebit", "muon"]:
+        """What `REFUSALS` calls it."""
+        return "muon" if self.name == "muon" else "onebit"
+
+    def of_method(self) -> dict[str, Any]:
+        """The settings that the method takes, but for those of `training`."""
+        return {name: getattr(self, name) for name in _SETTINGS[self.name]}
