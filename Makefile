@@ -33,8 +33,8 @@ demo: $(INSTALLED) ## train a small Llama on two islands of this machine
 test: $(INSTALLED_DEV) ## run the tests, but for those marked slow; ARGS="-k zero" runs a few
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-unit: $(INSTALLED_DEV) ## run the tests of one process
-	$(PYTEST) -m "not slow and not distributed" $(ARGS)
+test-unit: $(INSTALLED_DEV) ## run the tests of functions and classes by themselves
+	$(PYTEST) tests/unit -m "not slow and not distributed" $(ARGS)
 
 test-slow: $(INSTALLED_DEV) ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)

@@ -29,7 +29,7 @@ GROUPS = {  # tests that share a costly fixture run in the same worker
     re.compile(r"tests/distributed/test_shards\.py"): "refusals",
     re.compile(r"tests/docs/test_commands\.py"): "commands",
     re.compile(r"tests/equivalence/test_equivalence\.py"): "equivalence",
-    re.compile(r"tests/unit/test_gossip_run\.py"): "gossip run",
+    re.compile(r"tests/simulated/test_gossip_run\.py"): "gossip run",
 }
 DISTRIBUTED_TIMEOUT = 300  # seconds; a test's own `timeout` mark comes first
 
@@ -74,7 +74,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     None for a few chosen tests, which start sooner in this process.
     """
-    chosen = config.option.keyword or config.option.lf or config.option.usepdb or config.args_source.name == "ARGS"
+    is_file = config.args_source.name == "ARGS" and any(".py" in arg for arg in config.args)
+    chosen = config.option.keyword or config.option.lf or config.option.usepdb or is_file
     return 0 if chosen else min(num_cores() + 2, MAX_WORKERS)
 
 

@@ -1,4 +1,4 @@
-"""A model of a few dozen parameters, its batches, a step of training, and what memory that takes."""
+"""Models of a few and of a few dozen parameters, its batches, a step of training, and what memory that takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+
+class Linear(nn.Module):
+    """The least that a Trainer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The squared error."""
+        return {"loss": (self.layer(x) - y).square().mean()}
 
 
 def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:

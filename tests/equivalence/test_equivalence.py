@@ -144,7 +144,7 @@ def test_streaming_under_zero_is_streaming_under_ddp(runs: Runs, stage: int) -> 
     assert largest_difference(ddp, two_by_two(runs, "ddp", None)) > ROUNDING, "it is another algorithm"
 
 
-@pytest.mark.slow  # of the same in one process: tests/unit/test_elastic_streaming.py
+@pytest.mark.slow  # of the same in one process: tests/simulated/test_elastic_streaming.py
 @pytest.mark.parametrize(("exchange", "stage"), [("bucket", 2), ("mesh", 3)])
 def test_streaming_in_an_object_store(runs: Runs, exchange: str, stage: int) -> None:
     met = runs.launch(
@@ -169,7 +169,7 @@ def test_streaming_in_an_object_store(runs: Runs, exchange: str, stage: int) -> 
     assert largest_difference(streaming(runs, stage), met) == 0.0
 
 
-@pytest.mark.slow  # of the same in one process: tests/unit/test_streaming.py
+@pytest.mark.slow  # of the same in one process: tests/simulated/test_streaming.py
 def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs) -> None:
     """A checkpoint is written after step 4, at which fragment 1 has begun its round; it lands at step 5."""
     changes = {

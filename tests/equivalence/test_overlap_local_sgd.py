@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.slow  # of the same in one process: tests/unit/test_overlap_local_sgd.py
+@pytest.mark.slow  # of the same in one process: tests/simulated/test_overlap_local_sgd.py
 @pytest.mark.parametrize("stage", [None, 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     """With an exchange under way."""

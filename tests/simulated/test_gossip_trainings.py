@@ -18,7 +18,7 @@ from hf_diloco.gossip.topology import make_topology
 from hf_diloco.gossip.turns import Turns
 from hf_diloco.island import IslandGroup
 from tests.islands import run_islands
-from tests.unit.test_gossip_run import Linear
+from tests.small_model import Linear
 
 NUM_STEPS, LR = 3, 0.01
 

@@ -21,9 +21,7 @@ from hf_diloco.gossip.replicas import with_payload
 from hf_diloco.gossip.topology import RandomMatching, make_topology
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.rows import overview
-from tests.islands import run_islands
-from tests.tiny_nodes import events, run_of, simulate, weights
-from tests.unit.test_gossip_methods import (
+from tests.gossip_reference import (
     NUM_NODES,
     Array,
     Gradient,
@@ -41,6 +39,8 @@ from tests.unit.test_gossip_methods import (
     single,
     train,
 )
+from tests.islands import run_islands
+from tests.tiny_nodes import events, run_of, simulate, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,6 +31,7 @@ from hf_diloco.report.rows import overview
 from hf_diloco.runs.kinds import kind_of
 from hf_diloco.vision.runfile import VisionRun, load_vision_run
 from tests.processes import ROOT
+from tests.small_model import Linear
 from tests.tiny_nodes import events, run_of, simulate, weights
 
 
@@ -410,18 +411,6 @@ def train_two(
     if errors:
         raise errors[0]
     return [models[0], models[1]]
-
-
-class Linear(torch.nn.Module):
-    """The least that a Trainer trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The squared error."""
-        return {"loss": (self.layer(x) - y).square().mean()}
 
 
 def test_a_users_own_trainer(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hf_diloco.gossip.topology import make_topology
 from hf_diloco.island import IslandGroup
 from hf_diloco.waiting import WaitNotes
 from tests.islands import run_islands
-from tests.unit.test_gossip_run import Linear
+from tests.small_model import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
