@@ -111,10 +111,21 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
     assert "warning" not in report.output
 
 
-@pytest.mark.parametrize("average", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_slow_momentum_in_processes_and_threads(average: str, file: Path) -> None:
-    """The last step is an outer one: with the average all nodes end with equal bits."""
+@pytest.mark.parametrize(
+    ("method", "average"),
+    [
+        ("decentlam", "true"),
+        pytest.param("decentlam", "false", marks=pytest.mark.slow),
+        pytest.param("momentum-consensus", "true", marks=pytest.mark.slow),
+    ],
+)
+def test_slow_momentum_in_processes_and_threads(method: str, average: str, file: Path) -> None:
+    """The last step is an outer one: with the average all nodes end with equal bits.
+
+    The exchange of momentum consensus goes on behind forward and backward where nodes are processes.
+    """
     settings = [f"gossip.slowmo={{sync_every: 4, outer_momentum: 0.5, average: {average}}}", "gossip.num_islands=4"]
+    settings += [f"gossip.method={method}"]
     run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
     simulated: Command = [*SCRIPT, file, *settings, "--num-nodes", "4", "--name", "threads"]
     run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})

@@ -446,7 +446,7 @@ def test_a_state_with_slowmo_goes_on_with_it_and_without_without() -> None:
         larger.load_state_dict(with_it.state_dict())
 
 
-@pytest.mark.parametrize("average", ["true", "false"])
+@pytest.mark.parametrize("average", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_resumed_run_through_the_trainer_is_one_that_never_stopped(average: str, tmp_path: Path) -> None:
     settings = f"gossip.slowmo={{sync_every: 3, outer_momentum: 0.6, average: {average}}}"
     run = run_of(tmp_path, settings)
@@ -463,6 +463,7 @@ def test_a_resumed_run_through_the_trainer_is_one_that_never_stopped(average: st
     assert ("method", method) in overview(summarise(load_run(run.folder)))
 
 
+@pytest.mark.slow
 def test_a_node_without_the_checkpoint_takes_the_outer_state_of_the_others(tmp_path: Path) -> None:
     run = run_of(tmp_path, "gossip.num_islands=4", "gossip.slowmo={sync_every: 3}", "training.max_steps=9")
     assert simulate(run) == 0
