@@ -15,7 +15,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.topology import make_topology
 from hf_diloco.island import IslandGroup
-from tests.unit.test_gossip_run import Linear
+from tests.small_model import Linear
 
 
 class NoRendezvous(MemoryNeighbours):
