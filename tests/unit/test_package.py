@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_diloco
-from tests.processes import run
+from tests.processes import ROOT, run
 
 HEAVY = {"accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "torch", "transformers"}
 CHEAP_MODULES = [
@@ -75,3 +75,13 @@ def test_ships_types_and_templates() -> None:
     package = files(hf_diloco)
     assert package.joinpath("py.typed").is_file()
     assert any(entry.name.endswith((".html", ".j2")) for entry in package.joinpath("templates").iterdir())
+
+
+def test_no_test_imports_from_another() -> None:
+    """What several share lies in modules of its own."""
+    found = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(from|import) tests\.(\w+\.)*test_", path.read_text(), re.MULTILINE)
+    ]
+    assert not found
