@@ -1,10 +1,14 @@
 """What the outer loop costs: training between synchronisations, a synchronisation, and memory.
 
-    python benchmarks/overhead.py            # all three
+    python benchmarks/overhead.py            # all four
     python benchmarks/overhead.py sync --islands 4
+    python benchmarks/overhead.py one-island --every 20
 
 training   tokens/s of a Trainer with the callback, no synchronisation in reach, over the same Trainer without it; the
            two take turns in one process.
+one-island what an outer step every `--every` steps costs one island that trains alone (SNOO): its step time
+           over that of a plain Trainer, the median of pairs of turns; the share of the time that the callback
+           itself takes; and the host memory that it keeps, in bytes a parameter.
 sync       seconds of a synchronisation of `--values` fp32 parameters between processes on loopback, over one bare
            chunked Gloo all-reduce of as many values by the same processes, taking turns. Also the least that it could
            take where the all-reduce leaves no core idle: the all-reduce, and moving through memory what the outer step
@@ -24,23 +28,26 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 WORKER = [sys.executable, __file__]
 
 
-def training(args: argparse.Namespace) -> dict[str, float]:
-    """Turns of a few steps each, with and without the callback; the median step time of each."""
+LENGTH, BATCH = 128, 8
+WARM_UP = 3
+"""Steps that begin a turn, and are not counted."""
+
+
+def make_turn(steps: int) -> tuple[Callable[[list[Any]], list[float]], int]:
+    """What trains a small Llama for so many steps and returns the seconds of all but the first few; its size."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
-    from hf_diloco import DiLoCoCallback
-
     torch.set_num_threads(1)
-    length, batch = 128, 8
-    tokens = torch.randint(4096, (4096, length))
+    tokens = torch.randint(4096, (4096, LENGTH))
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
     shape: dict[str, Any] = {
         "hidden_size": 128,
@@ -62,7 +69,7 @@ def training(args: argparse.Namespace) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
             training_args = TrainingArguments(
-                folder, max_steps=args.steps, per_device_train_batch_size=batch, logging_steps=5, **settings
+                folder, max_steps=steps, per_device_train_batch_size=BATCH, logging_steps=5, **settings
             )
             trainer = Trainer(model, training_args, train_dataset=dataset, callbacks=[clock, *callbacks])
             trainer.remove_callback(PrinterCallback)
@@ -70,15 +77,83 @@ def training(args: argparse.Namespace) -> dict[str, float]:
         # From one step's begin to the next, so that all that callbacks do in between counts; the first few warm up.
         return [after - before for before, after in zip(clock.ends[2:], clock.ends[3:], strict=False)]
 
+    return turn, model.num_parameters()
+
+
+def training(args: argparse.Namespace) -> dict[str, float]:
+    """Turns of a few steps each, with and without the callback; the median step time of each."""
+    from hf_diloco import DiLoCoCallback
+
+    turn, _ = make_turn(args.steps)
     plain: list[float] = []
     outer: list[float] = []
     for number in range(args.turns):
         order = [(plain, []), (outer, [DiLoCoCallback(sync_every=10**6)])]
         for times, callbacks in order if number % 2 else reversed(order):
             times += turn(callbacks)
-    per_step = batch * length
+    per_step = BATCH * LENGTH
     without, with_callback = per_step / statistics.median(plain), per_step / statistics.median(outer)
     return {"tokens/s without": without, "tokens/s with": with_callback, "ratio": with_callback / without}
+
+
+def one_island(args: argparse.Namespace) -> dict[str, float]:
+    """Pairs of turns of whole periods, with and without an outer step at the end of each period."""
+    from hf_diloco import DiLoCoCallback
+
+    settings: dict[str, Any] = {"sync_every": args.every, "num_islands": 1, "outer_lr": 0.7, "outer_momentum": 0.5}
+
+    class Timed(DiLoCoCallback):
+        seconds = 0.0
+
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            begin = time.perf_counter()
+            super().on_step_end(*given, **named)
+            self.seconds += time.perf_counter() - begin
+
+    class Weighed(DiLoCoCallback):
+        kept = 0
+
+        def on_train_begin(self, *given: Any, **named: Any) -> None:
+            before = tensor_bytes()
+            super().on_train_begin(*given, **named)
+            self.kept += tensor_bytes() - before
+
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            before = tensor_bytes()
+            super().on_step_end(*given, **named)
+            self.kept += tensor_bytes() - before
+
+    steps = args.every * max(1, args.steps // args.every)
+    turn, size = make_turn(steps + WARM_UP)
+    weighed = Weighed(**settings)
+    turn([weighed])
+    ratios, shares = [], []
+    for number in range(args.turns):
+        timed = Timed(**settings)
+        seconds: dict[bool, float] = {}
+        for with_outer in (True, False) if number % 2 else (False, True):
+            seconds[with_outer] = sum(turn([timed] if with_outer else []))
+        ratios.append(seconds[True] / seconds[False])
+        shares.append(timed.seconds / seconds[True])
+    return {
+        "parameters": size,
+        "step time with / without": statistics.median(ratios),
+        "  lowest pair": min(ratios),
+        "  highest pair": max(ratios),
+        "share of the time in the callback": statistics.median(shares),
+        "host memory kept, bytes a parameter": weighed.kept / size,
+    }
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process; storages count once."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def sync(args: argparse.Namespace) -> dict[str, float]:
@@ -235,17 +310,21 @@ def main() -> None:
         island(json.loads(sys.argv[2]), int(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["training", "sync", "memory", []], help="default: all")
+    parser.add_argument(
+        "what", nargs="*", choices=["training", "one-island", "sync", "memory", []], help="default: all"
+    )
     parser.add_argument("--islands", type=int, default=2, help="of the sync benchmark")
     parser.add_argument("--values", type=int, default=100_000_000, help="fp32 parameters to synchronise")
     parser.add_argument("--repeats", type=int, default=10, help="synchronisations; the fastest counts, on both sides")
     parser.add_argument("--turns", type=int, default=8, help="turns of the training benchmark, each with and without")
     parser.add_argument("--steps", type=int, default=15, help="steps of a turn")
+    parser.add_argument("--every", type=int, default=20, help="steps between the outer steps of one island")
     args = parser.parse_args()
-    for name in args.what or ["training", "sync", "memory"]:
+    parts = {"training": training, "one-island": one_island, "sync": sync, "memory": memory}
+    for name in args.what or parts:
         print(name)
-        for label, value in {"training": training, "sync": sync, "memory": memory}[name](args).items():
-            print(f"  {label:36} {value:12,.3f}", flush=True)
+        for label, value in parts[name](args).items():
+            print(f"  {label:36} {value:12,.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ from hf_diloco.schedule import count_rounds, step_of
 from hf_diloco.sessions import BaseSession, open_session
 from hf_diloco.shards import Shards, open_shards, unwrap_optimizer
 from hf_diloco.stop import StopFlag
-from hf_diloco.trainer_arguments import check_arguments, examples_per_step, floats, folder_of, tokens_per_step
+from hf_diloco.trainer_arguments import (
+    check_arguments,
+    examples_per_step,
+    floats,
+    folder_of,
+    is_of_training,
+    tokens_per_step,
+)
 from hf_diloco.trainer_frames import count_evaluations, find_trainer, move_before_trackers
 
 logger = logging.getLogger("hf_diloco")
@@ -233,7 +240,7 @@ class DiLoCoCallback(TrainerCallback):
             return
         if "eval_loss" in logs and self._holds_outer:
             self._record.log_outer_loss(float(logs["eval_loss"]))
-        if "loss" in logs:
+        if is_of_training(logs):
             self._record.write("train", state.global_step, **floats(logs))
         added = self._record.take_for_trackers()
         logs.update(added)

@@ -86,6 +86,11 @@ def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
     return examples * int(length) if length else None
 
 
+def is_of_training(logs: Mapping[str, Any]) -> bool:
+    """Whether what the Trainer logs says how training goes; at its end there may be bytes without a loss."""
+    return "loss" in logs or "onebit/bytes_sent" in logs
+
+
 def floats(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among what the Trainer logs."""
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

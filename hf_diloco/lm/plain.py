@@ -19,6 +19,7 @@ from hf_diloco.manifest import FileRecord, find_damage, first_sound, lacks_files
 from hf_diloco.metrics import MetricsWriter
 from hf_diloco.saving import Saving
 from hf_diloco.stop import StopFlag
+from hf_diloco.trainer_arguments import floats, is_of_training
 from hf_diloco.trainer_frames import find_trainer
 
 _FILES = "files.json"
@@ -89,6 +90,7 @@ class PlainCallback(TrainerCallback):
             num_islands=1,
             num_ranks=args.world_size,
             shards="no outer loop",
+            has_outer_loop=False,
             num_parameters=sum(
                 _numel(parameter) for parameter in kwargs["model"].parameters() if parameter.requires_grad
             ),
@@ -111,8 +113,8 @@ class PlainCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Records losses."""
         logs = kwargs.get("logs") or {}
-        if self._writer and "loss" in logs:
-            self._writer.write("train", state.global_step, **_floats(logs))
+        if self._writer and is_of_training(logs):
+            self._writer.write("train", state.global_step, **floats(logs))
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -120,7 +122,7 @@ class PlainCallback(TrainerCallback):
         """Records evaluations, of the island's own weights: there are no others."""
         metrics = kwargs.get("metrics") or {}
         if self._writer and "eval_loss" in metrics:
-            self._writer.write("eval", state.global_step, weights="inner", **_floats(metrics))
+            self._writer.write("eval", state.global_step, weights="inner", **floats(metrics))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""
@@ -144,10 +146,6 @@ class PlainCallback(TrainerCallback):
 
 def _numel(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))  # under ZeRO-3 the parameter itself is empty
-
-
-def _floats(values: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 # Which checkpoints are whole: those that list their files, the list written last

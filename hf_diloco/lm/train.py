@@ -107,7 +107,8 @@ def _finish(island: Island, progress: Progress) -> None:
     if not is_leader():
         return
     summary = write_summary(run, evaluation, sample)
-    say(f"evaluation loss of the {summary['eval_weights']} weights: {summary['eval_loss']:.4f}")
+    whose = f" of the {summary['eval_weights']} weights" if run.diloco.enabled else ""
+    say(f"evaluation loss{whose}: {summary['eval_loss']:.4f}")
     if run.diloco.island == 0:
         say(f"model: {run.folder / 'model'}")
     if sample is not None:

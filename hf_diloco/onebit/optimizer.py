@@ -59,6 +59,7 @@ class OneBitOptimizer(Optimizer):
 
     Attributes:
         num_steps: steps taken.
+        bytes_sent: by this rank in the compressed stage, since it was made.
         num_left_out: contributions of ranks that were left out, since they were not finite.
         saves_errors: whether `state_dict` holds this rank's errors. They differ between ranks: false where one rank's
             state is saved for all, and the errors beside it (`errors`, `load_errors`).
@@ -90,6 +91,7 @@ class OneBitOptimizer(Optimizer):
         self.process_group = process_group
         self.num_steps = 0
         self.num_left_out = 0
+        self.bytes_sent = 0
         self.saves_errors = True
         self._exchanged: torch.Tensor | None = None
         self._exchange: OneBitAllReduce | None = None
@@ -179,6 +181,7 @@ class OneBitOptimizer(Optimizer):
             self._lost_errors = ""
         assert self._exchanged is not None
         num_finite = exchange.mean_(self._exchanged)
+        self.bytes_sent += exchange.bytes_sent
         if num_finite < exchange.num_ranks:
             self.num_left_out += exchange.num_ranks - num_finite
             what = "they are left out of the mean" if num_finite else "the step is left out"

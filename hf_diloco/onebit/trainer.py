@@ -77,6 +77,7 @@ class OneBitCallback(TrainerCallback):
         self.optimizer = optimizer
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._hooked: Any = None
+        self._bytes_told = 0
         optimizer.saves_errors = False
 
     def on_train_begin(
@@ -99,6 +100,16 @@ class OneBitCallback(TrainerCallback):
         self._hook(trainer, args.world_size)
         if state.global_step:
             self._load(self._resume_path or folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
+        logs, since = kwargs.get("logs"), self.optimizer.bytes_sent - self._bytes_told
+        if logs is None or "eval_loss" in logs or not since:
+            return
+        self._bytes_told += since
+        logs["onebit/bytes_sent"] = since * self.optimizer.exchange.num_ranks
+        if state.log_history:
+            state.log_history[-1]["onebit/bytes_sent"] = logs["onebit/bytes_sent"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts this rank's errors beside the Trainer's checkpoint."""

@@ -49,7 +49,7 @@ def _not_outer(island: IslandReport) -> Iterator[str]:
             f"island {island.island} ended off a synchronisation boundary{past}: its final weights are its own, not "
             "the outer model's" + ("" if _stopped_early(island) else "; let max_steps be a multiple of sync_every")
         )
-    if island.inner_eval_loss is not None:
+    if island.inner_eval_loss is not None and island.has_outer_loop:
         yield (
             f"island {island.island}'s last evaluation (step {island.inner_eval_step}, loss "
             f"{island.inner_eval_loss:.4f}) was of its own weights, not the outer model's"

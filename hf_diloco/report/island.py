@@ -94,6 +94,7 @@ class IslandReport(BaseModel):
     num_sections: int
     run_is_over: bool
     comes_and_goes: bool
+    has_outer_loop: bool
     sample: str | None
     eval_accuracy: float | None = None
     consensus_distance: float | None = None
@@ -141,6 +142,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         num_sections=len(island.sections),
         run_is_over=bool(end) and end[0].run_is_over,
         comes_and_goes=start is not None and start.comes_and_goes,
+        has_outer_loop=start is None or start.has_outer_loop,
         sample=sample if isinstance(sample, str) else None,
         eval_accuracy=outer.eval_accuracy if outer else None,
         consensus_distance=outer.consensus_distance if outer else None,
@@ -149,9 +151,13 @@ def summarise_island(island: IslandRun) -> IslandReport:
     )
 
 
-def _exchanges(records: IslandRun | Section) -> list[Sync | Mix]:
-    """What says how much was exchanged."""
-    return [*records.of(Sync), *records.of(Mix)]
+def _exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
+    """What says how much was exchanged: between islands, or, where there is no outer loop, between ranks in 1 bit."""
+    between: list[Sync | Mix | Train] = [*records.of(Sync), *records.of(Mix)]
+    starts = records.of(Start)
+    if any(not start.has_outer_loop for start in starts):
+        between += [train for train in records.of(Train) if train.bytes_sent is not None]
+    return between
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:

@@ -49,6 +49,7 @@ class Start(Record):
     method: str | None = None
     topology: str | None = None
     examples_per_step: Rate | None = None
+    has_outer_loop: bool = True
 
 
 class Train(Record):
@@ -56,6 +57,12 @@ class Train(Record):
 
     event: Literal["train"]
     loss: Loss = None
+    bytes_sent: Count | None = Field(None, alias="onebit/bytes_sent")
+
+    @property
+    def bytes_received(self) -> int | None:
+        """Between the ranks of an island: what one sends another receives."""
+        return self.bytes_sent
 
 
 class Eval(Record):

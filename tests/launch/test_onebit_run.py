@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -65,6 +66,10 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     events = [json.loads(line) for line in (folder / "island-0" / "metrics.jsonl").read_text().splitlines()]
     first = next(event["loss"] for event in events if event["event"] == "train")
+    sent = [int(event["onebit/bytes_sent"]) for event in events if "onebit/bytes_sent" in event]
+    assert len(sent) == 8 - 3, "every step after the freeze"
+    size = events[0]["num_parameters"]
+    assert sent == [2 * 2 * (4 + math.ceil(size / 2 / 8))] * 5, "two ranks, each a packet to the other in two stages"
     assert 4.5 < first < 6.5, "not ln(300), but a multiple: by ranks, or by accumulated batches"
     model = (folder / "model" / "model.safetensors").read_bytes()
     checkpoint = folder / "island-0" / "checkpoint-5"

@@ -338,3 +338,15 @@ def test_a_node_computes_while_its_exchanges_are_hidden(tmp_path: Path) -> None:
     (node,) = report.islands
     assert node.seconds is not None
     assert (node.seconds.computing, node.seconds.exchanging) == (7.5, 2.5)
+
+
+def test_a_run_without_an_outer_loop_has_no_other_weights(tmp_path: Path) -> None:
+    alone = start(num_islands=1, has_outer_loop=False, payload=None)
+    sent = [{**train(step, 2.0), "onebit/bytes_sent": 100.0} for step in (3, 4)]
+    records = [alone, train(2, 3.0), *sent, evaluation(4, 1.5, "inner"), end(4)]
+    report = report_of(tmp_path / "alone", records)
+    assert not [warning for warning in report.warnings if "outer" in warning]
+    assert (report.bytes_sent, report.bytes_received) == (200, 200)
+    report = report_of(tmp_path / "island", [{**records[0], "has_outer_loop": True}, *records[1:]])
+    assert any("was of its own weights" in warning for warning in report.warnings)
+    assert report.bytes_sent == 0, "these did not travel between islands"

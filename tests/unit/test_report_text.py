@@ -83,6 +83,16 @@ def test_what_is_missing_is_a_dash(tmp_path: Path) -> None:
     assert "0 0 — — — 0 B — — —" in output
 
 
+def test_a_run_without_an_outer_loop(tmp_path: Path) -> None:
+    first, *others = whole_record(0)
+    records = [
+        {**first, "has_outer_loop": False},
+        *(one | {"weights": "inner"} for one in others if one["event"] != "sync"),
+    ]
+    output = flat(printed(write_island(tmp_path, 0, records).parent, width=200))
+    assert "evaluation loss 2.0794 (step 4)" in output
+
+
 def test_one_island_of_two(tmp_path: Path) -> None:
     output = flat(printed(write_island(tmp_path / "demo", 1, whole_record(1)).parent))
     assert "demo: 2 islands, 2 rounds (record of island 1)" in output
