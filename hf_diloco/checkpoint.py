@@ -328,7 +328,7 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dic
     tensors: dict[str, torch.Tensor] = {}
     covered = 0
     for file in index.files:
-        matches = _matches(file.intervals, intervals)
+        matches = match_intervals(file.intervals, intervals)
         if not matches and tensors:
             continue
         for name, stored in _read_file(folder / file.name, file).items():
@@ -348,7 +348,7 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dic
     return tensors
 
 
-def _matches(stored: Sequence[Interval], wanted: Sequence[Interval]) -> list[tuple[int, int, int]]:
+def match_intervals(stored: Sequence[Interval], wanted: Sequence[Interval]) -> list[tuple[int, int, int]]:
     """(position in the stored vector, position in the wanted one, length) of all that the two share."""
     found = []
     source = 0

@@ -41,8 +41,8 @@ ANSWER_SECONDS = 60.0
 """After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
 LOOK_SECONDS = 0.5
 """How often a wait looks for broken connections; what is broken twice running, and still silent, is gone."""
-_GO, _LATE, _GONE, _LEAVES, _FINISHED = "go", "late", "gone", "leaves", "finished"
-_COMMIT, _AGAIN = "commit", "again"
+GO, LATE, GONE, LEAVES, FINISHED = "go", "late", "gone", "leaves", "finished"
+COMMIT, AGAIN = "commit", "again"
 MAX_TRIES = 3
 """Of one round whose averages differ or come damaged."""
 
@@ -141,14 +141,14 @@ class Ledger:
         try:
             missing = self._await(keys, timeout, wait, unless=[[f"{topic}/plan"]], watch=watch)
         except StopRequested:
-            if self._decide(f"{topic}/plan", f"{_LEAVES} {self.island}") != _GO:
+            if self._decide(f"{topic}/plan", f"{LEAVES} {self.island}") != GO:
                 raise
             # All had arrived: it is too late to leave.
             missing = self._await(keys, timeout, wait, interruptible=False, watch=watch)
         missing = missing or []
-        kind = _GONE if watch.gone.intersection(missing) else _LATE
-        plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]) if missing else _GO)
-        if plan != _GO:
+        kind = GONE if watch.gone.intersection(missing) else LATE
+        plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]) if missing else GO)
+        if plan != GO:
             raise self._no_round(round_number, plan, timeout)
         return self._read(keys)
 
@@ -156,17 +156,17 @@ class Ledger:
         kind, *numbers = plan.split() or [""]
         islands = [int(number) for number in numbers if number.isdecimal()]
         again = "start all islands again: the run resumes from the newest round that all hold"
-        if kind == _LATE:
+        if kind == LATE:
             return IslandLostError(
                 f"{_names(islands)} did not reach round {round_number} within sync_timeout ({timeout:g} s). If it is "
                 f"only slow, raise sync_timeout or give it fewer inner steps' worth of work; if it is gone, {again}",
                 islands,
             )
-        if kind == _GONE:
+        if kind == GONE:
             return IslandLostError(
                 f"{_names(islands)} lost before round {round_number}: the connection broke; {again}", islands
             )
-        if kind == _FINISHED:
+        if kind == FINISHED:
             return IslandLostError(
                 f"{_names(islands)} ended after round {round_number - 1}, having taken all its steps, and this island "
                 "has more to take: give all islands the same number of steps (max_steps, or as many turns of the "
@@ -190,16 +190,16 @@ class Ledger:
         topic = self._topic(round_number)
         self._post(f"{topic}/vote/{self.island}", vote)
         agreed = vote["ok"] and self._await_agreement(round_number, vote["digest"], timeout)
-        if agreed and self._decide(f"{topic}/outcome", _COMMIT) == _COMMIT:
+        if agreed and self._decide(f"{topic}/outcome", COMMIT) == COMMIT:
             return True, {str(island): dict(vote) for island in range(self.num_islands)}
         votes = self._votes(topic)
         is_vain = vote.get("again", False) if not vote["ok"] else len(votes) == self.num_islands
         may_repeat = is_vain and self.tries(round_number) + 1 < MAX_TRIES
         may_repeat = may_repeat and all(record.get("ok") or record.get("again") for record in votes.values())
-        outcome = self._decide(f"{topic}/outcome", _AGAIN if may_repeat else f"abort by island {self.island}")
-        if outcome == _AGAIN:
+        outcome = self._decide(f"{topic}/outcome", AGAIN if may_repeat else f"abort by island {self.island}")
+        if outcome == AGAIN:
             self._tries[round_number] = self.tries(round_number) + 1
-        return outcome == _COMMIT, votes
+        return outcome == COMMIT, votes
 
     def _await_agreement(self, round_number: int, digest: str, timeout: float) -> bool:
         """Whether all islands hold the average that this one holds."""
@@ -238,7 +238,7 @@ class Ledger:
             next_round: the first round without it.
             finished: it has done all that it was to do.
         """
-        self._decide(f"{self._topic(next_round)}/plan", f"{_FINISHED if finished else _LEAVES} {self.island}")
+        self._decide(f"{self._topic(next_round)}/plan", f"{FINISHED if finished else LEAVES} {self.island}")
 
     def _decide(self, key: str, value: str) -> str:
         """Create if absent: returns the value that was written first."""

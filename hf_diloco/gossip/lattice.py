@@ -33,7 +33,7 @@ CHECK_VALUES = 1 << 12
 """Values that share a checksum, and are left out together: 8 bytes for 4,096 or 8,192 bytes of codes."""
 
 _CHECK_BYTES = 8
-_TILE_VALUES = 1 << 17
+TILE_VALUES = 1 << 17
 """Values handled at a time, in buffers of 64 bits that stay in the cache; whole blocks of checksums."""
 
 _LARGEST = float(1 << 51)
@@ -180,5 +180,5 @@ def _num_checks(num_values: int) -> int:
 
 
 def _tiles(size: int) -> Iterator[tuple[int, int]]:
-    for low in range(0, size, _TILE_VALUES):
-        yield low, min(low + _TILE_VALUES, size)
+    for low in range(0, size, TILE_VALUES):
+        yield low, min(low + TILE_VALUES, size)

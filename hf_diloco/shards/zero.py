@@ -45,7 +45,7 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
     _warn_if_untested()
     _refuse_unreachable_masters(optimizer)
     # By exact type: what DeepSpeed derives from these (ZenFlow, SuperOffload) updates its masters at other times.
-    known = _LAYOUTS.get(type(optimizer).__name__)
+    known = LAYOUTS.get(type(optimizer).__name__)
     if known is not None:
         _check_muon(optimizer)
         return known(model, optimizer)
@@ -263,7 +263,7 @@ def _check_muon(optimizer: Any) -> None:
         )
 
 
-_LAYOUTS: dict[str, Callable[[nn.Module, Any], Shards]] = {
+LAYOUTS: dict[str, Callable[[nn.Module, Any], Shards]] = {
     "DeepSpeedZeroOptimizer": Zero12Shards,
     "DeepSpeedZeroOptimizer_Stage3": Zero3Shards,
     "BF16_Optimizer": BF16OptimizerShards,

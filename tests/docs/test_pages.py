@@ -166,7 +166,7 @@ def test_every_record_of_a_round_is_explained() -> None:
     keys = re.findall(r"^    (round/R/\S+)", str(ledger.__doc__), re.MULTILINE)
     assert len(keys) == 5
     assert not [key for key in keys if f"`{key}`" not in text]
-    assert not [word for word in (ledger._GO, ledger._LATE, ledger._LEAVES, ledger._COMMIT) if f'"{word}"' not in text]
+    assert not [word for word in (ledger.GO, ledger.LATE, ledger.LEAVES, ledger.COMMIT) if f'"{word}"' not in text]
 
 
 def test_every_record_in_an_object_store_is_explained() -> None:
@@ -187,7 +187,7 @@ def test_every_deepspeed_layout_is_listed() -> None:
     from hf_diloco.shards import zero
 
     text = (DOCS / "deepspeed.md").read_text()
-    assert not [name for name in zero._LAYOUTS if f"`{name}`" not in text]
+    assert not [name for name in zero.LAYOUTS if f"`{name}`" not in text]
     oldest, too_new = zero.TESTED_VERSIONS
     assert f"checked against DeepSpeed {oldest}" in text
     assert f"from {too_new} on" in text

@@ -507,7 +507,7 @@ def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: TCPStore)
             x = torch.full((100,), torch.nan)
             step = neighbours.enter(x)
             entered.append(step)
-            near = sorted({*topology.neighbours(leaver), *neighbours._peers})
+            near = sorted({*topology.neighbours(leaver), *neighbours.peers})
             total = offered[near[0], step].clone()
             for peer in near[1:]:
                 total += offered[peer, step]

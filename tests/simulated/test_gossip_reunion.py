@@ -113,7 +113,7 @@ class Nodes:
 
 
 def _lacked(neighbours: MeshNeighbours) -> set[int]:
-    return {peer for peer in neighbours._peers if peer not in neighbours._edges}
+    return {peer for peer in neighbours.peers if peer not in neighbours._edges}
 
 
 def give_up(neighbours: MeshNeighbours, peer: int) -> None:
@@ -251,7 +251,7 @@ def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
             time.sleep(0.002)
             neighbours.offer(torch.zeros(SIZE), step)
             published.publish(torch.tensor([step]).view(torch.uint8))
-            for peer in neighbours._peers:
+            for peer in neighbours.peers:
                 payload, _ = published.pull(peer)
                 if payload is not None:
                     newest[node, peer] = int(payload.view(torch.int64))
@@ -259,8 +259,8 @@ def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
                 give_up(neighbours, other)
             nodes.news[node] += neighbours.take_news()
             if node not in (one, other) or "is connected again" in "".join(nodes.news[node]):
-                before = before or {peer: newest.get((node, peer), 0) for peer in neighbours._peers}
-                if all(newest[node, peer] > before[peer] for peer in neighbours._peers):
+                before = before or {peer: newest.get((node, peer), 0) for peer in neighbours.peers}
+                if all(newest[node, peer] > before[peer] for peer in neighbours.peers):
                     satisfied.add(node)
             step += 1
         assert not neighbours.lost

@@ -184,7 +184,7 @@ def test_matches_are_what_counting_finds(stored: list[Interval], wanted: list[In
 
     source, target = positions(stored), positions(wanted)
     counted = sorted((source[index], target[index]) for index in source.keys() & target.keys())
-    matches = module._matches(stored, wanted)
+    matches = module.match_intervals(stored, wanted)
     assert sorted((s + step, t + step) for s, t, length in matches for step in range(length)) == counted
 
 

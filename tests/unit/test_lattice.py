@@ -14,7 +14,7 @@ from hf_diloco.errors import ConfigError, PayloadError, UnsupportedError
 from hf_diloco.gossip import lattice
 from hf_diloco.gossip.lattice import CHECK_VALUES, LatticeCodec
 
-SIZES = [0, 1, 7, CHECK_VALUES - 1, CHECK_VALUES, CHECK_VALUES + 1, 3 * CHECK_VALUES + 5, lattice._TILE_VALUES + 3]
+SIZES = [0, 1, 7, CHECK_VALUES - 1, CHECK_VALUES, CHECK_VALUES + 1, 3 * CHECK_VALUES + 5, lattice.TILE_VALUES + 3]
 Q = {1: 256, 2: 65536}
 
 
@@ -153,9 +153,9 @@ def test_another_step_at_the_other_end_is_found() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", [0, lattice._TILE_VALUES + 1])
+@pytest.mark.parametrize("where", [0, lattice.TILE_VALUES + 1])
 def test_what_is_not_finite_is_refused(bad: float, where: int) -> None:
-    values = torch.zeros(lattice._TILE_VALUES + 5)
+    values = torch.zeros(lattice.TILE_VALUES + 5)
     values[where] = bad
     with pytest.raises(UnsupportedError, match=f"value {where:,} is {bad}.*diverged"):
         encoded(LatticeCodec(2, 0.01), values)

@@ -60,6 +60,7 @@ class MeshNeighbours(Neighbours):
         notes: say for whom this node waits. Default: its own, as `hf_diloco.waiting` has them.
 
     Attributes:
+        peers: the nodes that it mixes with at one step or another.
         lost: the nodes that this one has lost, each with the reason in words.
         averaged_over: the nodes in the last `average`, in order.
 
@@ -104,12 +105,12 @@ class MeshNeighbours(Neighbours):
         self._published: MeshPublished | None = None
         self._is_swapping = threading.Lock()
         self._is_closed = False
-        self._peers = edge_peers(topology, node)
+        self.peers = edge_peers(topology, node)
         self._joining = Joining(
             store,
             self._board,
             node,
-            self._peers,
+            self.peers,
             address,
             connect_timeout,
             exchange_timeout,
@@ -131,7 +132,7 @@ class MeshNeighbours(Neighbours):
             ),
             self._patience,
         )
-        for peer in self._peers:
+        for peer in self.peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
         self._buffers = Buffers()
@@ -206,7 +207,7 @@ class MeshNeighbours(Neighbours):
         published = MeshPublished(
             self._store,
             self.node,
-            self._peers,
+            self.peers,
             self._address,
             self._exchange_timeout,
             self._rate_limit,
@@ -300,17 +301,17 @@ class MeshNeighbours(Neighbours):
             if peer in self._edges:
                 self._edges.pop(peer).close()
                 self._lose(peer, reason)
-        if self._peers and not self._edges and self._reception.is_given_up:
+        if self.peers and not self._edges and self._reception.is_given_up:
             raise IslandLostError(
                 f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it. "
                 f"{self._way_back()}",
-                self._peers,
+                self.peers,
             )
 
     def _find_lost(self) -> list[int]:
         """The neighbours without whom this node goes on."""
         self._note_lost()
-        return [peer for peer in self._peers if peer not in self._edges]
+        return [peer for peer in self.peers if peer not in self._edges]
 
     def _note_members(self, before: Collection[int]) -> None:
         members = self._group.members
@@ -320,7 +321,7 @@ class MeshNeighbours(Neighbours):
                 self._edges.pop(node).close()
                 self._reception.look_for([node])
             self.lost[node] = "it did not come to the average of all nodes"
-        for node in set(members) & self.lost.keys() - set(self._peers):
+        for node in set(members) & self.lost.keys() - set(self.peers):
             del self.lost[node]
         if absent:
             self._news.append(
@@ -332,12 +333,12 @@ class MeshNeighbours(Neighbours):
 
     def _check_company(self) -> None:
         """Raises `IslandLostError` if no neighbour is left."""
-        if self._edges or not self._peers:
+        if self._edges or not self.peers:
             return
-        reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self._peers if peer in self.lost)
+        reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self.peers if peer in self.lost)
         raise IslandLostError(
             f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). {self._way_back()}",
-            self._peers,
+            self.peers,
         )
 
     def _way_back(self) -> str:
