@@ -466,6 +466,7 @@ class DiLoCoCallback(TrainerCallback):
             tokens_per_step=tokens_per_step(self._facts, examples),
             resumed=resumed,
             round=self._outer.round,
+            has_outer_loop=True,
             comes_and_goes=self.config.meets_in_store,
             params_hash=self._outer.outer_hash,
         )

@@ -177,7 +177,7 @@ def _trainer(
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         data_collator=_masking(run, tokenizer),
-        callbacks=[callback, files, *callbacks_of(optimizer, checkpoint)],
+        callbacks=[callback, files, *callbacks_of(run.optimizer, optimizer, checkpoint)],
         optimizers=(optimizer, None),
     )
     if run.model.objective == "masked":

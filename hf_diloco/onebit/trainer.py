@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.files import is_write_failure, reason_of
 from hf_diloco.onebit.adam import OneBitAdam
-from hf_diloco.onebit.hook import average_gradients
+from hf_diloco.onebit.hook import average_gradients, average_gradients_in_fp16
 from hf_diloco.onebit.lamb import OneBitLamb
 from hf_diloco.onebit.optimizer import OneBitOptimizer
 from hf_diloco.refusals import refuse
@@ -71,10 +71,17 @@ class OneBitCallback(TrainerCallback):
     Args:
         optimizer: the Trainer's.
         resume_from_checkpoint: where training resumes from, if not `output_dir/checkpoint-N`.
+        warmup_payload: number format of the gradients that ranks exchange in the warm-up.
     """
 
-    def __init__(self, optimizer: OneBitOptimizer, resume_from_checkpoint: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: OneBitOptimizer,
+        resume_from_checkpoint: str | Path | None = None,
+        warmup_payload: Literal["fp32", "fp16"] = "fp32",
+    ) -> None:
         self.optimizer = optimizer
+        self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._hooked: Any = None
         self._bytes_told = 0
@@ -135,7 +142,7 @@ class OneBitCallback(TrainerCallback):
                 f"a 1-bit optimizer on {num_ranks} ranks needs DDP, whose all-reduce it takes over, but the Trainer "
                 f"made a {type(wrapped).__name__}: leave DeepSpeed, FSDP and torch_compile out"
             )
-        wrapped.register_comm_hook(self.optimizer, average_gradients)
+        wrapped.register_comm_hook(self.optimizer, self._warmup)
         self._hooked = wrapped
 
     def _load(self, checkpoint: Path) -> None:

@@ -43,6 +43,10 @@ def make_optimizer(
     )
 
 
-def callbacks_of(optimizer: torch.optim.Optimizer | None, checkpoint: Path | None) -> list[TrainerCallback]:
+def callbacks_of(
+    block: OptimizerBlock | None, optimizer: torch.optim.Optimizer | None, checkpoint: Path | None
+) -> list[TrainerCallback]:
     """What it needs of the Trainer; training goes on from `checkpoint`."""
-    return [OneBitCallback(optimizer, checkpoint)] if isinstance(optimizer, OneBitOptimizer) else []
+    if block is None or not isinstance(optimizer, OneBitOptimizer):
+        return []
+    return [OneBitCallback(optimizer, checkpoint, block.warmup_payload)]

@@ -18,7 +18,7 @@ _OF_LAMB = (
 )
 
 
-_OF_ONE_BIT = ("freeze_step", "bias_correction")
+_OF_ONE_BIT = ("freeze_step", "bias_correction", "warmup_payload")
 _OF_MUON = ("muon_lr", "momentum", "nesterov", "ns_steps", "adjust_lr")
 _SETTINGS = {
     "onebit_lamb": (*_OF_ONE_BIT, *_OF_LAMB),
@@ -36,6 +36,9 @@ class OptimizerBlock(Block):
         None,
         description="1-bit, required: steps of the warm-up at full precision, 2 or more; null: all of them, no "
         "compression",
+    )
+    warmup_payload: Literal["fp32", "fp16"] = Field(
+        "fp32", description="1-bit: number format of the gradients that ranks exchange in the warm-up"
     )
     bias_correction: bool = Field(False, description="1-bit: divide the moments by 1 - beta^t, as Adam does")
     min_coeff: float = Field(0.01, ge=0, description="LAMB: least trust ratio")
@@ -80,5 +83,5 @@ class OptimizerBlock(Block):
         return "muon" if self.name == "muon" else "onebit"
 
     def of_method(self) -> dict[str, Any]:
-        """The settings that the method takes, but for those of `training`."""
-        return {name: getattr(self, name) for name in _SETTINGS[self.name]}
+        """The settings that the method takes, but for those of `training` and of the exchange."""
+        return {name: getattr(self, name) for name in _SETTINGS[self.name] if name != "warmup_payload"}

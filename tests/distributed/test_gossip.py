@@ -70,7 +70,7 @@ def start(
         ("ring", 4, "fp32"),
         pytest.param("one-peer-exponential", 4, "fp32", marks=pytest.mark.slow),
         pytest.param("full", 5, "fp32", marks=pytest.mark.slow),
-        ("full", 5, "int4"),
+        pytest.param("full", 5, "int4", marks=pytest.mark.slow),
     ],
 )
 def test_processes_compute_what_threads_compute(
@@ -188,7 +188,8 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
     ("graph", "method", "payload"),
     [
         pytest.param("ring", "decentlam", "fp32", marks=pytest.mark.slow),
-        ("full", "momentum-consensus", "fp32"),  # whose exchange is behind the computation
+        # whose exchange is behind the computation; of the same in one process: tests/simulated/test_gossip_reunion.py
+        pytest.param("full", "momentum-consensus", "fp32", marks=pytest.mark.slow),
         pytest.param("ring", "dsgd", "int8", marks=pytest.mark.slow),
     ],
 )

@@ -104,7 +104,7 @@ def average_in_threads(num_islands: int, cases: Sequence[Case]) -> list[torch.Te
     return run_islands(num_islands, run)[0]
 
 
-@pytest.mark.parametrize("num_islands", [2, 3, 4])
+@pytest.mark.parametrize("num_islands", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: TCPStore, tmp_path: Path) -> None:
     cases = make_cases(num_islands)
     expected = average_in_threads(num_islands, cases)

@@ -98,7 +98,7 @@ def test_the_all_reduce_is_numpy(num_ranks: int, tmp_path: Path) -> None:
             assert said <= counted <= 1.05 * said + 5 * 2000, (size, said, counted)
 
 
-@pytest.mark.parametrize("kind", ["lamb", "adam"])
+@pytest.mark.parametrize("kind", ["lamb", pytest.param("adam", marks=pytest.mark.slow)])
 def test_ranks_agree_and_ddp_sends_nothing_of_its_own(kind: str, tmp_path: Path) -> None:
     [first, *others], _ = run(tmp_path, 3, trainings=[[kind, FREEZE + 4, None]])
     assert all(torch.equal(other[0]["weights"], first[0]["weights"]) for other in others)

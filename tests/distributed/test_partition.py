@@ -44,6 +44,7 @@ DDP = {"extra": {"ddp_backend": "gloo"}}
         pytest.param(
             (Kind(3, {"zero": 3, "bf16": True}), Kind(2, {"zero": 1, "bf16": True, "own_optimizer": True})),
             id="3 ranks ZeRO-3, 2 ranks ZeRO-1, bf16",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             (Kind(2, {"lora": True, **DDP}), Kind(2, {"lora": True, "zero": 3})),

@@ -53,7 +53,7 @@ def launch(file: Path, *overrides: str) -> str:
     return completed.output + (file.parent / "runs" / "run" / "island-0" / "log.txt").read_text()
 
 
-def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
+def write_run(tmp_path: Path) -> Path:
     words = [f"word{number % 97} and {number * number % 89}" for number in range(400)]
     documents = [" ".join(words[begin : begin + 20]) for begin in range(0, 400, 5)]
     corpus = tmp_path / "corpus.jsonl"
@@ -61,6 +61,27 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
     settings = {**RUN, "output": str(tmp_path / "runs"), "data": {**RUN["data"], "files": [str(corpus)]}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "island-0" / "metrics.jsonl").read_text().splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "train"]
+
+
+@pytest.mark.slow
+def test_gradients_of_the_warm_up_may_travel_in_fp16(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    launch(file)
+    launch(file, "--name", "half", "optimizer.warmup_payload=fp16")
+    whole, half = (losses(tmp_path / "runs" / name) for name in ("run", "half"))
+    assert half[0] == whole[0], "nothing has travelled yet"
+    assert half != whole
+    assert half == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
     said = launch(file)
     assert "step 3: the second moments are frozen; the momentum travels in 1 bit" in said
     folder = tmp_path / "runs" / "run"

@@ -111,12 +111,13 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
     assert "warning" not in report.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "average"),
     [
         ("decentlam", "true"),
-        pytest.param("decentlam", "false", marks=pytest.mark.slow),
-        pytest.param("momentum-consensus", "true", marks=pytest.mark.slow),
+        ("decentlam", "false"),
+        ("momentum-consensus", "true"),
     ],
 )
 def test_slow_momentum_in_processes_and_threads(method: str, average: str, file: Path) -> None:
@@ -174,6 +175,7 @@ def test_a_killed_node_returns_to_slow_momentum(file: Path) -> None:
     assert last[0]["eval_accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_non_blocking_swarm(file: Path) -> None:
     run([*LAUNCH, file, "gossip.method=swarm-sgd", "gossip.options={local_steps: 2}"], timeout=PATIENCE)
     folder = file.parent / "runs" / "tiny"
@@ -319,6 +321,7 @@ def test_a_killed_node_returns_where_nobody_waits(file: Path) -> None:
     assert end["bytes_received"] > 0
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_return_is_done_without(file: Path) -> None:
     settings = ["training.max_steps=150", "training.logging_steps=10", "gossip.num_islands=4"]
     folder = file.parent / "runs" / "tiny"

@@ -284,7 +284,9 @@ CODED_SIZES = [0, 1, 257, CODEC_BLOCK, CODEC_BLOCK + 1, 7 * CODEC_BLOCK + 1234]
 
 @pytest.mark.usefixtures("codec_blocks")
 @pytest.mark.parametrize("payload", ["fp32", *CODED])
-@pytest.mark.parametrize("weights", [[2.0, 2.0], [3.0, 1.0]], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
+    "weights", [pytest.param([2.0, 2.0], id="equal", marks=pytest.mark.slow), pytest.param([3.0, 1.0], id="unequal")]
+)
 def test_a_bucket_of_codes_computes_what_memory_computes_bit_for_bit(
     store: ObjectStore, payload: str, weights: list[float]
 ) -> None:
