@@ -70,13 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core, and two more, as tests wait at times.
+    """`-n auto`: a worker for each core, and two more, as tests wait at times; slow ones start more processes each.
 
     None for a few chosen tests, which start sooner in this process.
     """
     is_file = config.args_source.name == "ARGS" and any(".py" in arg for arg in config.args)
     chosen = config.option.keyword or config.option.lf or config.option.usepdb or is_file
-    return 0 if chosen else min(num_cores() + 2, MAX_WORKERS)
+    more = 1 if config.option.markexpr == "slow" else 2
+    return 0 if chosen else min(num_cores() + more, MAX_WORKERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:

@@ -398,7 +398,7 @@ class ElasticSession(BaseSession):
                     raise StopRequested
                 note.look("the others, which begin it without this island")
                 self._clock.sleep(LOOK_SECONDS)
-            return False
+            return self._need_council().current(self.outer.round + 1).plan is not None  # they were faster
 
         while self.island.on_leader(wait):
             self._catch_up()

@@ -9,6 +9,7 @@ as many files as a checkpoint has; then prints "done".
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 import tempfile
@@ -52,3 +53,4 @@ go_on.set()
 for thread in threads:
     thread.join()
 print("done", flush=True)
+os._exit(0)  # the rendezvous, with as many connections as it may have, may take long to end
