@@ -188,8 +188,11 @@ class Ledger:
         for all to take it once more, at most `MAX_TRIES` times in all: `tries` then goes up.
         """
         topic = self._topic(round_number)
+        held = [f"{topic}/held/{vote['digest']}/{island}" for island in range(self.num_islands)]
+        if vote["ok"]:  # before the vote: whose vote is there has said what it holds
+            self._guard(lambda: self._store.set(held[self.island], ""))
         self._post(f"{topic}/vote/{self.island}", vote)
-        agreed = vote["ok"] and self._await_agreement(round_number, vote["digest"], timeout)
+        agreed = vote["ok"] and self._await_agreement(round_number, held, timeout)
         if agreed and self._decide(f"{topic}/outcome", COMMIT) == COMMIT:
             return True, {str(island): dict(vote) for island in range(self.num_islands)}
         votes = self._votes(topic)
@@ -201,22 +204,20 @@ class Ledger:
             self._tries[round_number] = self.tries(round_number) + 1
         return outcome == COMMIT, votes
 
-    def _await_agreement(self, round_number: int, digest: str, timeout: float) -> bool:
-        """Whether all islands hold the average that this one holds."""
+    def _await_agreement(self, round_number: int, held: list[str], timeout: float) -> bool:
+        """Whether all islands hold the average that this one holds, and say so by the keys `held`."""
         topic = self._topic(round_number)
-        held = [f"{topic}/held/{digest}/{island}" for island in range(self.num_islands)]
-        self._guard(lambda: self._store.set(held[self.island], ""))
         wait = self._notes.begin(timeout, f"round {round_number}, vote")
-        others_voted = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
+        all_votes = [f"{topic}/vote/{island}" for island in range(self.num_islands)]
         missing = self._await(
             held,
             timeout,
             wait,
             interruptible=False,
-            unless=[[f"{topic}/outcome"], others_voted],
+            unless=[[f"{topic}/outcome"], all_votes],
             watch=_Watch(self._find_broken, self._clock),
         )
-        return missing == []
+        return missing == [] or (missing is None and self._has(held))  # the last may have come in between
 
     def _votes(self, topic: str) -> dict[str, Record]:
         keys = {str(island): f"{topic}/vote/{island}" for island in range(self.num_islands)}

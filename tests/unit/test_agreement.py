@@ -141,6 +141,32 @@ def test_a_round_takes_as_few_round_trips_with_many_islands_as_with_two(stores: 
     assert store.trips == 6
 
 
+class Late:
+    """A store in which the first look at what others hold comes just before they say it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._is_first = True
+
+    def check(self, keys: list[str]) -> bool:
+        is_early, self._is_first = self._is_first and "/held/" in keys[0], False
+        return not is_early and self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_votes_that_come_between_two_looks_agree(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.0)
+    stores(1).set("round/1/held/ab/1", "")
+    stores(1).set("round/1/vote/1", json.dumps(ok()))
+    assert stores(1).check(["round/1/vote/1"])
+    late: Any = Late(stores(0))
+    book = Ledger(late, 0, 2)
+    assert book.settle(1, ok(), 20)[0]
+    assert book.tries(1) == 0
+
+
 def test_who_does_not_arrive_in_time_is_named_to_all(stores: Stores) -> None:
     def run(island: int) -> None:
         if island != 1:
