@@ -1,4 +1,4 @@
-# make demo | test | test-unit | test-all | style | typecheck | clean
+# make demo | test | test-unit | test-all | style | typecheck | dist | clean
 #
 #   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
 #   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
@@ -15,14 +15,17 @@ ARGS ?=
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto
+UNIT_WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))# some wait, for sockets and threads
 INSTALLED := $(VENV)/.hf-diloco
 INSTALLED_DEV := $(VENV)/.hf-diloco-dev
 
 export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export DS_BUILD_OPS := 0
+# Else every process would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck clean
+.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,7 +37,7 @@ test: $(INSTALLED_DEV) ## run the tests, but for those marked slow; ARGS="-k zer
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-unit: $(INSTALLED_DEV) ## run the tests of functions and classes by themselves
-	$(PYTEST) tests/unit -m "not slow and not distributed" $(ARGS)
+	$(PYTEST) -n $(UNIT_WORKERS) tests/unit -m "not slow and not distributed" $(ARGS)
 
 test-slow: $(INSTALLED_DEV) ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
@@ -52,6 +55,10 @@ format: $(INSTALLED_DEV) ## format, and fix what the linter can
 
 typecheck: $(INSTALLED_DEV) ## check types
 	$(BIN)/mypy
+
+dist: $(INSTALLED_DEV) ## build source and wheel for a release
+	$(PIP) build
+	$(BIN)/python -m build
 
 install: $(INSTALLED) ## make the environment for using the package
 

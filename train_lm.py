@@ -4,12 +4,12 @@
     accelerate launch --config_file configs/accelerate/zero2_8gpu.yaml train_lm.py configs/c4_150m.yaml
     python train_lm.py --help
 
-An installed package does the same with `torchrun -m hf_diloco.lm RUN.yaml`.
+An installed package does the same with `torchrun -m hf_diloco.apps.lm RUN.yaml`.
 """
 
 from __future__ import annotations
 
-from hf_diloco.lm.train import main
+from hf_diloco.apps.lm.train import main
 
 if __name__ == "__main__":
     main()

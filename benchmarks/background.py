@@ -122,9 +122,9 @@ def run_island(order: dict[str, Any]) -> None:
     import torch
 
     from hf_diloco import DiLoCoConfig
-    from hf_diloco.island import IslandGroup
-    from hf_diloco.sessions import open_session
-    from hf_diloco.shards import open_shards
+    from hf_diloco.inner import open_shards
+    from hf_diloco.inner.island import IslandGroup
+    from hf_diloco.rounds import open_session
 
     torch.set_num_threads(1)
     wait_for_link()

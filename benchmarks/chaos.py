@@ -40,14 +40,14 @@ from typing import Any
 import psutil
 import yaml
 
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.round_records import OfferRecord, OutcomeRecord, PlanRecord
-from hf_diloco.agreement.run import open_run
-from hf_diloco.agreement.seal import load_key
-from hf_diloco.checkpoint import complete_checkpoints
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.schedule import count_rounds
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.run import open_run
+from hf_diloco.outer.checkpoint import complete_checkpoints
+from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.status.check import check_store
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import load_key
 
 NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {

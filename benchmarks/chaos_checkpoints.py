@@ -42,7 +42,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import Trainer
 
-PRELOAD = ("torch", "torch.distributed", "transformers", "transformers.trainer", "deepspeed", "hf_diloco.callback")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "transformers.trainer",
+    "deepspeed",
+    "hf_diloco.trainer.callback",
+)
 """Imported once, by the process of which all others are forks: a start then takes a second, not ten."""
 
 STUCK_SECONDS = 180.0
@@ -164,7 +171,7 @@ def _disk_callback(job: Job) -> Any:
     """Fills the disk before the steps that are named, and frees it after them; notes which checkpoints are whole."""
     from transformers import TrainerCallback
 
-    from hf_diloco.checkpoint import complete_checkpoints
+    from hf_diloco.outer.checkpoint import complete_checkpoints
 
     ballast = Path(job.folder) / "ballast"
 

@@ -81,7 +81,7 @@ def run_file(folder: Path, method: str = "decentlam", save_steps: int = 40) -> d
         "gossip": {
             "method": method,
             "topology": "ring",
-            "num_islands": NUM_NODES,
+            "num_nodes": NUM_NODES,
             "join_timeout": 600,
             "exchange_timeout": EXCHANGE_TIMEOUT,
         },

@@ -49,11 +49,11 @@ from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batche
 from benchmarks.tuning import Grid, Record, Values, climb, describe, spread
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DivergedError
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.open import MemoryTransport
 from tests.islands import run_islands
 
 TUNING_SEED = 0
@@ -115,7 +115,7 @@ def methods_of_islands(num_islands: int, sync_every: int) -> list[Method]:
         make_method(
             "SparseLoCo",
             num_islands,
-            {**every, "payload": "topk", "error_feedback": 0.95, "outer_momentum": 0.0},
+            {**every, "method": "sparseloco"},
             {"outer_lr": [0.5, 0.7, 1.0, 1.4, 2.0]},
             {"outer_lr": 1.0},
         ),

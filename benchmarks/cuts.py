@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.links import Links, enter_network
-from hf_diloco.files import write_json
+from hf_diloco.utils.files import write_json
 from tests.processes import Process, Processes, find_free_port
 from tests.s3 import S3Server
 
@@ -58,7 +58,7 @@ PATIENCE = 120.0
 
 def run_island(settings: dict[str, Any]) -> None:
     """Takes runs from files that appear in its inbox, one after the other; prints what became of their rounds."""
-    from hf_diloco.agreement import members
+    from hf_diloco.membership import heartbeats as members
 
     members.BEAT_SECONDS, members.LEASE_SECONDS = 0.5, LEASE
     print("up", flush=True)
@@ -74,9 +74,9 @@ def _train(island: int, folder: str, num_rounds: int, pause: float, width: int, 
 
     from hf_diloco.config import DiLoCoConfig
     from hf_diloco.errors import DiLoCoError, MissedRoundError
-    from hf_diloco.island import IslandGroup
-    from hf_diloco.sessions import open_session
-    from hf_diloco.shards import open_shards
+    from hf_diloco.inner import open_shards
+    from hf_diloco.inner.island import IslandGroup
+    from hf_diloco.rounds import open_session
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(width, width)

@@ -4,13 +4,13 @@
     python benchmarks/decentlam_bias.py --plot bias.png --json bias.json
 
 Eight nodes, each with 50 equations of 30 unknowns (Gaussian) and a solution of its own; full gradients at a small lr.
-The optimizers of hf_diloco.gossip.methods are run, one for all nodes: its vectors are those of the nodes one behind
+The optimizers of hf_diloco.methods.gossip are run, one for all nodes: its vectors are those of the nodes one behind
 the other, which the graph mixes by a product with W.
 
 limits     mean squared distance from the solution of all, relative to that solution, where a method comes to rest; as
            multiples of DSGD's. Theory for DmSGD: 1 / (1 - momentum)². "refused": the optimizer refuses the graph.
 steps      until the distance is within `--margin` of its limit for the first time, from 0, on the ring.
-stability  the momentum from which a method diverges: by the condition in hf_diloco.gossip.topology, and by running
+stability  the momentum from which a method diverges: by the condition in hf_diloco.methods.topology, and by running
            nodes that only average until they grow or come together.
 noise      gradients with Gaussian noise, as small batches have: the mean squared distance of DmSGD over DecentLaM's.
            With less noise, as in large batches, bias is what is left.
@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.averages import Vectors
-from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.topology import Topology, largest_stable_beta, make_topology
+from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.methods.topology import Topology, largest_stable_beta, make_topology
+from hf_diloco.transport.base import Traffic
 
 Array = NDArray[np.float64]
 

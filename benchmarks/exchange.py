@@ -125,7 +125,7 @@ class Island:
         import torch
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
-        from hf_diloco.exchange.mesh import MeshExchange
+        from hf_diloco.transport.mesh import MeshExchange
 
         self.close()
         address = Links.address(self._number)

@@ -32,10 +32,10 @@ from benchmarks.exchange import Link, describe_machine
 from benchmarks.gossip_link import TIMEOUT, Nodes, parse_link, run_node
 from benchmarks.links import Links, enter_network
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.methods import DSGD
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.island import IslandGroup
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import DSGD
+from hf_diloco.methods.topology import make_topology
 from tests.processes import Processes
 
 MODULE = "benchmarks.gossip_ahead"

@@ -54,7 +54,7 @@ from benchmarks.exchange import TCP_SHARE, Link, describe_machine
 from benchmarks.links import Links, enter_network
 from benchmarks.others import bytes_sent
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.topology import make_topology
+from hf_diloco.methods.topology import make_topology
 from tests.processes import Process, Processes
 
 TOPOLOGIES = ("ring", "one-peer-exponential", "symmetric-exponential")

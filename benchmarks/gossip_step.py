@@ -45,15 +45,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.averages import Vectors, mix_
-from hf_diloco.gossip.methods import METHODS, GossipOptimizer, make_optimizer
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import Topology, make_topology
+from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
+from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.transport.base import Traffic
 
 NUM_NODES = 8
 VECTORS = {

@@ -108,7 +108,7 @@ def run_file(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
         "gossip": {
             "method": cell.method,
             "topology": "ring",
-            "num_islands": NUM_NODES,
+            "num_nodes": NUM_NODES,
             "payload": cell.payload,
             **METHODS[cell.method],
         },
@@ -122,7 +122,7 @@ def outcome(cell: Cell, args: argparse.Namespace) -> Outcome | None:
     if not summary.exists():
         path = args.work / f"{cell.name}.yaml"
         path.write_text(yaml.safe_dump(run_file(cell, args)))
-        simulated = [str(ROOT / "scripts" / "finetune_vision.py"), str(path), "--num-nodes", str(NUM_NODES)]
+        simulated = [str(ROOT / "scripts" / "finetune_vision.py"), str(path), "--simulate", str(NUM_NODES)]
         processes = ["-m", "hf_diloco.cli", "launch", str(path)]
         log = (args.work / f"{cell.name}.log").open("w")
         command = [sys.executable, *(processes if args.processes else simulated)]

@@ -52,7 +52,7 @@ def run_island(args: argparse.Namespace) -> None:
     from accelerate import Accelerator
 
     from hf_diloco.config import DiLoCoConfig
-    from hf_diloco.loop import OuterLoop
+    from hf_diloco.trainer.loop import OuterLoop
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

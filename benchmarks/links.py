@@ -71,8 +71,8 @@ class Links:
         Args:
             island: its number.
             rate: Mbit/s.
-            rtt: milliseconds to another island of the same `rtt` and back; may be given once. Queues at both ends of
-                the link hold the bytes of one round trip, and at least of 20 ms; without one, of 400 ms.
+            rtt: milliseconds to another island of the same `rtt` and back. Queues at both ends of the link hold the
+                bytes of one round trip, and at least of 20 ms; without one, of 400 ms.
         """
         per_second = rate * 1e6 / 8
         limit = max(300_000, per_second * max(20.0, rtt) / 1e3) if rtt else per_second * 0.4 + _SEGMENT
@@ -107,12 +107,16 @@ class Links:
         self._delays.clear()
 
     def _delay(self, island: int, milliseconds: float) -> None:
-        """Holds what arrives at the island."""
-        assert island not in self._delays
+        """Holds what arrives at the island, instead of the time before."""
+        rule = f"PREROUTING -i in{island} -j NFQUEUE --queue-num 0"
+        if before := self._delays.pop(island, None):
+            self._inside(island, f"iptables -w -t mangle -D {rule}")
+            before.kill()
+            before.wait(expect=None)  # what it held is lost, and sent again
         command = f"nsenter --net --target {self._pids[island]} {sys.executable} -m benchmarks.delay"
         self._delays[island] = self._processes.spawn([*command.split(), str(round(milliseconds * 1e3))])
         self._delays[island].wait_for("ready")
-        self._inside(island, f"iptables -w -t mangle -A PREROUTING -i in{island} -j NFQUEUE --queue-num 0")
+        self._inside(island, f"iptables -w -t mangle -A {rule}")
 
     def _inside(self, island: int, command: str) -> None:
         _run(f"nsenter --net --target {self._pids[island]} {command}")

@@ -46,9 +46,9 @@ from benchmarks.links import Links, enter_network
 from benchmarks.orders import Workers, answer_orders, reach_store
 from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batches
 from benchmarks.tuning import Record, climb, describe, spread
-from hf_diloco.data.masking import Masking
-from hf_diloco.onebit.hook import average_gradients, average_gradients_in_fp16
-from hf_diloco.onebit.lamb import OneBitLamb
+from hf_diloco.apps.data.masking import Masking
+from hf_diloco.optimizers.onebit.hook import average_gradients, average_gradients_in_fp16
+from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from tests.processes import Processes
 from tests.programs.onebit_ranks import bytes_sent
 
@@ -97,6 +97,7 @@ class Training:
     freeze_step: int | None
     reduce: str
     rate: float
+    beta2: float = 0.999
     seed: int = 0
     evaluations: int = 0
 
@@ -121,7 +122,7 @@ class Rank:
         """Trains; returns each step's seconds and bytes, and the losses that were asked for, by step."""
         what = Training(**{**training, "shape": Shape(**training["shape"])})
         model = what.shape.make(what.seed)
-        optimizer = OneBitLamb(groups_of(model), lr=what.rate, freeze_step=what.freeze_step)
+        optimizer = OneBitLamb(groups_of(model), lr=what.rate, betas=(0.9, what.beta2), freeze_step=what.freeze_step)
         schedule = get_linear_schedule_with_warmup(optimizer, what.steps // 10, what.steps)
         trained = self._wrap(model, optimizer, what.reduce)
         order = draw_batches(self._train.shape[1], what.steps, what.batch, 1000 * what.seed + self._number)
@@ -278,7 +279,9 @@ class Study:
     def run(self, freeze_step: int | None, rate: float, seed: int) -> dict[str, Any]:
         """Losses by step, and bytes of each step."""
         args = self._args
-        training = Training(self._shape, args.steps, args.batch, freeze_step, "fp16", rate, seed, NUM_EVALUATIONS)
+        training = Training(
+            self._shape, args.steps, args.batch, freeze_step, "fp16", rate, args.beta2, seed, NUM_EVALUATIONS
+        )
 
         def execute() -> dict[str, Any]:
             answer = self._ranks.train(training)
@@ -382,6 +385,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=100.0, help="link: Mbit/s of each rank")
     parser.add_argument("--rtt", type=float, default=20.0, help="link: milliseconds to another rank and back")
     parser.add_argument("--warm-up", type=float, default=0.165, help="learn: share of the steps before the freeze")
+    parser.add_argument("--beta2", type=float, default=0.999, help="learn: decay of the second moments")
     parser.add_argument("--seeds", type=int, default=3, help="learn: that the best rates are shown on")
     parser.add_argument("--record", type=Path, default=Path("runs/onebit_lamb.jsonl"), help="learn: its ended runs")
     for name, kind in (("--rank", int), ("--host", str), ("--port", int)):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from hf_diloco.onebit.lamb import OneBitLamb
+from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 
 SHAPES = ((16, 8), (48,), (32, 4))  # 304 values: a multiple of 16
 PRINTED = 10

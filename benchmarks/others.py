@@ -85,8 +85,10 @@ class Measurement:
 # One island's process
 
 
-def open_hf_diloco(island: int, num_islands: int, model: nn.Module, payload: Any) -> Step:
-    """Meets the other islands."""
+def open_hf_diloco(
+    island: int, num_islands: int, model: nn.Module, payload: Any, rendezvous: str = "", **settings: Any
+) -> Step:
+    """Meets the other islands: at island 0, or at `rendezvous`."""
     from accelerate import Accelerator
 
     from hf_diloco import DiLoCoConfig, OuterLoop
@@ -98,7 +100,8 @@ def open_hf_diloco(island: int, num_islands: int, model: nn.Module, payload: Any
         payload=payload,
         num_islands=num_islands,
         island=island,
-        rendezvous=f"tcp://{Links.address(0)}:{PORT}",
+        rendezvous=rendezvous or f"tcp://{Links.address(0)}:{PORT}",
+        **settings,
     )
     outer = OuterLoop(accelerator, prepared, optimizer, config).__enter__()
 
@@ -184,7 +187,7 @@ def sizes_of_tensors(values: int, layers: int) -> list[int]:
     return [rest // 2, *sizes, rest - rest // 2]
 
 
-def run_island(args: argparse.Namespace) -> None:
+def run_island(args: argparse.Namespace, candidate: Callable[[int, int, nn.Module], Step]) -> None:
     """Synchronises at the moments that the store says, until the program that asks kills this process."""
     device = f"in{args.island}"
     socket.sethostname(Links.address(args.island))  # torchft tells it to the other islands
@@ -201,7 +204,7 @@ def run_island(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(args.island)
     sizes = sizes_of_tensors(args.values, args.layers)
     model = nn.ParameterList([torch.full((size,), 0.02) for size in sizes])
-    step = CANDIDATES[args.only[0]](args.island, args.islands[0], model)
+    step = candidate(args.island, args.islands[0], model)
     for count in itertools.count():
         with torch.no_grad():  # instead of inner steps: there are no gradients, and an optimizer then does nothing
             for parameter in model.parameters():
@@ -226,8 +229,18 @@ def bytes_sent(device: str) -> int:
 # All islands
 
 
-def synchronise(islands: Sequence[Process], store: TCPStore, repeats: int, rtt: float) -> Iterator[tuple[float, int]]:
-    """Seconds of each synchronisation but the first, and bytes that one island sent."""
+def synchronise(
+    islands: Sequence[Process], store: TCPStore, repeats: int, rtt: float, first: int = 0
+) -> Iterator[tuple[float, int]]:
+    """Seconds of each synchronisation but the first, and bytes that one island sent.
+
+    Args:
+        islands: processes that `run_island`.
+        store: kept by this program.
+        repeats: how many count.
+        rtt: milliseconds.
+        first: those that these islands did before.
+    """
 
     def gather(topic: str) -> list[bytes]:
         keys = [f"{topic}/{island}" for island in range(len(islands))]
@@ -241,7 +254,7 @@ def synchronise(islands: Sequence[Process], store: TCPStore, repeats: int, rtt: 
         raise SystemExit("\n".join([f"error: {what}", *(process.output[-3000:] for process in islands)]))
 
     before = math.nan
-    for count in range(1 + repeats):
+    for count in range(first, first + 1 + repeats):
         gather(f"ready/{count}")
         store.set(f"start/{count}", repr(time.monotonic() + 0.3 + 2e-3 * rtt))
         answers = [json.loads(answer) for answer in gather(f"answer/{count}")]
@@ -249,7 +262,7 @@ def synchronise(islands: Sequence[Process], store: TCPStore, repeats: int, rtt: 
         if len(parameters) > 1 or before in parameters:
             fail(f"the islands hold {parameters}, before {before}: not synchronised")
         (before,) = parameters
-        if count:
+        if count > first:
             seconds = max(answer["end"] for answer in answers) - max(answer["begin"] for answer in answers)
             yield seconds, max(answer["bytes"] for answer in answers)
 
@@ -337,7 +350,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.island is not None:
-        run_island(args)
+        run_island(args, CANDIDATES[args.only[0]])
         return
     names = [name for name in CANDIDATES if not args.only or any(word in name for word in args.only)]
     if not names:

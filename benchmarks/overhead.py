@@ -202,11 +202,11 @@ def island(settings: dict[str, Any], number: int) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
     from hf_diloco.config import DiLoCoConfig
-    from hf_diloco.exchange.mesh import CHUNK_VALUES
-    from hf_diloco.exchange.transport import MeshTransport
-    from hf_diloco.island import IslandGroup
-    from hf_diloco.sessions import FixedSession
-    from hf_diloco.shards import open_shards
+    from hf_diloco.inner import open_shards
+    from hf_diloco.inner.island import IslandGroup
+    from hf_diloco.rounds import FixedSession
+    from hf_diloco.transport.chunks import CHUNK_VALUES
+    from hf_diloco.transport.open import MeshTransport
 
     torch.set_num_threads(1)
     num_islands, values = settings["num_islands"], settings["values"]

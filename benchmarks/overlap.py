@@ -111,7 +111,7 @@ def cases(delay: int) -> list[Case]:
         Case(f"streaming, fp32, delay {delay}", {**streaming, "fragment_sync_delay": delay}),
         Case(f"streaming, int8, delay {delay}", {**streaming, "fragment_sync_delay": delay, "payload": "int8"}),
         Case(f"streaming, fp4, delay {delay}", {**streaming, "fragment_sync_delay": delay, "payload": "fp4"}),
-        Case("eager, bf16", {"eager_updates": True, "payload": "bf16"}),
+        Case("eager, bf16", {"method": "eager", "payload": "bf16"}),
         Case("Overlap-Local-SGD, fp32", {"method": OVERLAP}),
         Case("Overlap-Local-SGD, int8", {"method": OVERLAP, "payload": "int8"}),
     ]

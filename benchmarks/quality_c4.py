@@ -68,7 +68,7 @@ def plans(args: argparse.Namespace) -> list[Plan]:
 
 
 def codecs(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
-    """One change of the fitted DiLoCo a row, but for the last: SparseLoCo's own outer optimizer."""
+    """One change of the fitted DiLoCo a row, but for the last two."""
     plain = {**fitted, "outer_lr": 1.0, "outer_momentum": 0.0}
     rows: dict[str, dict[str, Any]] = {
         "bf16": {"payload": "bf16"},
@@ -85,7 +85,7 @@ def codecs(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
     return [
         *(Plan(name, args.islands, {**fitted, **changes}) for name, changes in rows.items()),
         Plan("fp32, outer 1.0 / 0", args.islands, plain),
-        Plan("SparseLoCo, top-k, outer 1.0 / 0", args.islands, {**plain, "payload": "topk"}),
+        Plan("SparseLoCo, outer 1.0", args.islands, {"sync_every": args.sync_every, "method": "sparseloco"}),
     ]
 
 
@@ -103,7 +103,7 @@ def streaming(args: argparse.Namespace, fitted: dict[str, Any]) -> list[Plan]:
             "fragment_update_alpha": 0.5,
             "payload": "fp4",
         },
-        "eager": {**fitted, "eager_updates": True},
+        "eager": {**fitted, "method": "eager"},
         "whole model, delay 5, alpha 0.5": {**fitted, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
     }
     return [Plan(name, args.islands, changes) for name, changes in rows.items()]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hf_diloco.data.build import build_datasets
-from hf_diloco.data.settings import DataBlock
-from hf_diloco.lm.runfile import TrainTokenizer
-from hf_diloco.lm.tokenizer import END_OF_TEXT, MASK, train_tokenizer
+from hf_diloco.apps.data.build import build_datasets
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.lm.runfile import TrainTokenizer
+from hf_diloco.apps.lm.tokenizer import END_OF_TEXT, MASK, train_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

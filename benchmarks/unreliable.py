@@ -32,7 +32,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hf_diloco.lm.train import STOPPED
+from hf_diloco.apps.common.process import STOPPED
 
 FINISHED = 0
 DROP_RATES = (0.0, 0.1, 0.3, 0.5)
@@ -205,12 +205,12 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def run_island(argv: list[str]) -> None:
-    """An island as `python -m hf_diloco.lm` runs it, except that it joins late, leaves and misses rounds, as told."""
-    from hf_diloco.agreement.council import Council
+    """As `python -m hf_diloco.apps.lm`, but this island joins late, leaves and misses rounds, as told."""
+    from hf_diloco.apps.lm.train import main as train
     from hf_diloco.errors import MissedRoundError
-    from hf_diloco.lm.train import main as train
-    from hf_diloco.sessions.elastic import ElasticSession
-    from hf_diloco.sessions.pace import Pace
+    from hf_diloco.membership.quorum import Council
+    from hf_diloco.rounds.elastic import ElasticSession
+    from hf_diloco.rounds.pace import Pace
 
     plan = json.loads(os.environ[_ENV])
     join, sync = ElasticSession.join, ElasticSession.sync

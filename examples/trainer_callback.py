@@ -15,10 +15,10 @@ from __future__ import annotations
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.data.build import build_datasets
-from hf_diloco.data.embedded import embedded_documents
-from hf_diloco.data.settings import DataBlock
-from hf_diloco.lm.tokenizer import train_byte_level_bpe
+from hf_diloco.apps.data.build import build_datasets
+from hf_diloco.apps.data.embedded import embedded_documents
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 
 
 def main() -> None:

@@ -8,39 +8,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CheckpointError": "hf_diloco.errors",
+    "Codec": "hf_diloco.codecs",
     "ConfigError": "hf_diloco.errors",
-    "DiLoCoCallback": "hf_diloco.callback",
-    "DiLoCoConfig": "hf_diloco.config",
     "DamagedTransferError": "hf_diloco.errors",
+    "DiLoCoCallback": "hf_diloco.trainer.callback",
+    "DiLoCoConfig": "hf_diloco.config",
     "DiLoCoError": "hf_diloco.errors",
     "DivergedError": "hf_diloco.errors",
     "DuplicateIslandError": "hf_diloco.errors",
     "ExchangeError": "hf_diloco.errors",
     "FingerprintError": "hf_diloco.errors",
     "ForgedError": "hf_diloco.errors",
-    "GossipCallback": "hf_diloco.gossip_callback",
+    "GossipCallback": "hf_diloco.trainer.gossip_callback",
     "GossipConfig": "hf_diloco.gossip.config",
+    "GossipOptimizer": "hf_diloco.methods.gossip",
     "IslandLostError": "hf_diloco.errors",
+    "MethodOptions": "hf_diloco.methods.outer",
     "MissedRoundError": "hf_diloco.errors",
     "MuonAdamW": "hf_diloco.optimizers.muon",
-    "OneBitAdam": "hf_diloco.onebit.adam",
-    "OneBitCallback": "hf_diloco.onebit.trainer",
-    "OneBitLamb": "hf_diloco.onebit.lamb",
-    "OuterLoop": "hf_diloco.loop",
+    "OneBitAdam": "hf_diloco.optimizers.onebit.adam",
+    "OneBitCallback": "hf_diloco.optimizers.onebit.trainer",
+    "OneBitLamb": "hf_diloco.optimizers.onebit.lamb",
+    "OuterLoop": "hf_diloco.trainer.loop",
+    "OuterMethod": "hf_diloco.methods.outer",
     "PayloadError": "hf_diloco.errors",
     "RendezvousError": "hf_diloco.errors",
     "StopRequested": "hf_diloco.errors",
     "StoreError": "hf_diloco.errors",
     "StoreFullError": "hf_diloco.errors",
+    "Topology": "hf_diloco.methods.topology",
     "UnsupportedError": "hf_diloco.errors",
+    "make_optimizer": "hf_diloco.methods.gossip",
+    "make_topology": "hf_diloco.methods.topology",
 }
 
 if TYPE_CHECKING:
-    from hf_diloco.callback import DiLoCoCallback
+    from hf_diloco.codecs import Codec
     from hf_diloco.config import DiLoCoConfig
     from hf_diloco.errors import (
         CheckpointError,
@@ -62,15 +69,20 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_diloco.gossip.config import GossipConfig
-    from hf_diloco.gossip_callback import GossipCallback
-    from hf_diloco.loop import OuterLoop
-    from hf_diloco.onebit.adam import OneBitAdam
-    from hf_diloco.onebit.lamb import OneBitLamb
-    from hf_diloco.onebit.trainer import OneBitCallback
+    from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+    from hf_diloco.methods.outer import MethodOptions, OuterMethod
+    from hf_diloco.methods.topology import Topology, make_topology
     from hf_diloco.optimizers.muon import MuonAdamW
+    from hf_diloco.optimizers.onebit.adam import OneBitAdam
+    from hf_diloco.optimizers.onebit.lamb import OneBitLamb
+    from hf_diloco.optimizers.onebit.trainer import OneBitCallback
+    from hf_diloco.trainer.callback import DiLoCoCallback
+    from hf_diloco.trainer.gossip_callback import GossipCallback
+    from hf_diloco.trainer.loop import OuterLoop
 
 __all__ = [
     "CheckpointError",
+    "Codec",
     "ConfigError",
     "DamagedTransferError",
     "DiLoCoCallback",
@@ -83,19 +95,25 @@ __all__ = [
     "ForgedError",
     "GossipCallback",
     "GossipConfig",
+    "GossipOptimizer",
     "IslandLostError",
+    "MethodOptions",
     "MissedRoundError",
     "MuonAdamW",
     "OneBitAdam",
     "OneBitCallback",
     "OneBitLamb",
     "OuterLoop",
+    "OuterMethod",
     "PayloadError",
     "RendezvousError",
     "StopRequested",
     "StoreError",
     "StoreFullError",
+    "Topology",
     "UnsupportedError",
+    "make_optimizer",
+    "make_topology",
 ]
 
 

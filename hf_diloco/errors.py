@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hf_diloco.redact import redact_text
+from hf_diloco.utils.redact import redact_text
 
 
 class DiLoCoError(Exception):

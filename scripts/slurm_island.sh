@@ -28,7 +28,7 @@ shift
 # The run folder, OUTPUT/NAME, as the run file and the arguments say.
 island_folder=$(python - "$run_file" "$@" <<'PYTHON'
 import sys
-from hf_diloco.lm.runfile import load_run_file
+from hf_diloco.apps.lm.runfile import load_run_file
 print(load_run_file(sys.argv[1], sys.argv[2:]).island_folder())
 PYTHON
 )
@@ -40,7 +40,7 @@ first_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 20000))  # of the island's own world, another one for each job on a node
 
 # Five minutes before the time limit Slurm sends USR1: finish the step, write a checkpoint, end.
-trap 'touch "$island_folder/stop"' USR1 TERM
+trap 'was_interrupted=1; touch "$island_folder/stop"' USR1 TERM
 
 # accelerate with DeepSpeed on every node; its settings stand here, not in anybody's default configuration file.
 accelerate_config=$island_folder/accelerate.yaml
@@ -62,8 +62,12 @@ export TOKENIZERS_PARALLELISM=false
 # $SLURM_NODEID is to be read on each node, not here.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c '
-    exec accelerate launch --config_file "$0" --machine_rank "$SLURM_NODEID" -m hf_diloco.lm "$@"
+    exec accelerate launch --config_file "$0" --machine_rank "$SLURM_NODEID" -m hf_diloco.apps.lm "$@"
 ' "$accelerate_config" "$run_file" "$@" &
 training=$!
-until wait "$training"; code=$?; ! kill -0 "$training" 2>/dev/null; do :; done  # a trapped signal ends `wait` early
+was_interrupted=1
+while ((was_interrupted)); do  # a trapped signal ends `wait` early, with a code of its own
+    was_interrupted=0 code=0
+    wait "$training" || code=$?
+done
 exit "$code"

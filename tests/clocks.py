@@ -8,7 +8,7 @@ import os
 import threading
 import time
 
-from hf_diloco.clock import Clock
+from hf_diloco.utils.clock import Clock
 
 
 class StillClock(Clock):

@@ -70,13 +70,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core, and two more, as tests wait at times; slow ones start more processes each.
+    """`-n auto`: a worker for each core, and more where tests wait at times; slow ones start more processes each.
 
     None for a few chosen tests, which start sooner in this process.
     """
     is_file = config.args_source.name == "ARGS" and any(".py" in arg for arg in config.args)
     chosen = config.option.keyword or config.option.lf or config.option.usepdb or is_file
-    more = 1 if config.option.markexpr == "slow" else 2
+    if config.args == ["tests/unit"]:
+        more = 0
+    else:
+        more = 1 if config.option.markexpr == "slow" else 2
     return 0 if chosen else min(num_cores() + more, MAX_WORKERS)
 
 
@@ -94,7 +97,7 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs fast tests first, those of several processes after them, slow ones last.
+    """Runs fast tests first, those of several processes after them, slow ones and those with a long timeout last.
 
     Where several workers share them, the other way round: then the short ones fill the end, and no worker is idle.
     """
@@ -103,7 +106,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(DISTRIBUTED_TIMEOUT))
     is_shared = hasattr(config, "workerinput")
     items.sort(
-        key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("distributed"))),
+        key=lambda item: (
+            bool(item.get_closest_marker("slow")),
+            bool(item.get_closest_marker("distributed")),
+            max((mark.args[0] for mark in item.iter_markers("timeout")), default=0),
+        ),
         reverse=is_shared,
     )
 
@@ -121,7 +128,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests marked `real_start` start interpreters as a user does; others fork theirs."""
+    """Tests marked `distributed` fork their Python processes, unless `real_start` has them begin as a user does."""
     with forks.real_processes() if item.get_closest_marker("real_start") else contextlib.nullcontext():
         if item.get_closest_marker("distributed"):
             forks.install()  # also for those that benchmarks start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,12 +13,16 @@ from torch.distributed import HashStore
 from hf_diloco.codecs import Codec
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
-from hf_diloco.exchange.base import Exchange, Observer, Traffic
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport, Transport
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
+from hf_diloco.transport.base import Exchange, Observer, Traffic
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.open import MemoryTransport, Transport
+from tests.islands import run_islands
+from tests.small_model import batches, make_model, take_step, weights_of
+
+T = TypeVar("T")
 
 
 class Run:
@@ -61,6 +65,12 @@ class FaultyExchange(Exchange):
 
         return self._inner.average(values, weights, codec, see)
 
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
+        return self._inner.send_message(message, notify)
+
+    def messages(self) -> dict[int, bytes]:
+        return self._inner.messages()
+
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
         return self._inner.broadcast(values, source)
 
@@ -92,3 +102,52 @@ def save(session: FixedSession, folder: Path, global_step: int) -> Path:
 def raise_it(outcome: object) -> None:
     if isinstance(outcome, BaseException):
         raise outcome
+
+
+def assert_resumed_is_uninterrupted(
+    folder: Path,
+    num_steps: int,
+    at: int,
+    config: dict[str, Any],
+    look: Callable[[FixedSession, Path], T],
+    width: int = 8,
+) -> list[T]:
+    """Two islands that stop after `at` steps and resume have the bits of two that do not: weights, hashes, `look`.
+
+    Args:
+        look: what is compared beside; of a session and the checkpoint that it wrote after its last step.
+
+    Returns:
+        What `look` found at the end, of each island.
+    """
+
+    def train(run: Run, island: int, first: int, last: int, state: dict[str, Any] | None) -> Any:
+        model = make_model(width=width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session = run.session(island)
+        checkpoint = None
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            checkpoint = state["checkpoint"]
+        session.join(open_shards(model, None), run.folder / str(island), checkpoint=checkpoint)
+        hashes = []
+        for batch in batches(island, num_steps)[first:last]:
+            take_step(model, optimizer, batch)
+            if session.outer.count_step(weight=len(batch) + island):
+                hashes.append(session.sync().outer_hash)
+        saved = save(session, run.folder / str(island), last)
+        found = look(session, saved)
+        session.leave(finished=True)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": saved}
+        return weights_of(model), hashes, found, state
+
+    whole, before, after = (Run(folder / name, 2, **config) for name in ("whole", "before", "after"))
+    uninterrupted = run_islands(2, lambda island: train(whole, island, 0, num_steps, None))
+    stopped = run_islands(2, lambda island: train(before, island, 0, at, None))
+    resumed = run_islands(2, lambda island: train(after, island, at, num_steps, stopped[island][3]))
+    for one, two, first in zip(resumed, uninterrupted, stopped, strict=True):
+        assert torch.equal(one[0], two[0])
+        assert first[1] + one[1] == two[1]
+        assert one[2] == two[2]
+    return [one[2] for one in resumed]

@@ -49,10 +49,10 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
-    "hf_diloco.callback",
+    "hf_diloco.trainer.callback",
     "hf_diloco.cli.main",
-    "hf_diloco.lm.train",
-    "hf_diloco.loop",
+    "hf_diloco.apps.lm.train",
+    "hf_diloco.trainer.loop",
 )
 
 # Read when a module is imported: a process with another value needs an interpreter of its own.
@@ -144,15 +144,16 @@ class Template:
         return pid
 
 
-def install() -> None:
+def install(anywhere: bool = False) -> None:
     """Makes this process fork Python processes, through a template that it starts; a few seconds, once.
 
-    Only where tests run: benchmarks start theirs as users do.
+    Args:
+        anywhere: not only where tests run. Most benchmarks start their processes as users do.
     """
     global _fork_template
     if (
         _fork_template
-        or "pytest" not in sys.modules
+        or not (anywhere or "pytest" in sys.modules)
         or not _enabled
         or _execute is None
         or sys.platform != "linux"

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.topology import Topology, make_topology
+from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.methods.topology import Topology, make_topology
 from tests.islands import run_islands
 
 Array = NDArray[np.float64]

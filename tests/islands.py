@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
@@ -15,6 +15,21 @@ def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60)
     Raises:
         AssertionError: when an island still runs after `timeout` seconds.
     """
+    outcomes = _run(num_islands, call, timeout)
+    return [outcomes[island] for island in range(num_islands)]
+
+
+def run_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60) -> list[T]:
+    """As `try_islands`, but raises if an island did: what was raised first, as others may have failed for its sake."""
+    outcomes = _run(num_islands, call, timeout)
+    for outcome in outcomes.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [cast(T, outcomes[island]) for island in range(num_islands)]
+
+
+def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int, T | BaseException]:
+    """What each island returned or raised, in the order in which they ended."""
     outcomes: dict[int, T | BaseException] = {}
 
     def run(island: int) -> None:
@@ -30,14 +45,4 @@ def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60)
         thread.join(timeout)
     unfinished = [island for island in range(num_islands) if island not in outcomes]
     assert not unfinished, f"islands {unfinished} still run after {timeout} s; the others: {outcomes}"
-    return [outcomes[island] for island in range(num_islands)]
-
-
-def run_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60) -> list[T]:
-    """As `try_islands`, but raises the first island's error if there is one."""
-    results = []
-    for outcome in try_islands(num_islands, call, timeout):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        results.append(outcome)
-    return results
+    return outcomes

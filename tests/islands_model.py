@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_diloco.agreement.council import Attempt, Council, Rules
-from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.members import Members
-from hf_diloco.agreement.objects import ObjectStore
-from hf_diloco.agreement.round_records import OfferRecord, PlanRecord
-from hf_diloco.agreement.seal import Seal
-from hf_diloco.clock import Clock
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, PayloadError, StoreError
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.quorum import Attempt, Council, Rules
+from hf_diloco.membership.round_records import OfferRecord, PlanRecord
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.signing import Seal
+from hf_diloco.utils.clock import Clock
 
 OPERATION_SECONDS = 0.01
 BEAT, LEASE = 1.0, 4.0
@@ -73,6 +73,10 @@ class ScheduledStore:
     def __init__(self, store: ObjectStore, turn: Turn) -> None:
         self._store = store
         self._turn = turn
+
+    def ask_together(self, *calls: Callable[[], object]) -> list[object]:
+        """One after the other: an island has one turn at a time."""
+        return [call() for call in calls]
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         operation = getattr(self._store, name)

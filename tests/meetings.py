@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from hf_diloco.clock import REAL, Clock
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError
-from hf_diloco.island import IslandGroup
-from hf_diloco.measure import SyncReport
-from hf_diloco.sessions.elastic import ElasticSession
-from hf_diloco.shards import open_shards
-from tests.small_model import batches, make_model, take_step, weights_of
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.utils.clock import REAL, Clock
+from tests.islands import run_islands
+from tests.small_model import batches, make_model, set_weights, take_step, weights_of
 
 FEDAVG: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -150,6 +152,22 @@ class Member:
         """As a killed process: no goodbye, no further sign of life."""
         if self.session.members is not None:
             self.session.members.stop_beating()
+
+
+def offer_spoilt(islands: Sequence[Member], value: float) -> None:
+    """Two islands take a round, to which the second brings parameters of nothing but `value`."""
+    sound, spoilt = islands
+
+    def take_round(island: int) -> None:
+        if island == 1:
+            set_weights(spoilt.model, value)
+            spoilt.session.outer.steps = 1
+            spoilt.session.outer.count_step()
+            spoilt.sync()
+        else:
+            sound.train(2)
+
+    run_islands(2, take_round)
 
 
 def bury() -> None:

@@ -1,6 +1,6 @@
 """Real processes in tests: started in their own session, their output kept, none of them left behind.
 
-Python processes are forked, with everything heavy imported (`tests/forks.py`), but for tests marked `real_start`.
+In tests marked `distributed`, Python processes are forked with everything heavy imported (`tests/forks.py`).
 
 Either to the end, an `AssertionError` with the output unless the exit code is 0:
 
@@ -23,7 +23,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,6 @@ from typing import Self
 import psutil
 
 from hf_diloco.cli.devices import free_ports
-from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT_LINES_SHOWN = 150
@@ -155,7 +156,6 @@ class Processes:
 
     def spawn(self, command: Command, *, env: Env | None = None, cwd: Path = ROOT) -> Process:
         """Starts `command` with this process' environment, changed by `env`, in a session of its own."""
-        forks.install()
         changed = {**os.environ, **(env or {}), _MARK: self._mark}
         clean = {name: str(value) for name, value in changed.items() if value is not None}
         process = Process(command, clean, cwd)
@@ -178,12 +178,18 @@ class Processes:
             started.popen.wait()
 
     def __enter__(self) -> Self:
+        in_main = threading.current_thread() is threading.main_thread()
+        self._ends_on_sigterm = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._ends_on_sigterm:  # by which a benchmark is stopped: what it has started must not outlive it
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.kill()
+        if self._ends_on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:

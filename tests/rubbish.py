@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_diloco.agreement.objects import ObjectStore
+from hf_diloco.store.objects import ObjectStore
 
 JUNK: dict[str, bytes] = {
     "claims/0/999999.json": b"junk",

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hf_diloco.clock import Clock
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions.elastic import ElasticSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.utils.clock import Clock
 from tests.islands import run_islands
 from tests.meetings import Meeting, Member
 from tests.small_model import batches, take_step

@@ -10,8 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_diloco.vision.runfile import VisionRun, load_vision_run
-from hf_diloco.vision.simulate import Simulation
+from hf_diloco.apps.vision.runfile import VisionRun, load_vision_run
 
 TINY = {
     "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
@@ -24,7 +23,7 @@ TINY = {
         "logging_steps": 4,
         "save_steps": 4,
     },
-    "gossip": {"method": "decentlam", "topology": "ring", "num_islands": 3},
+    "gossip": {"method": "decentlam", "topology": "ring", "num_nodes": 3},
     "launch": {"use_cpu": True},
 }
 
@@ -36,7 +35,9 @@ def run_of(folder: Path, *overrides: str) -> VisionRun:
 
 
 def simulate(run: VisionRun) -> int:
-    return Simulation(run, run.gossip.num_islands).run()
+    from hf_diloco.apps.vision.simulate import Simulation
+
+    return Simulation(run, run.gossip.num_nodes).run()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

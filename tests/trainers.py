@@ -12,9 +12,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
 from tests.programs.trainer_island import Tokens, make_model
 
 MAX_STEPS = 6

@@ -92,5 +92,5 @@ def command(
         num_processes: overrides the configuration's.
     """
     processes = [] if num_processes is None else ["--num_processes", str(num_processes)]
-    launcher = [sys.executable, "-m", "hf_diloco.runs.island_store", "--config_file", str(config_file)]
+    launcher = [sys.executable, "-m", "hf_diloco.apps.common.island_store", "--config_file", str(config_file)]
     return [*launcher, "--main_process_port", str(port), *processes, "-m", module, *script_args]

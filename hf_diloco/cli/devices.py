@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from itertools import islice
 
-from hf_diloco.config import split_tcp_url
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.urls import split_tcp_url
 
 _PORTS = range(20_000, 32_000)
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from hf_diloco.cli.progress import Progress as IslandProgress
-from hf_diloco.text import rate
+from hf_diloco.utils.text import rate
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 LINE_EVERY = 5.0  # seconds between two progress lines of an island, without a terminal

@@ -34,7 +34,7 @@ StoreArgument = Annotated[
     typer.Argument(
         metavar="RENDEZVOUS",
         envvar=ENV_RENDEZVOUS,
-        help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+        help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME",
         show_default=False,
     ),
 ]
@@ -65,9 +65,11 @@ def launch(
     island: Annotated[
         int | None,
         typer.Option(
+            "--island",
+            "--node",
             min=0,
             envvar=ENV_ISLAND,
-            help="Start this island alone; the others are started elsewhere. Default: all islands, on this machine.",
+            help="Start this island, or node, alone; the others are started elsewhere. Default: all, on this machine.",
         ),
     ] = None,
     rendezvous: Annotated[
@@ -75,11 +77,14 @@ def launch(
         typer.Option(
             metavar="URL",
             help="Where the islands meet: tcp://HOST:PORT of island 0's machine, or an object store, "
-            f"s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR [{ENV_RENDEZVOUS}].",
+            f"s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME [{ENV_RENDEZVOUS}].",
         ),
     ] = None,
     num_islands: Annotated[
-        int | None, typer.Option(min=1, help=f"Number of islands in the run [{ENV_NUM_ISLANDS}].")
+        int | None,
+        typer.Option(
+            "--num-islands", "--num-nodes", min=1, help=f"Number of islands, or nodes, in the run [{ENV_NUM_ISLANDS}]."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
     output: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of run folders.")] = None,
@@ -190,6 +195,35 @@ def status(
     run_status(StatusOptions(rendezvous, as_json, interval if watch else None, key_file, num_rounds))
 
 
+@app.command()
+def rendezvous(
+    address: Annotated[
+        str,
+        typer.Argument(metavar="HOST:PORT", help="where to listen: this machine's address, as the islands see it"),
+    ],
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for what islands leave for each other; made if it is missing.")
+    ],
+    allow_public_address: Annotated[
+        bool, typer.Option("--allow-public-address", help="Listen at an address that the whole internet can reach.")
+    ] = False,
+) -> None:
+    """Keep a place to meet, for islands that have neither a bucket nor a common folder.
+
+    It may run on any machine that all islands reach, and serve any number of runs; no island is then special. Islands
+    come and go as in a bucket. Started again with the same folder, it goes on where it was.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco rendezvous 10.0.0.1:29400 --folder /data/rendezvous[/cyan]
+
+    [cyan]hf-diloco launch run.yaml --island 1 --rendezvous http://10.0.0.1:29400/my-run[/cyan]
+    """
+    from hf_diloco.cli.rendezvous import RendezvousOptions, run_rendezvous
+
+    raise typer.Exit(run_rendezvous(RendezvousOptions(address, folder, allow_public_address)))
+
+
 store_app = typer.Typer(
     help="Look after the store in which the islands of a run meet.",
     no_args_is_help=True,
@@ -287,8 +321,8 @@ def config_schema(
 
     [cyan]hf-diloco config-schema --vision > vision.schema.json[/cyan]
     """
-    from hf_diloco.lm.runfile import RunFile
-    from hf_diloco.vision.runfile import VisionRun
+    from hf_diloco.apps.lm.runfile import RunFile
+    from hf_diloco.apps.vision.runfile import VisionRun
 
     typer.echo(json.dumps((VisionRun if vision else RunFile).model_json_schema(), indent=2))
 

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diloco.agreement.seal import load_key
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.kinds import kind_of
+from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.runs.base import BaseRun
-from hf_diloco.runs.kinds import kind_of
-from hf_diloco.runs.load import load_run
-from hf_diloco.runs.paths import given_checkpoint
-from hf_diloco.store_url import is_object_store
+from hf_diloco.store.signing import load_key
+from hf_diloco.utils.urls import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """The interface over which the processes of an island on this machine talk to each other."""
@@ -54,8 +54,8 @@ class LaunchOptions:
     def all_overrides(self, kind: type[BaseRun]) -> list[str]:
         """The overrides with the shorthands, which win."""
         shorthands = {
-            f"{kind.meeting_name}.num_islands": self.num_islands,
-            f"{kind.meeting_name}.rendezvous": self.rendezvous,
+            kind.setting("num_islands"): self.num_islands,
+            kind.setting("rendezvous"): self.rendezvous,
             "name": self.name,
             "output": self.output,
             "launch.resume": self.resume,
@@ -68,8 +68,8 @@ class LaunchOptions:
     def resume_command(self, run: BaseRun) -> str:
         """The command line that continues the run."""
         shorthands = {
-            "--island": self.island,
-            "--num-islands": self.num_islands,
+            f"--{run.unit}": self.island,
+            f"--num-{run.unit}s": self.num_islands,
             "--rendezvous": self.rendezvous,
             "--name": self.name,
             "--output": self.output,
@@ -113,7 +113,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
-    if rendezvous is not None and is_object_store(rendezvous):
+    if rendezvous is not None and (is_object_store(rendezvous) or run.meeting.key_file):
         load_key(run.meeting.key_file)
     shares = _devices(run, len(numbers), num_processes)
     threads = _threads(run, len(numbers) * num_processes)
@@ -154,9 +154,9 @@ def load_options(options: LaunchOptions) -> BaseRun:
         ConfigError: when the file or an override does not fit.
     """
     kind = kind_of(options.run_file)
-    island = f"{kind.meeting_name}.island"
+    island = kind.setting("island")
     if any(item.replace(" ", "").startswith(f"{island}=") for item in options.overrides):
-        raise ConfigError(f"{island} on the command line: start one island with --island NUMBER")
+        raise ConfigError(f"{island} on the command line: start one {kind.unit} with --{kind.unit} NUMBER")
     # Starting all islands, this one's number is of no interest, wherever it may come from.
     run = load_run(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
     run.check()

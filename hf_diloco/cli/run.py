@@ -10,6 +10,7 @@ from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.ending import print_ending
 from hf_diloco.cli.launch import Launcher
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan, plan_islands
+from hf_diloco.utils.text import plural
 
 
 def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
@@ -20,7 +21,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     """
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
-        from hf_diloco.runs.preflight import check_all  # libraries that take seconds to load
+        from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
 
         run = load_options(options)
         check_all(run, lambda: plan_islands(run, options))
@@ -38,16 +39,16 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
 def _summary(plan: Plan) -> str:
     run = plan.run
     here = len(plan.islands)
-    islands = f"{here} island{'s' * (here != 1)}"
+    islands = f"{here} {plural(run.unit, here)}"
     if here < run.meeting.num_islands:
-        islands = f"island {plan.islands[0].number} of {run.meeting.num_islands}"
+        islands = f"{run.unit} {plan.islands[0].number} of {run.meeting.num_islands}"
     meeting = f", meeting at {plan.rendezvous}" if plan.rendezvous else ""
     return f"run {run.folder}: {islands}{meeting}; full logs in {run.folder}/island-*/log.txt"
 
 
 def _print_plan(plan: Plan, out: Console) -> None:
     for island in plan.islands:
-        out.out(f"# island {island.number}", highlight=False)
+        out.out(f"# {plan.run.unit} {island.number}", highlight=False)
         for path, text in island.files.items():
             out.out(f"# {path}:", *(f"#   {line}" for line in text.splitlines()), sep="\n", highlight=False)
         out.out(island.shell_line() + "\n", highlight=False)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.seal import load_key
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.status import Observer, RunStatus
 from hf_diloco.status.tables import render
-from hf_diloco.store_url import VALID_URLS, check_store_url, is_object_store
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import load_key
+from hf_diloco.utils.urls import VALID_URLS, check_store_url, is_object_store
 
 TIMEOUT = 15.0  # seconds without an answer after which a person is told
 
@@ -28,7 +28,7 @@ class StatusOptions:
         url: where the islands meet.
         as_json: for programs.
         interval: seconds between two looks; None: once.
-        key_file: see `hf_diloco.agreement.seal.load_key`.
+        key_file: see `hf_diloco.store.signing.load_key`.
         num_rounds: how many of the last rounds to show.
     """
 

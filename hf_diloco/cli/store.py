@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diloco import text
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.seal import load_key
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.status import TIMEOUT, check_url
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import load_key
+from hf_diloco.utils import text
 
 _STYLES = {"damaged": "bold red", "forged": "bold red", "abandoned": "yellow", "foreign": "yellow", "settled": "dim"}
 
@@ -25,7 +25,7 @@ class CheckOptions:
         is_deep: read all values too.
         repair: set aside what is found.
         as_json: for programs.
-        key_file: see `hf_diloco.agreement.seal.load_key`.
+        key_file: see `hf_diloco.store.signing.load_key`.
     """
 
     url: str

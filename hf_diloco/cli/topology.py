@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_diloco import text
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.topology import GRAPHS, Topology, largest_stable_beta, make_topology
-from hf_diloco.gossip.topology.drawing import check_picture, draw
-from hf_diloco.gossip.topology.stability import floor_digits
+from hf_diloco.methods.topology import GRAPHS, Topology, largest_stable_beta, make_topology
+from hf_diloco.methods.topology.drawing import check_picture, draw
+from hf_diloco.methods.topology.stability import floor_digits
+from hf_diloco.utils import text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -72,7 +72,7 @@ class TopologyFigures:
 
     Attributes:
         name, num_nodes, period, is_symmetric, rho, spectral_gap: as `Topology`'s.
-        largest_stable_beta: see `hf_diloco.gossip.topology.stability`.
+        largest_stable_beta: see `hf_diloco.methods.topology.stability`.
         num_parameters: values in the model.
         bytes_per_step: fp32 bytes that a node sends at a step if it sends its vector to each receiver; the mean over
             nodes and steps.

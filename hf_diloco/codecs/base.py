@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from hf_diloco.workspace import Workspace
+from hf_diloco.utils.workspace import Workspace
 
 TILE_VALUES = 1 << 18
 """Values that several passes handle at a time, so that they run in the processor's cache: 1 MiB of fp32. A multiple of

@@ -9,7 +9,7 @@ import torch
 
 from hf_diloco.codecs.base import Codec
 from hf_diloco.codecs.loops.base import Loops
-from hf_diloco.workspace import Workspace
+from hf_diloco.utils.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24
 """Values that are coded at a time on an accelerator, so that scratch memory has a bound."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_diloco.codecs.base import TILE_VALUES, Codec
-from hf_diloco.workspace import Workspace
+from hf_diloco.utils.workspace import Workspace
 
 
 class CastCodec(Codec):

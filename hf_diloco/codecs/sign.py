@@ -7,7 +7,7 @@ import torch
 from hf_diloco.codecs.blocks import BlockCodec
 from hf_diloco.codecs.loops import sign
 from hf_diloco.codecs.loops.base import Loops
-from hf_diloco.workspace import Workspace
+from hf_diloco.utils.workspace import Workspace
 
 SCALE_BITS = ~0xFFF
 # Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_diloco.compiled import Array, compiled_with_fma
-from hf_diloco.exchange.base import BLOCK_VALUES
+from hf_diloco.codecs.compiled import Array, compiled_with_fma
+from hf_diloco.transport.base import BLOCK_VALUES
 
 Vectors = Sequence[torch.Tensor]
 

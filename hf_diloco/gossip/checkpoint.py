@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hf_diloco.errors import CheckpointError
-from hf_diloco.files import telling, write_whole
-from hf_diloco.island import IslandGroup
-from hf_diloco.manifest import FileRecord, find_damage, lacks_files, record_files, recover_replaced
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.manifest import FileRecord, find_damage, lacks_files, record_files, recover_replaced
+from hf_diloco.utils.files import telling, write_whole
 
 _INDEX = "gossip.json"
 

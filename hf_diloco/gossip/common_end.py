@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.gossip.topology import Topology
+from hf_diloco.methods.topology import Topology
 
 
 class CommonEnd:

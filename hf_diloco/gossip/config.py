@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_diloco.addresses import check_specific
 from hf_diloco.config import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
@@ -16,10 +16,10 @@ from hf_diloco.config import (
     StrictModel,
     from_env,
     is_given,
-    split_tcp_url,
 )
 from hf_diloco.methods.outer.base import Buffers
-from hf_diloco.store_url import is_object_store
+from hf_diloco.utils.addresses import check_specific
+from hf_diloco.utils.urls import is_object_store, split_tcp_url
 
 
 def refuse_boolean(value: Any) -> Any:
@@ -112,13 +112,13 @@ class GossipConfig(StrictModel):
     eval_weights: Literal["average", "local"] = Field(
         default="average", description="which weights the Trainer evaluates: the mean over the nodes, or this node's"
     )
-    num_islands: int = Field(
+    num_nodes: int = Field(
         default_factory=from_env(ENV_NUM_ISLANDS, 1),
         ge=1,
         le=1024,
         description=f"nodes of the graph [{ENV_NUM_ISLANDS}]",
     )
-    island: int = Field(
+    node: int = Field(
         default_factory=from_env(ENV_ISLAND, 0), ge=0, description=f"this node's number, from 0 [{ENV_ISLAND}]"
     )
     rendezvous: str | None = Field(
@@ -138,7 +138,17 @@ class GossipConfig(StrictModel):
         default=120.0, description="seconds that a step waits for a neighbour; then it goes on without"
     )
 
-    @field_validator("momentum", "lars", "num_islands", "island", "rate_limit", "exchange_timeout", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_names_of_islands(cls, values: Any) -> Any:
+        for old, new in (("num_islands", "num_nodes"), ("island", "node")):
+            if isinstance(values, Mapping) and old in values:
+                raise ValueError(
+                    f"{old}={values[old]}: nodes are not called islands any more; say {new}={values[old]}"
+                )
+        return values
+
+    @field_validator("momentum", "lars", "num_nodes", "node", "rate_limit", "exchange_timeout", mode="before")
     @classmethod
     def _refuse_booleans(cls, value: Any) -> Any:
         return refuse_boolean(value)
@@ -171,18 +181,16 @@ class GossipConfig(StrictModel):
         return address and check_specific(address)
 
     @model_validator(mode="after")
-    def _check_islands(self) -> GossipConfig:
-        if self.island >= self.num_islands:
-            raise ValueError(
-                f"island={self.island}: nodes are numbered from 0 to {self.num_islands - 1} (num_islands - 1)"
-            )
+    def _check_nodes(self) -> GossipConfig:
+        if self.node >= self.num_nodes:
+            raise ValueError(f"node={self.node}: nodes are numbered from 0 to {self.num_nodes - 1} (num_nodes - 1)")
         self._check_meeting()
         return self
 
     def _check_meeting(self) -> None:
-        if self.num_islands > 1 and self.rendezvous is None:
+        if self.num_nodes > 1 and self.rendezvous is None:
             raise ValueError(
-                f"{self.num_islands} nodes need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
+                f"{self.num_nodes} nodes need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
                 "tcp://HOST:PORT, where HOST is node 0's machine as the others see it"
             )
 
@@ -195,7 +203,7 @@ class GossipConfig(StrictModel):
     @property
     def longest_wait(self) -> float:
         """Seconds that a node's ranks may have to wait while their leader waits for other nodes."""
-        return self.join_timeout + (self.num_islands + 4) * self.exchange_timeout  # see `MeshNeighbours`
+        return self.join_timeout + (self.num_nodes + 4) * self.exchange_timeout  # see `MeshNeighbours`
 
     def bytes_per_second(self) -> float | None:
         """What a node may send."""
@@ -216,7 +224,17 @@ class GossipBlock(GossipConfig):
         Raises:
             ConfigError: when several nodes have no rendezvous.
         """
-        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "island") else {"island"}))
+        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
+
+    @property
+    def island(self) -> int:
+        """This node's number, from 0."""
+        return self.node
+
+    @property
+    def num_islands(self) -> int:
+        """Nodes of the graph."""
+        return self.num_nodes
 
     def check_rendezvous(self, url: str) -> None:
         """Raises `ConfigError` if a setting does not go with this rendezvous."""
@@ -229,7 +247,7 @@ class GossipBlock(GossipConfig):
     @property
     def num_shares(self) -> int:
         """Nodes that may ever take part."""
-        return self.num_islands
+        return self.num_nodes
 
     @property
     def key_file(self) -> Path | None:

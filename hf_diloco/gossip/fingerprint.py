@@ -6,7 +6,7 @@ import torch
 import xxhash
 
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.topology import Topology
+from hf_diloco.methods.topology import Topology
 
 Fact = str | int | float | bool | None
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.averages import Vectors, mean_, mix_
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
-from hf_diloco.text import numbers, plural
-from hf_diloco.workspace import Workspace
+from hf_diloco.transport.base import Traffic
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:
-    from hf_diloco.gossip.topology import Topology
+    from hf_diloco.methods.topology import Topology
 
 
 class Neighbours(ABC):
@@ -89,6 +89,9 @@ class Neighbours(ABC):
 
         What came of it is kept for `mix`.
         """
+
+    def check_average(self, vector: torch.Tensor) -> None:  # noqa: B027 - most can average all vectors
+        """Raises `UnsupportedError` if nodes cannot average vectors of this kind; asked before the first step."""
 
     @abstractmethod
     def average(self, vector: torch.Tensor) -> Traffic:

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_diloco.advice import tell_who_is_alone
-from hf_diloco.agreement.rendezvous import connect_store, warn_unprotected
 from hf_diloco.config import need_number
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.ahead import Ahead
+from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.background_exchange import Ahead
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import Topology
-from hf_diloco.gossip.turns import NoTurns, Turns
-from hf_diloco.island import IslandGroup
-from hf_diloco.waiting import WaitNotes
-from hf_diloco.workspace import Workspace
+from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import Topology
+from hf_diloco.store.rendezvous import connect_store, warn_unprotected
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.waiting import WaitNotes
+from hf_diloco.utils.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
         RendezvousError: the rendezvous cannot be opened or reached.
         IslandLostError: neighbours did not come in time.
     """
-    need_number(config, config.num_islands, "node")
+    need_number(config, config.num_nodes, "node")
     inner: Neighbours | None = None
 
     def connect() -> None:
@@ -293,20 +293,20 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
         inner = with_payload(_connect(config, topology), config.payload)
 
     island.on_leader(connect)
-    return NodeNeighbours(inner, topology, config.island, island)
+    return NodeNeighbours(inner, topology, config.node, island)
 
 
 def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     tell_who_is_alone(config, "node")
-    if config.num_islands == 1:
+    if config.num_nodes == 1:
         return MemoryGraph(topology).node(0)
-    notes = WaitNotes(config.island, "node")
-    store, address = connect_store(config, is_host=config.island == 0, notes=notes)
+    notes = WaitNotes(config.node, "node")
+    store, address = connect_store(config, is_host=config.node == 0, notes=notes)
     warn_unprotected(address)
     return MeshNeighbours(
         store,
         topology,
-        config.island,
+        config.node,
         address,
         connect_timeout=config.join_timeout,
         exchange_timeout=config.exchange_timeout,

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from hf_diloco.errors import ConfigError, PayloadError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip.shelf import Shelf
+from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.transport.base import Traffic
 
 
 class Published(ABC):

@@ -13,7 +13,7 @@ import torch
 
 from hf_diloco.errors import CheckpointError, IslandLostError
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.text import numbers, plural
+from hf_diloco.utils.text import numbers, plural
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from hf_diloco.errors import CheckpointError, IslandLostError
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.outer import Groups, SlowMo
+from hf_diloco.transport.base import Traffic
 
 logger = logging.getLogger("hf_diloco")
 

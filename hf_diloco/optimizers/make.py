@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_diloco.onebit.optimizer import OneBitOptimizer
-from hf_diloco.onebit.trainer import METHODS, OneBitCallback, make_onebit
 from hf_diloco.optimizers.muon import MuonAdamW
+from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer
+from hf_diloco.optimizers.onebit.trainer import METHODS, OneBitCallback, make_onebit
 from hf_diloco.optimizers.settings import OptimizerBlock
 
 if TYPE_CHECKING:

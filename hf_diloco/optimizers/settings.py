@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hf_diloco.runs.block import Block, Count
+from hf_diloco.config.base import Block, Count
 
 _OF_LAMB = (
     "min_coeff",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.report.rows import island_columns, island_row, overview, title
 from hf_diloco.report.summary import Report
-from hf_diloco.text import printable
+from hf_diloco.utils.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

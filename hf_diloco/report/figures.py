@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_diloco import text
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Train
 from hf_diloco.report.summary import Report
 from hf_diloco.report.svg import INK, MUTED, NUM_COLOURS, colour, css_colour, draw
+from hf_diloco.utils import text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.report.read import METRICS, IslandRun, Run
 from hf_diloco.report.records import Neighbour, Sync
-from hf_diloco.text import numbers, plural
+from hf_diloco.utils.text import numbers, plural
 
 if TYPE_CHECKING:
     from hf_diloco.report.island import IslandReport

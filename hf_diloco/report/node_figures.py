@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hf_diloco import text
 from hf_diloco.report.figures import (
     MAX_POINTS,
     LegendEntry,
@@ -20,6 +19,7 @@ from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Mix
 from hf_diloco.report.summary import Report
 from hf_diloco.report.svg import colour, css_colour, draw
+from hf_diloco.utils import text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_diloco import text
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.report.summary import Report
+from hf_diloco.utils import text
 
 COLUMNS = ("node", "step", "train loss", "eval loss", "images/s", "sent", "compute", "exchange")
 

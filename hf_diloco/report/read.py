@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.redact import redact
 from hf_diloco.report.records import AnyRecord, Mix, Record, Start, Sync, parse_line
+from hf_diloco.utils.redact import redact
 
 METRICS = "metrics.jsonl"
 _ISLAND_FOLDER = re.compile(r"island-(\d{1,9})")

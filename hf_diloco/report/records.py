@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 # The upper limits keep every sum and product of such values finite; no real run comes near them.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
+NumIslands = Annotated[int, Field(ge=0, le=2**16)]  # each that has no record is named
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Loss = Annotated[float | None, BeforeValidator(lambda value: math.nan if value is None else value)]
 
@@ -33,7 +34,7 @@ class Start(Record):
 
     event: Literal["start"]
     island: Count | None = None
-    num_islands: Count | None = None
+    num_islands: NumIslands | None = None
     num_ranks: Count | None = None
     shards: str | None = None
     num_parameters: Count | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_diloco import text
 from hf_diloco.report import nodes
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.report.summary import Report, RoundReport
+from hf_diloco.utils import text
 
 ISLAND_COLUMNS = (
     "island",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hf_diloco.agreement.members import Phase
+from hf_diloco.membership.heartbeats import Phase
 
 Presence = Literal["alive", "silent", "ended", "unknown"]
 RoundState = Literal["committed", "planned", "gathering"]

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from hf_diloco.agreement import members
-from hf_diloco.agreement.log import MAX_RECORD_BYTES, Record
-from hf_diloco.agreement.members import BeatRecord, ClaimRecord
-from hf_diloco.agreement.objects import Entry, ObjectStore
-from hf_diloco.agreement.run import open_run
-from hf_diloco.agreement.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
-from hf_diloco.clock import REAL, Clock
 from hf_diloco.errors import ForgedError, PayloadError
+from hf_diloco.membership import heartbeats as members
+from hf_diloco.membership.heartbeats import BeatRecord, ClaimRecord
+from hf_diloco.membership.run import open_run
+from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
+from hf_diloco.store.log import MAX_RECORD_BYTES, Record
+from hf_diloco.store.objects import Entry, ObjectStore
+from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_diloco import text
 from hf_diloco.status.models import IslandStatus, RoundStatus, RunStatus
+from hf_diloco.utils import text
 
 if TYPE_CHECKING:
     from rich.console import Group

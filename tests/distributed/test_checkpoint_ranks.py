@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_diloco.checkpoint import complete_checkpoints, load_outer, read_index
 from hf_diloco.errors import CheckpointError
+from hf_diloco.outer.checkpoint import complete_checkpoints, load_outer, read_index
 from tests.distributed.torchrun import torchrun
 from tests.processes import run
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from hf_diloco.gossip.methods import METHODS
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import make_topology
+from hf_diloco.methods.gossip import METHODS
+from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.gossip_node import train

@@ -17,9 +17,9 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.mesh import CHUNK_VALUES
-from hf_diloco.exchange.rate import BURST_SECONDS
+from hf_diloco.transport.chunks import CHUNK_VALUES
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.rate import BURST_SECONDS
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.mesh_island import make_values

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hf_diloco.agreement.objects import PART_BYTES, ObjectStore, open_object_store
 from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
 from tests.processes import Processes
 from tests.s3 import Fault, FaultyProxy, S3Server, Trouble, first_of, share_of
 
@@ -22,7 +22,7 @@ NUM_PROCESSES, NUM_RACES = 4, 25
 
 RACER = """
 import sys, time
-from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.store.objects import open_object_store
 url, name, num_races = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = open_object_store(url)
 store.put(f"ready/{name}", b"")

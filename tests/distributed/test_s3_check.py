@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_diloco.agreement.objects import open_object_store
 from hf_diloco.cli.main import app
+from hf_diloco.store.objects import open_object_store
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.s3 import S3Server

@@ -58,7 +58,8 @@ def test_shards_are_the_masters(num_ranks: int, name: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("num_ranks", "name"), CELL_NAMES)
 def test_the_inner_optimizer_is_seen(num_ranks: int, name: str) -> None:
-    """Parameter groups, learning rates of the last step, and buffers that begin anew, wherever DeepSpeed has them."""
+    """Parameter groups, learning rates of the last step, and its buffers wherever DeepSpeed has them: they can begin
+    anew, and the next step starts from what is written into them."""
     assert findings(num_ranks, name)["inner"] == []
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_diloco.lm.runfile import RunFile, TokenizerBlock, TrainTokenizer
-from hf_diloco.refusals import REFUSALS
-from hf_diloco.runs.arguments import DECIDED_ELSEWHERE
-from hf_diloco.runs.base import BaseRun
-from hf_diloco.vision.runfile import VisionRun
-from tests.docs.pages import ROOT
+from hf_diloco.apps.common.arguments import DECIDED_ELSEWHERE
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.lm.runfile import RunFile, TokenizerBlock, TrainTokenizer
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.trainer.refusals import REFUSALS
+from tests.processes import ROOT
 
 PAGES: dict[Path, type[BaseRun]] = {
     ROOT / "docs" / "run-file.md": RunFile,

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_diloco.runs.yaml_file import read_yaml
+from hf_diloco.apps.common.yaml_file import read_yaml
 from tests.docs.command_lines import check, check_shell, commands
-from tests.docs.pages import ROOT, Block, all_blocks, blocks
-from tests.processes import Completed, find_free_port, run
+from tests.docs.pages import Block, all_blocks, blocks
+from tests.processes import ROOT, Completed, find_free_port, run
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DEMO = "hf-diloco launch configs/quickstart.yaml\n"
@@ -85,7 +85,11 @@ class Project:
         path.write_text(yaml.safe_dump(settings))
 
     def shell(self, text: str) -> Completed:
-        """What the text does in bash; every command of it must succeed, also those in the background."""
+        """What the text does in bash; every command of it must succeed, also those in the background.
+
+        Where a longer text that begins with it has run, it has run, too.
+        """
+        text = next((done for done in self._done if done.startswith(text)), text)
         if text not in self._done:
             programs = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
             script = re.sub(

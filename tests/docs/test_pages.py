@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from hf_diloco import config, errors
-from hf_diloco.agreement.seal import ENV_KEY
-from hf_diloco.lm.runfile import RunFile
-from hf_diloco.runs.yaml_file import read_yaml
-from hf_diloco.vision.runfile import VisionRun
+from hf_diloco.apps.common.yaml_file import read_yaml
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.store.signing import ENV_KEY
 from tests.docs import run_file_tables
-from tests.docs.pages import PAGES, ROOT, Block, all_blocks, anchors, blocks, links
+from tests.docs.pages import PAGES, Block, all_blocks, anchors, blocks, links
+from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -80,7 +81,7 @@ def test_yaml_is_of_a_run_file(block: Block, tmp_path: Path) -> None:
 
 
 def test_training_blocks_are_trainings_arguments(tmp_path: Path) -> None:
-    from hf_diloco.runs.arguments import check_training
+    from hf_diloco.apps.common.arguments import check_training
 
     checked = 0
     for block in all_blocks("yaml"):
@@ -151,7 +152,7 @@ def named_metrics() -> set[str]:
 
 
 def test_metrics_are_those_that_the_callback_logs() -> None:
-    from hf_diloco.record import LOGGED
+    from hf_diloco.trainer.record import LOGGED
 
     assert named_metrics() == {f"diloco/{name}" for name in LOGGED} | {"diloco/outer_loss"}
 
@@ -160,17 +161,22 @@ def test_metrics_are_those_that_the_callback_logs() -> None:
 
 
 def test_every_record_of_a_round_is_explained() -> None:
-    from hf_diloco.agreement import ledger
+    from hf_diloco.membership import ledger
 
     text = (DOCS / "protocol.md").read_text()
     keys = re.findall(r"^    (round/R/\S+)", str(ledger.__doc__), re.MULTILINE)
-    assert len(keys) == 5
+    assert len(keys) == 4
     assert not [key for key in keys if f"`{key}`" not in text]
-    assert not [word for word in (ledger.GO, ledger.LATE, ledger.LEAVES, ledger.COMMIT) if f'"{word}"' not in text]
+    assert not [
+        word
+        for word in (ledger.LATE, ledger.GONE, ledger.LEAVES, ledger.FINISHED, ledger.COMMIT, ledger.AGAIN)
+        if f'"{word}"' not in text
+    ]
 
 
 def test_every_record_in_an_object_store_is_explained() -> None:
-    from hf_diloco.agreement import council, log, members, round_records
+    from hf_diloco.membership import heartbeats as members, quorum as council, round_records
+    from hf_diloco.store import log
 
     text = (DOCS / "protocol.md").read_text()
     paths = re.findall(r"^    (\S+\.json) ", str(log.__doc__), re.MULTILINE)
@@ -184,7 +190,7 @@ def test_every_record_in_an_object_store_is_explained() -> None:
 
 
 def test_every_deepspeed_layout_is_listed() -> None:
-    from hf_diloco.shards import zero
+    from hf_diloco.inner import zero
 
     text = (DOCS / "deepspeed.md").read_text()
     assert not [name for name in zero.LAYOUTS if f"`{name}`" not in text]
@@ -237,9 +243,7 @@ def test_the_table_of_methods_is_the_registry() -> None:
 def test_defaults_of_streaming_are_the_codes() -> None:
     section = (DOCS / "streaming.md").read_text().split("## Settings")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", section, re.MULTILINE))
-    streams = {"num_fragments", "eager_updates"} | {
-        name for name in config.DiLoCoConfig.model_fields if name.startswith("fragment_")
-    }
+    streams = {"num_fragments"} | {name for name in config.DiLoCoConfig.model_fields if name.startswith("fragment_")}
     assert rows.keys() == streams
     fresh = config.DiLoCoConfig()
     for name, default in rows.items():
@@ -250,8 +254,8 @@ def test_fragments_that_are_shown_are_those_that_are_cut() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_diloco.lm.model import _SHAPES
-    from hf_diloco.shards.fragments import cut_into_fragments, describe_fragments
+    from hf_diloco.apps.lm.model import _SHAPES
+    from hf_diloco.inner.fragments import cut_into_fragments, describe_fragments
 
     (shown,) = [block.text for block in blocks(DOCS / "streaming.md", "text") if block.text.startswith("fragment 0")]
     shape = AutoConfig.for_model("llama", vocab_size=32_000, tie_word_embeddings=True, **_SHAPES["llama-150m"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.open import MemoryTransport
 from tests.processes import ROOT, Processes, find_free_port
 from tests.programs.session_island import settings, train
 

@@ -187,7 +187,7 @@ def kill_in_island_1(launched: Process, module: str) -> None:
 def test_a_killed_rank_and_resume(launches: Launches) -> None:
     launched = launches.start(400, "training.save_steps=4", deepspeed=False)
     launches.wait_for_step(launched, 10)
-    kill_in_island_1(launched, "hf_diloco.lm")
+    kill_in_island_1(launched, "hf_diloco.apps.lm")
     output = launched.wait(timeout=120, expect=1).output
     assert "error: island 1 failed (SIGKILL)" in output
     assert str(launches.island(1) / "log.txt") in output
@@ -203,7 +203,7 @@ def test_a_killed_rank_and_resume(launches: Launches) -> None:
 def test_a_killed_accelerate_leaves_no_orphan(launches: Launches) -> None:
     launched = launches.start(400)
     launches.wait_for_step(launched, 6)
-    kill_in_island_1(launched, "hf_diloco.runs.island_store")
+    kill_in_island_1(launched, "hf_diloco.apps.common.island_store")
     output = launched.wait(timeout=120, expect=1).output
     assert "error: island 1 failed (SIGKILL)" in output
     assert launches.checkpoints(0)

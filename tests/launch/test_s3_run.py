@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.chaos import ENGINES, run_file
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore, open_object_store
 from tests.processes import Process, Processes
 from tests.s3 import FaultyProxy, S3Server, share_of
 

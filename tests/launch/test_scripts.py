@@ -65,7 +65,8 @@ def test_slurm_island_spans_its_nodes(tmp_path: Path, slurm: dict[str, object]) 
         output = job.wait(20).output
     config = island / "accelerate.yaml"
     assert (
-        f"launch --config_file {config} --machine_rank 1 -m hf_diloco.lm {tmp_path / 'run.yaml'} {SETTING}" in output
+        f"launch --config_file {config} --machine_rank 1 -m hf_diloco.apps.lm {tmp_path / 'run.yaml'} {SETTING}"
+        in output
     )
     values = yaml.safe_load(config.read_text())
     assert (values["num_machines"], values["num_processes"], values["main_process_ip"]) == (2, 8, "node17")

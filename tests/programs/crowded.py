@@ -9,7 +9,6 @@ as many files as a checkpoint has; then prints "done".
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import sys
 import tempfile
@@ -18,10 +17,10 @@ import threading
 import psutil
 import torch
 
-from hf_diloco.agreement.rendezvous import connect_store
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.exchange.mesh import MeshExchange
+from hf_diloco.store.rendezvous import connect_store
+from hf_diloco.transport.mesh import MeshExchange
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 logging.basicConfig()
@@ -41,7 +40,8 @@ def island(number: int) -> None:
     assert (values == 0.5).all()
 
 
-threads = [threading.Thread(target=island, args=(number,)) for number in range(2)]
+# Daemons: an error of this thread ends the process
+threads = [threading.Thread(target=island, args=(number,), daemon=True) for number in range(2)]
 for thread in threads:
     thread.start()
 connected.wait(60)
@@ -53,4 +53,3 @@ go_on.set()
 for thread in threads:
     thread.join()
 print("done", flush=True)
-os._exit(0)  # the rendezvous, with as many connections as it may have, may take long to end

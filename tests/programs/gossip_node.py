@@ -23,13 +23,13 @@ import psutil
 import torch
 from torch.distributed import TCPStore
 
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.methods import make_optimizer
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.island import IslandGroup
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import make_optimizer
+from hf_diloco.methods.topology import make_topology
 
 LR = 0.05
 

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange import mesh
-from hf_diloco.exchange.rate import RateLimit
+from hf_diloco.transport import chunks, mesh
+from hf_diloco.transport.rate import RateLimit
 
 
 def make_values(case: int, island: int, size: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def main() -> None:
     if "cases" in settings:
         results = []
         for case, (payload, size, weights, chunk) in enumerate(settings["cases"]):
-            mesh.CHUNK_VALUES = chunk
+            chunks.CHUNK_VALUES = chunk
             values = make_values(case, island, size)
             started = time.monotonic()
             traffic = exchange.average(values, weights, CODECS[payload])

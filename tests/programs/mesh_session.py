@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from hf_diloco.agreement import ledger
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership import ledger
+from hf_diloco.rounds import FixedSession
 
 
 def train(settings: dict[str, Any]) -> None:

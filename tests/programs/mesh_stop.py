@@ -11,8 +11,8 @@ import time
 
 import torch.distributed as dist
 
-from hf_diloco.island import IslandGroup
-from hf_diloco.stop import StopFlag
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.stop import StopFlag
 
 
 def main() -> None:

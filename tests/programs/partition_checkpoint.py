@@ -24,11 +24,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_diloco import checkpoint
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
 from tests.programs.shards_pieces import Cut, ListShards, make_shards
 
 SIZES = {"embedding": 403, "weight": 331, "bias": 1, "head": 262}
@@ -155,7 +154,7 @@ def die_while_saving(folder: Path) -> None:
         session.outer.save(folder / "checkpoint-2", global_step=2, data={})
         take_round(session, shards, 2)
         if not island.is_leader:
-            checkpoint.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         session.outer.save(folder / "checkpoint-4", global_step=4, data={})
 
 

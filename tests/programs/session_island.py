@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.exchange.transport import Transport
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
+from hf_diloco.transport.open import Transport
 
 
 def train(config: DiLoCoConfig, transport: Transport | None = None, num_steps: int = 12) -> list[str]:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from hf_diloco.island import IslandGroup
-from hf_diloco.shards import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
-from hf_diloco.shards.buffers import BufferShards
+from hf_diloco.inner import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
+from hf_diloco.inner.buffers import BufferShards
+from hf_diloco.inner.island import IslandGroup
 from tests.programs.shards_engines import VOCABULARY, Engine, groups_of_optimizer, make_engine, make_model
-from tests.programs.shards_reference import Reference, working_weights
+from tests.programs.shards_reference import Reference, whole, working_weights
 from tests.programs.shards_table import Cell, cells_for
 
 WINDOW = 300  # values; a model has about 8,000, its adapters 900
@@ -211,7 +211,7 @@ class Examination:
     # The inner optimizer
 
     def _check_inner(self) -> None:
-        """Its parameter groups, their learning rates at the last step, and a step with buffers that begin anew."""
+        """Its parameter groups, their learning rates at the last step, and its buffers: zeroed, read, written."""
         inner, rates = self._shards.inner, [0.011, 0.007, 0.005]
         groups = groups_of_optimizer(self._cell, [(name, name) for name in self._shards.sizes])
         numbered = {name: number for number, group in enumerate(groups) for name in group["params"]}
@@ -226,13 +226,32 @@ class Examination:
         self._reference.begin_anew(rates[: len(groups)])
         self._step(seed=50, allowed=0.05)  # Adam's first step makes much of the rounding of a gradient
         for name in inner.buffers if self._cell.optimizer != "muon" else ():  # its momentum lies otherwise
-            found, expected = self._whole(BufferShards(self._shards, name)), self._reference.buffer(name)
+            found, expected = whole(BufferShards(self._shards, name)), self._reference.buffer(name)
             error = float((found - expected).norm() / expected.norm())
             allowed = 1e-5 if self._cell.numbers == "fp32" else 0.05
             self._expect_inner(error <= allowed, f"{name} is off by {error:.2g} of its length")
+            self._check_buffer_written(name)
+        self._reference.write(self._masters())  # without what the step from zeroed buffers made of rounding
+        self._step(seed=60, allowed=0.05)  # from the buffers as they were written
         for group in self._engine.optimizer.param_groups:
             group["lr"] = 0.5  # as a scheduler, after the step
         self._expect_inner(inner.rates == rates[: len(groups)], f"rates are {inner.rates}")
+
+    def _check_buffer_written(self, name: str) -> None:
+        """What a partition of a buffer scatters is in the optimizer's state, and gathered again."""
+        buffer = BufferShards(self._shards, name)
+        cuts: list[Partition] = [LanePartition(buffer, self._island, num_lanes) for num_lanes in NUM_LANES]
+        if not buffer.is_replicated or self._island.size == 1:
+            cuts.append(AlignedPartition(buffer, self._island))
+        for cut in cuts:
+            values = self._new_values().abs() + 0.01  # second moments are not negative
+            self._reference.write_buffer(name, values)
+            cut.scatter(_take(values, cut))
+            written = self._reference.buffer(name)  # in the optimizer's format
+            self._expect_inner(torch.equal(whole(buffer), written), f"{name}: scatter in {type(cut).__name__}")
+            gathered = torch.empty(cut.numel)
+            cut.gather(gathered)
+            self._expect_inner(torch.equal(gathered, _take(written, cut)), f"{name}: gather in {type(cut).__name__}")
 
     def _expect_inner(self, condition: bool, text: str) -> None:
         if not condition:
@@ -246,16 +265,7 @@ class Examination:
             self._expect(False, f"{what}: differs by {difference:.2g}")
 
     def _masters(self) -> torch.Tensor:
-        return self._whole(self._shards)
-
-    def _whole(self, shards: Shards) -> torch.Tensor:
-        """All values in the canonical order, put together from all ranks' segments; equal on all ranks."""
-        whole = torch.zeros(shards.num_parameters)
-        for (start, length), segment in zip(shards.intervals(), shards.segments(), strict=True):
-            whole[start : start + length] = segment.values
-        if not shards.is_replicated:
-            dist.all_reduce(whole)
-        return whole
+        return whole(self._shards)
 
     def _by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict(zip(self._shards.sizes, whole.split(list(self._shards.sizes.values())), strict=True))

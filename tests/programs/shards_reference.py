@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_diloco.inner import Shards
 from tests.programs.shards_engines import (
     ADAM,
     LEARNING_RATE,
@@ -28,6 +29,16 @@ def working_weights(engine: Engine) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters(list(parameters.values())):
             return {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def whole(shards: Shards) -> torch.Tensor:
+    """All values in the canonical order, put together from all ranks' segments; equal on all ranks."""
+    values = torch.zeros(shards.num_parameters)
+    for (start, length), segment in zip(shards.intervals(), shards.segments(), strict=True):
+        values[start : start + length] = segment.values
+    if not shards.is_replicated:
+        dist.all_reduce(values)
+    return values
 
 
 class Reference:
@@ -82,6 +93,11 @@ class Reference:
         """One of the optimizer's moments in the canonical order, fp32; zeros where it has none."""
         states = ((one, self._optimizer.state[one]) for one in self._masters.values())
         return torch.cat([state.get(name, torch.zeros_like(one)).float().flatten() for one, state in states])
+
+    def write_buffer(self, name: str, values: torch.Tensor) -> None:
+        """Replaces one of the optimizer's moments."""
+        for master, part in zip(self._masters.values(), values.split(list(self.sizes.values())), strict=True):
+            self._optimizer.state[master][name].copy_(part.view_as(master))
 
     def step(self, batches: list[torch.Tensor]) -> None:
         """One optimizer step over this rank's micro-batches."""

@@ -29,9 +29,9 @@ from torch.distributed.tensor import distribute_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.island import IslandGroup
-from hf_diloco.shards import open_shards
-from hf_diloco.shards.partition import layout_of
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import layout_of
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -32,7 +32,7 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastClock]:
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch, no_survivors: None) -> None:
     """Islands live by real time, as programs beside them do, but faster."""
-    from hf_diloco.agreement import members
+    from hf_diloco.membership import heartbeats as members
 
     monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)  # a busy machine has slow moments
@@ -41,6 +41,6 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch, no_survivors: None) -> None:
 @pytest.fixture
 def quick_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that leave islands alone on purpose."""
-    from hf_diloco.sessions import fixed
+    from hf_diloco.rounds import fixed
 
     monkeypatch.setitem(fixed.FAREWELL_SECONDS, "early", 0.2)

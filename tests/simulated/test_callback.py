@@ -17,13 +17,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.checkpoint import complete_checkpoints, read_index
 from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, IslandLostError, MissedRoundError
-from hf_diloco.island import IslandGroup
-from hf_diloco.outer import OuterState
-from hf_diloco.sessions import FixedSession
-from hf_diloco.sessions.elastic import ElasticSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.elastic import ElasticSession
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import second_island

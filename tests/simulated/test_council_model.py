@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hf_diloco.agreement.council import Attempt, Rules
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.voting import VoteRecord, winner
+from hf_diloco.membership.quorum import Attempt, Rules
+from hf_diloco.membership.voting import VoteRecord, winner
+from hf_diloco.store.objects import open_object_store
 from tests.islands_model import World
 
 TARGET = 5

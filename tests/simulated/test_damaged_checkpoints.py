@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from hf_diloco import DiLoCoCallback
-from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, save_outer
+from hf_diloco.apps.lm.plain import PlainCallback
+from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.gossip.checkpoint import GossipIndex, save_index, sound_checkpoints, whole_checkpoints
-from hf_diloco.island import IslandGroup
-from hf_diloco.lm.plain import PlainCallback
-from hf_diloco.lm.runfile import DiLoCoBlock
-from hf_diloco.meeting import find_common
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.fingerprint import find_common
+from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, save_outer
+from tests.outer_state import make_index
 from tests.processes import find_free_port
 from tests.trainers import make_saving_trainer, second_island, weights_of
 
@@ -237,23 +238,12 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
 
 def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None:
     """Island 1 holds a damaged checkpoint of the newest common round: both take the one before."""
-    index = OuterIndex(
-        round=0,
-        steps_since_sync=0,
-        weight_since_sync=0.0,
-        global_step=0,
-        num_parameters=4,
-        model="ab",
-        outer_digest="cd",
-        settings={},
-        data={},
-    )
     for island, number in itertools.product(range(2), range(1, 5)):
         path = tmp_path / str(island) / f"checkpoint-{number}"
         path.mkdir(parents=True)
         (path / "trainer_state.json").write_text("{}")
         part = OuterPart({"anchor": torch.full((4,), float(number))}, [(0, 4)])
-        save_outer(path, IslandGroup(), [part], index.model_copy(update={"round": number, "global_step": number}))
+        save_outer(path, IslandGroup(), [part], make_index(4, round=number, global_step=number))
     flip(tmp_path / "1" / "checkpoint-4" / "trainer_state.json")
     flip(tmp_path / "0" / "checkpoint-3" / "diloco" / "rank-00000.safetensors")
     posted: dict[str, dict[int, Any]] = {}

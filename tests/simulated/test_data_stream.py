@@ -12,13 +12,13 @@ import torch
 from datasets import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hf_diloco.data.packing import Encoder
-from hf_diloco.data.position import FILE_NAME, DataPositionCallback, read_position, write_position
-from hf_diloco.data.shares import share_documents, without_held_out
-from hf_diloco.data.sources import open_files
-from hf_diloco.data.stream import PackedStream, Position
+from hf_diloco.apps.data.packing import Encoder
+from hf_diloco.apps.data.position import FILE_NAME, DataPositionCallback, read_position, write_position
+from hf_diloco.apps.data.shares import share_documents, without_held_out
+from hf_diloco.apps.data.sources import open_files
+from hf_diloco.apps.data.stream import PackedStream, Position
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.lm.tokenizer import train_byte_level_bpe
 
 TOKENIZER = train_byte_level_bpe(["words and more words, of the language"], 300)
 NUM_FILES = 3

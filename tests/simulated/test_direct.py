@@ -16,18 +16,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore, PrefixStore, Store
 
-from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.record_store import BytesRecord, RecordStore
-from hf_diloco.agreement.seal import Seal
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError
-from hf_diloco.exchange import Traffic
-from hf_diloco.exchange.connections import Connections, Deadline, Transfers
-from hf_diloco.exchange.handshake import NUM_TAGS, authenticate
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.mesh import MeshExchange
-from hf_diloco.exchange.segments import Range, SegmentedMesh, check_ranges, cut
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.store.torch_store import BytesRecord, RecordStore
+from hf_diloco.transport import Traffic
+from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.handshake import NUM_TAGS, authenticate
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
 from tests.islands import run_islands, try_islands
 
 FP32 = CODECS["fp32"]
@@ -420,8 +420,10 @@ def test_an_island_that_leaves_is_named(folder: Folder, is_kept: bool) -> None:
             mesh.average(torch.ones(10), [1, 1, 1], FP32)
         mesh.close()
 
+    started = time.monotonic()
     outcomes = try_islands(3, run)
     assert [getattr(outcome, "islands", None) for outcome in outcomes] == [(2,), (2,), None]
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_where_a_piece_has_no_owner_the_others_are_let_go(folder: Folder) -> None:

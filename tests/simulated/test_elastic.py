@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from hf_diloco.agreement.members import LEASE_SECONDS
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -27,19 +25,23 @@ from hf_diloco.errors import (
     RendezvousError,
     StoreError,
 )
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession, elastic
-from hf_diloco.sessions.elastic import ElasticSession
-from hf_diloco.sessions.rounds import Rounds
-from hf_diloco.sessions.snapshots import Snapshot, Snapshots
-from hf_diloco.shards import open_shards
-from hf_diloco.shards.partition import LanePartition
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import LanePartition
+from hf_diloco.membership.heartbeats import LEASE_SECONDS
+from hf_diloco.membership.snapshot_records import Snapshot
+from hf_diloco.rounds import FixedSession, elastic
+from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.rounds.rounds import Rounds
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.rounds.wait_for_islands import await_islands
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.open import MemoryTransport
 from tests.clocks import FastClock
 from tests.islands import run_islands, try_islands
-from tests.meetings import ENGINES, FEDAVG, Meeting, Member, make_optimizer, sent_of
-from tests.small_model import batches, make_model, set_weights, take_step, weights_of
+from tests.meetings import ENGINES, FEDAVG, Meeting, Member, make_optimizer, offer_spoilt, sent_of
+from tests.small_model import batches, make_model, take_step, weights_of
 
 pytestmark = pytest.mark.usefixtures("fast_clock")
 
@@ -359,16 +361,7 @@ def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: 
     meeting = Meeting(tmp_path, 2, min_islands=2, grace=1.0)
     islands = run_islands(2, lambda island: meeting.island(island).train(12))
 
-    def spoil(island: int) -> None:
-        if island == 1:
-            set_weights(islands[1].model, value)
-            islands[1].session.outer.steps = 1
-            islands[1].session.outer.count_step()
-            islands[1].sync()
-        else:
-            islands[0].train(2)
-
-    run_islands(2, spoil)
+    offer_spoilt(islands, value)
     assert [member.reports[-1].participants for member in islands] == [[0], [0]]
     assert islands[0].hash == islands[1].hash
     assert torch.equal(islands[0].weights, islands[1].weights)
@@ -569,7 +562,7 @@ def test_islands_that_began_together_take_all_steps_of_the_first_round(
     """Also where one sees the other train already when it begins."""
     meeting = Meeting(tmp_path, 2)
     has_stepped = threading.Event()
-    gather = elastic.await_islands
+    gather = await_islands
 
     def gather_late(config: DiLoCoConfig, *args: Any) -> None:
         gather(config, *args)
@@ -738,16 +731,7 @@ def test_an_island_that_is_left_out_keeps_what_its_codec_left_out(tmp_path: Path
     residual = islands[1].residual
     assert residual.any()
 
-    def spoil(island: int) -> None:
-        if island == 1:
-            set_weights(islands[1].model, value)
-            islands[1].session.outer.steps = 1
-            islands[1].session.outer.count_step()
-            islands[1].sync()
-        else:
-            islands[0].train(2)
-
-    run_islands(2, spoil)
+    offer_spoilt(islands, value)
     assert [member.reports[-1].participants for member in islands] == [[0], [0]]
     assert torch.equal(islands[1].residual, residual)
     run_islands(2, lambda island: islands[island].train(2))
@@ -916,7 +900,7 @@ class BrokenStore:
 
 
 def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_diloco.sessions import elastic
+    from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2)
     store = BrokenStore(open_object_store(meeting.url))
@@ -934,7 +918,7 @@ def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monk
 
 def test_a_store_that_is_away_is_asked_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that does not come takes half a minute, in which nobody trains."""
-    from hf_diloco.sessions import elastic
+    from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 1)
     store = BrokenStore(open_object_store(meeting.url))
@@ -954,7 +938,7 @@ def test_the_store_has_no_longer_than_an_exchange(tmp_path: Path, exchange_timeo
 def test_nobody_seems_dead_because_the_store_was_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_clock: FastClock
 ) -> None:
-    from hf_diloco.sessions import elastic
+    from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2)
     store = BrokenStore(open_object_store(meeting.url))
@@ -976,7 +960,7 @@ def test_nobody_seems_dead_because_the_store_was_away(
 
 @only("bucket")
 def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_diloco.sessions import elastic
+    from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=5.0)
     store = open_object_store(meeting.url)

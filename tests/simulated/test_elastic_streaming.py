@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_diloco.agreement.objects import ObjectStore
 from hf_diloco.errors import FingerprintError, StoreError
-from hf_diloco.schedule import count_rounds
+from hf_diloco.outer.schedule import count_rounds
+from hf_diloco.store.objects import ObjectStore
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, FEDAVG, Meeting
 from tests.streaming_meetings import Streams, train_all

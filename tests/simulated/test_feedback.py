@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from hf_diloco.checkpoint import load_outer, read_index
 from hf_diloco.codecs import CODECS, Codec, feedback
 from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.errors import ExchangeError
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
-from tests.fixed_runs import FaultyTransport, Run, cut, save
+from hf_diloco.inner import open_shards
+from hf_diloco.outer.checkpoint import load_outer, read_index
+from hf_diloco.rounds import FixedSession
+from tests.fixed_runs import FaultyTransport, Run, assert_resumed_is_uninterrupted, cut, save
 from tests.islands import run_islands, try_islands
 from tests.small_model import batches, make_model, set_weights, take_step, weights_of
 
@@ -295,38 +295,14 @@ def test_one_island_leaves_nothing_out(payload: str, tmp_path: Path) -> None:
 def test_a_run_goes_on_with_its_residual_bit_for_bit(
     payload: str, settings: dict[str, Any], at: int, tmp_path: Path
 ) -> None:
-    def run_steps(run: Run, island: int, first: int, last: int, state: dict[str, Any] | None) -> Any:
-        model = make_model(width=WIDTH)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        session = run.session(island)
-        checkpoint = None
-        if state:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            checkpoint = state["checkpoint"]
-        session.join(open_shards(model, None), run.folder / str(island), checkpoint=checkpoint)
-        hashes = []
-        for batch in batches(island, 8)[first:last]:
-            take_step(model, optimizer, batch)
-            if session.outer.count_step():
-                hashes.append(session.sync().outer_hash)
-        where = save(session, run.folder / str(island), last)
-        stored = load_outer(where, read_index(where), session.outer.current.intervals)
+    def residual_that_was_saved(session: FixedSession, checkpoint: Path) -> bytes:
+        stored = load_outer(checkpoint, read_index(checkpoint), session.outer.current.intervals)
         assert torch.equal(stored["residual"], residual_of(session))
         assert stored["residual"].any()
-        session.leave(finished=True)
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
-        return weights_of(model), hashes, saved, residual_of(session)
+        return stored["residual"].numpy().tobytes()
 
     config = {"sync_every": 2, "payload": payload, **settings}
-    whole, before, after = (Run(tmp_path / name, 2, **config) for name in ("whole", "before", "after"))
-    uninterrupted = run_islands(2, lambda island: run_steps(whole, island, 0, 8, None))
-    stopped = run_islands(2, lambda island: run_steps(before, island, 0, at, None))
-    resumed = run_islands(2, lambda island: run_steps(after, island, at, 8, stopped[island][2]))
-    for island in range(2):
-        assert torch.equal(resumed[island][0], uninterrupted[island][0])
-        assert stopped[island][1] + resumed[island][1] == uninterrupted[island][1]
-        assert torch.equal(resumed[island][3], uninterrupted[island][3])
+    assert_resumed_is_uninterrupted(tmp_path, 8, at, config, residual_that_was_saved, width=WIDTH)
 
 
 def go_on(run: Run, folders: list[Path], num_steps: int) -> list[FixedSession]:

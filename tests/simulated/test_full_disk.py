@@ -21,14 +21,15 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_diloco import DiLoCoCallback
-from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, read_index, save_outer
+from hf_diloco.apps.common.run_files import Progress
+from hf_diloco.apps.lm.plain import PlainCallback
+from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
-from hf_diloco.files import is_write_failure, write_whole
-from hf_diloco.island import IslandGroup
-from hf_diloco.lm.plain import PlainCallback
-from hf_diloco.lm.runfile import DiLoCoBlock
-from hf_diloco.metrics import MetricsWriter
-from hf_diloco.runs.run_files import Progress
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, read_index, save_outer
+from hf_diloco.trainer.metrics import MetricsWriter
+from hf_diloco.utils.files import is_write_failure, write_whole
+from tests.outer_state import make_index
 from tests.trainers import make_saving_trainer, weights_of
 
 FULL_AT = 4
@@ -148,17 +149,7 @@ def test_the_trainer_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_a_loop_is_told_and_its_older_state_stays(tmp_path: Path) -> None:
-    index = OuterIndex(
-        round=2,
-        steps_since_sync=0,
-        weight_since_sync=0.0,
-        global_step=20,
-        num_parameters=5000,
-        model="ab",
-        outer_digest="cd",
-        settings={},
-        data={},
-    )
+    index = make_index(5000)
 
     def save(value: float) -> None:
         part = OuterPart({"anchor": torch.full((5000,), value)}, [(0, 5000)])

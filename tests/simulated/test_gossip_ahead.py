@@ -13,25 +13,24 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip.ahead import THREAD_NAME, Ahead
 from hf_diloco.gossip.averages import Vectors, mix_
+from hf_diloco.gossip.background_exchange import THREAD_NAME, Ahead
 from hf_diloco.gossip.mesh import MeshNeighbours, mixing
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.methods import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.record import NodeRecord
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.topology import Topology, make_topology
-from hf_diloco.gossip.turns import Turns
-from hf_diloco.island import IslandGroup
+from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
+from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.trainer.gossip_record import NodeRecord
+from hf_diloco.transport.base import Traffic
+from tests.gossip_meshes import LONG, join, make_store, talk_together
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LOCALHOST = "127.0.0.1"
-LONG = 60.0  # where success is expected: the machine may be busy
 LR = 0.1
 SIZE = 1001
 COMBINE_FIRST: dict[str, dict[str, Any]] = {
@@ -51,7 +50,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    return make_store()
 
 
 class Node:
@@ -63,6 +62,9 @@ class Node:
         self.neighbours = NodeNeighbours(neighbours, neighbours.topology, number, IslandGroup(), turns)
         self.x = torch.nn.Parameter(values(number, SIZE))
         self.optimizer: GossipOptimizer = make_optimizer(method, [self.x], self.neighbours, LR, **settings)
+
+    def close(self) -> None:
+        self.neighbours.close()
 
     def gradient(self, step: int) -> torch.Tensor:
         return self.x.detach() * values(100 + self.inner.node + 10 * step, SIZE)
@@ -83,32 +85,12 @@ def in_mesh(
     store: TCPStore, topology: Topology, talk: Callable[[Node], T], method: str = "dsgd", **settings: Any
 ) -> list[T]:
     """What `talk` returns at each node; none leaves before all have ended."""
-    ended = threading.Barrier(topology.num_nodes)
+    name = f"mesh {next(MESHES)}"
 
-    def run(number: int) -> T:
-        client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
-        mesh = MeshNeighbours(
-            client,
-            topology,
-            number,
-            LOCALHOST,
-            connect_timeout=LONG,
-            exchange_timeout=LONG,
-            name=f"mesh {number_of_mesh}",
-        )
-        node = Node(mesh, method, **(settings or COMBINE_FIRST[method]))
-        try:
-            result = talk(node)
-            ended.wait(LONG)
-            return result
-        except BaseException:
-            ended.abort()
-            raise
-        finally:
-            node.neighbours.close()
+    def enter(number: int) -> Node:
+        return Node(join(store, topology, number, name=name), method, **(settings or COMBINE_FIRST[method]))
 
-    number_of_mesh = next(MESHES)
-    return run_islands(topology.num_nodes, run)
+    return talk_together(topology.num_nodes, enter, lambda _, node: talk(node))
 
 
 # What comes out

@@ -14,20 +14,20 @@ from torch.distributed import HashStore, TCPStore
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
-from hf_diloco.agreement.facts import MAX_STEPS
 from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.calls import Calls
+from hf_diloco.gossip.mesh.discovery import Calls
 from hf_diloco.gossip.mesh.entry import Greetings
-from hf_diloco.gossip.mesh.returning import greeting_key
+from hf_diloco.gossip.mesh.rejoin import greeting_key
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.island import IslandGroup
-from hf_diloco.waiting import WaitNotes
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import MAX_STEPS
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.utils.waiting import WaitNotes
 from tests.islands import run_islands
 from tests.small_model import Linear
 
@@ -257,7 +257,7 @@ def test_a_neighbour_that_dies_after_its_greeting_ends_nobodys_return() -> None:
 def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: Path) -> None:
     """Before it takes part, and so before it takes any step."""
     ring, returns = Ring(2), 1
-    config = GossipConfig(method="dsgd", num_islands=2, island=returns, rendezvous="tcp://127.0.0.1:1")
+    config = GossipConfig(method="dsgd", num_nodes=2, node=returns, rendezvous="tcp://127.0.0.1:1")
     facts = {MAX_STEPS: 3, **make_fingerprint(config, ring.topology, Linear())}
     is_refused = threading.Event()
 

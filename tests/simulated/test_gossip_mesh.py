@@ -13,19 +13,21 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.averages import mix_
+from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.mesh import MeshNeighbours, mixing
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
-from hf_diloco.gossip.topology import Topology, make_topology
+from hf_diloco.methods.gossip import make_optimizer
+from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.chunks import CHUNK_VALUES
+from hf_diloco.transport.rate import RateLimit
+from tests.gossip_meshes import LONG, join, make_store, talk_together
 from tests.islands import run_islands, try_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LOCALHOST = "127.0.0.1"
-LONG = 60.0  # where success is expected: the machine may be busy
 SHORT = 3.0  # where somebody is late
 T = TypeVar("T")
 Talk = Callable[[int, Neighbours], T]
@@ -33,32 +35,12 @@ Talk = Callable[[int, Neighbours], T]
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-
-
-def join(store: TCPStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
-    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
-    timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
-    return MeshNeighbours(client, topology, node, LOCALHOST, **{**timeouts, **settings})
+    return make_store()
 
 
 def in_mesh(store: TCPStore, topology: Topology, talk: Callable[[int, MeshNeighbours], T], **settings: Any) -> list[T]:
     """What `talk` returns at each node; none leaves before all have ended."""
-    ended = threading.Barrier(topology.num_nodes)
-
-    def run(node: int) -> T:
-        neighbours = join(store, topology, node, **settings)
-        try:
-            result = talk(node, neighbours)
-            ended.wait(LONG)
-            return result
-        except BaseException:
-            ended.abort()
-            raise
-        finally:
-            neighbours.close()
-
-    return run_islands(topology.num_nodes, run)
+    return talk_together(topology.num_nodes, lambda node: join(store, topology, node, **settings), talk)
 
 
 def in_memory(topology: Topology, talk: Talk[T]) -> list[T]:
@@ -124,7 +106,7 @@ def test_whole_chunks_as_they_are(store: TCPStore) -> None:
     topology = make_topology("ring", 3)
 
     def talk(node: int, neighbours: Neighbours) -> torch.Tensor:
-        vector = values(node, 0, 2 * mixing.CHUNK_VALUES + 12_345)
+        vector = values(node, 0, 2 * CHUNK_VALUES + 12_345)
         neighbours.mix([vector], [out := torch.empty_like(vector)], 0)
         return out
 
@@ -169,6 +151,11 @@ def test_only_float32_is_averaged(store: TCPStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         with pytest.raises(UnsupportedError, match="float64"):
             neighbours.average(torch.ones(3, dtype=torch.float64))
+        weights = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        with pytest.raises(UnsupportedError, match="float64"):  # before the first step
+            make_optimizer("dsgd", weights, neighbours, 0.1, slowmo=SlowMoSettings(sync_every=5))
+        with pytest.raises(UnsupportedError, match="float64"):
+            make_optimizer("pmsgd", weights, neighbours, 0.1)
 
     in_mesh(store, make_topology("ring", 2), talk)
 
@@ -336,7 +323,7 @@ def test_nodes_that_do_not_come_at_the_start_are_named(store: TCPStore) -> None:
 
 def test_a_store_that_is_gone_is_said() -> None:
     topology = make_topology("ring", 2)
-    keepers = [TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)]
+    keepers = [make_store()]
     nodes = run_islands(2, lambda node: join(keepers[0], topology, node))
     keepers.clear()
 

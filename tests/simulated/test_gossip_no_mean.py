@@ -10,11 +10,11 @@ from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.island import IslandGroup
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.transport.base import Traffic
 from tests.small_model import Linear
 
 

@@ -15,30 +15,28 @@ from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip import replicas
-from hf_diloco.gossip.check import check_gossip
+from hf_diloco.gossip import choco as replicas
+from hf_diloco.gossip.choco import CodedNeighbours, with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.fingerprint import make_fingerprint
-from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.methods import make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
-from hf_diloco.gossip.replicas import CodedNeighbours, with_payload
-from hf_diloco.gossip.topology import PeriodicTopology, Topology, make_topology
+from hf_diloco.methods.gossip import make_optimizer
+from hf_diloco.methods.topology import PeriodicTopology, Topology, make_topology
+from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.transport.base import Traffic
+from tests.gossip_meshes import LONG, join, make_store, talk_together
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Array = NDArray[np.float64]
-LOCALHOST = "127.0.0.1"
-LONG = 60.0
 CODED = ["bf16", "fp16", "int8", "int4", "fp4"]
 T = TypeVar("T")
 
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    return make_store()
 
 
 def values(node: int, step: int, size: int) -> torch.Tensor:
@@ -228,27 +226,7 @@ def test_methods_end_where_they_end_without_codes(method: str, settings: dict[st
 
 
 def in_mesh(store: TCPStore, topology: Topology, payload: str, talk: Callable[[int, CodedNeighbours], T]) -> list[T]:
-    ended = threading.Barrier(topology.num_nodes)
-
-    def run(node: int) -> T:
-        neighbours = join(store, topology, node, payload)
-        try:
-            result = talk(node, neighbours)
-            ended.wait(LONG)
-            return result
-        except BaseException:
-            ended.abort()
-            raise
-        finally:
-            neighbours.close()
-
-    return run_islands(topology.num_nodes, run)
-
-
-def join(store: TCPStore, topology: Topology, node: int, payload: str) -> CodedNeighbours:
-    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
-    mesh = MeshNeighbours(client, topology, node, LOCALHOST, connect_timeout=LONG, exchange_timeout=LONG)
-    return coded(mesh, payload)
+    return talk_together(topology.num_nodes, lambda node: coded(join(store, topology, node), payload), talk)
 
 
 @pytest.mark.parametrize("payload", CODED)
@@ -335,18 +313,18 @@ def test_a_node_returns_and_is_known_again(graph: str, store: TCPStore) -> None:
         return out + 0.01 * values(neighbours.node, step, size)
 
     def survive(node: int) -> CodedNeighbours:
-        neighbours, x, step = join(store, topology, node, payload), values(node, 0, size), 0
+        neighbours, x, step = coded(join(store, topology, node), payload), values(node, 0, size), 0
         while step < last[0]:
             x = step_once(neighbours, x, step)
             step += 1
         return neighbours
 
     def leave_and_return() -> CodedNeighbours:
-        neighbours, x = join(store, topology, leaver, payload), values(leaver, 0, size)
+        neighbours, x = coded(join(store, topology, leaver), payload), values(leaver, 0, size)
         for step in range(4):
             x = step_once(neighbours, x, step)
         neighbours.close()
-        neighbours = join(store, topology, leaver, payload)
+        neighbours = coded(join(store, topology, leaver), payload)
         assert neighbours.is_returning
         step = entered[0] = neighbours.enter(x)
         assert not neighbours.is_returning
@@ -375,7 +353,7 @@ def test_a_node_returns_and_is_known_again(graph: str, store: TCPStore) -> None:
 
 
 def config(**settings: Any) -> GossipConfig:
-    return GossipConfig(**{"num_islands": 8, "rendezvous": "tcp://127.0.0.1:1", "payload": "int8", **settings})
+    return GossipConfig(**{"num_nodes": 8, "rendezvous": "tcp://127.0.0.1:1", "payload": "int8", **settings})
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.vision.runfile import VisionRun
+from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -16,26 +15,19 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.topology import Topology, make_topology
+from hf_diloco.methods.topology import Topology, make_topology
+from tests.gossip_meshes import LONG, join, make_store
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LOCALHOST = "127.0.0.1"
-LONG = 60.0  # where success is expected: the machine may be busy
 SIZE = 100
 LEAVER = 1
 
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-
-
-def join(store: TCPStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
-    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
-    timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
-    return MeshNeighbours(client, topology, node, LOCALHOST, **{**timeouts, **settings})
+    return make_store()
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -99,6 +91,11 @@ class Swarm:
         published = neighbours.published()
         assert isinstance(published, MeshPublished)
         return neighbours, published
+
+    def leave(self) -> None:
+        """It joins, is lost, and its neighbours notice."""
+        self.join()[0].close()
+        self.await_loss(1)
 
     def await_loss(self, num_losses: int) -> None:
         """Returns when the neighbours know that a node was lost so many times."""
@@ -234,9 +231,7 @@ def test_a_node_that_is_lost_on_its_way_back_does_no_harm(gone: str, store: TCPS
     swarm = Swarm(store, make_topology("ring", 3))
 
     def leave_and_return() -> MeshNeighbours:
-        neighbours, _ = swarm.join()
-        neighbours.close()
-        swarm.await_loss(1)
+        swarm.leave()
         join(store, swarm.topology, LEAVER).close() if gone == "before links" else swarm.join()[0].close()
         swarm.await_steps()
         neighbours, published = swarm.join()
@@ -254,9 +249,7 @@ def test_who_loses_a_link_on_its_way_back_is_taken_by_that_neighbour_when_it_is_
     swarm = Swarm(store, make_topology("ring", 3))
 
     def leave_and_return() -> MeshNeighbours:
-        neighbours, _ = swarm.join()
-        neighbours.close()
-        swarm.await_loss(1)
+        swarm.leave()
         neighbours, published = swarm.join()
         published.drop(0)
         neighbours.enter(torch.empty(SIZE))
@@ -274,9 +267,7 @@ def test_who_has_no_other_neighbour_goes_on_alone_and_lets_it_in(store: TCPStore
     swarm = Swarm(store, make_topology("ring", 2))
 
     def leave_and_return() -> MeshNeighbours:
-        neighbours, _ = swarm.join()
-        neighbours.close()
-        swarm.await_loss(1)
+        swarm.leave()
         swarm.await_steps()
         neighbours, published = swarm.join()
         step = neighbours.enter(x := torch.empty(SIZE))
@@ -307,7 +298,10 @@ def test_a_node_that_all_have_given_up_ends(store: TCPStore, monkeypatch: pytest
         else:
             assert published.pull(LEAVER)[0] is None
             neighbours.offer(torch.zeros(SIZE), 0)
-            assert neighbours.lost == {LEAVER: "it did not answer within 0.5 s"}
+            # The other waits for this node as well, and may be the first to close the connection.
+            assert neighbours.lost in (
+                {LEAVER: why} for why in ("it did not answer within 0.5 s", "its connection broke")
+            )
             held.release()  # it goes on
         both.wait(LONG)
         neighbours.close()

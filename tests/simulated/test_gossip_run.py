@@ -14,22 +14,22 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from hf_diloco.apps.common.kinds import kind_of
+from hf_diloco.apps.vision.runfile import VisionRun, load_vision_run
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.methods import METHODS
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.gossip.turns import Turns
-from hf_diloco.gossip_callback import GossipCallback
-from hf_diloco.island import IslandGroup
+from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import METHODS
+from hf_diloco.methods.topology import make_topology
 from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.report.rows import overview
-from hf_diloco.runs.kinds import kind_of
-from hf_diloco.vision.runfile import VisionRun, load_vision_run
+from hf_diloco.trainer.gossip_callback import GossipCallback
 from tests.processes import ROOT
 from tests.small_model import Linear
 from tests.tiny_nodes import events, run_of, simulate, weights
@@ -94,7 +94,7 @@ def test_the_model_is_the_mean_of_the_nodes(finished: VisionRun) -> None:
 
 
 def test_what_is_evaluated_is_the_saved_model(finished: VisionRun) -> None:
-    from hf_diloco.vision.build import build_images
+    from hf_diloco.apps.vision.build import build_images
 
     model = AutoModelForImageClassification.from_pretrained(finished.folder / "model").eval()
     AutoImageProcessor.from_pretrained(finished.folder / "model")
@@ -254,12 +254,12 @@ CONFIGS = sorted((ROOT / "configs" / "vision").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_run_files(path: Path) -> None:
-    from hf_diloco.runs.arguments import check_training
+    from hf_diloco.apps.common.arguments import check_training
 
     run = load_vision_run(path)
     run.check()
     check_training(run.training)
-    assert run.gossip.num_islands > 1
+    assert run.gossip.num_nodes > 1
     assert kind_of(path) is VisionRun
 
 
@@ -295,7 +295,7 @@ def test_the_learning_rate_drops_at_steps(tmp_path: Path) -> None:
         pytest.param("deepspeed={zero_optimization: {stage: 2}}", "set deepspeed to null", id="deepspeed"),
         ("training.fp16=true", "bf16"),
         ("gossip.rendezvous=s3://bucket/run", "too slow"),
-        ("gossip.island=7", "numbered from 0 to 2"),
+        ("gossip.node=7", "numbered from 0 to 2"),
         ("gossip.momentum=1", "less than 1"),
         ("gossip.methods=dsgd", "did you mean method"),
         ("data.source=idx", "path is missing"),
@@ -313,7 +313,7 @@ def test_wrong_settings_are_refused_when_read(override: str, message: str, tmp_p
         (["gossip.topology=rings"], "did you mean ring"),
         (["gossip.method=dsgd", "gossip.momentum=0.9"], "no such setting"),
         (["gossip.options={omega: 1}"], "no such setting"),
-        (["gossip.topology=exponential", "gossip.num_islands=8"], "qg-dmsgd|QG-DmSGD"),
+        (["gossip.topology=exponential", "gossip.num_nodes=8"], "qg-dmsgd|QG-DmSGD"),
         (["gossip.topology=hypercube"], "3"),
     ],
 )
@@ -329,7 +329,7 @@ def test_too_few_examples_for_a_batch(tmp_path: Path) -> None:
 
 def test_several_nodes_need_a_place() -> None:
     with pytest.raises(ConfigError, match="3 nodes need a place to meet"):
-        GossipConfig(num_islands=3)
+        GossipConfig(num_nodes=3)
 
 
 def test_other_weights_at_the_beginning_are_refused(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def train_two(
                     save_steps=save_steps[number],
                     **{"max_grad_norm": 0, **arguments},
                 )
-                meeting = {"num_islands": 2, "island": number, "rendezvous": "tcp://127.0.0.1:1"}
+                meeting = {"num_nodes": 2, "node": number, "rendezvous": "tcp://127.0.0.1:1"}
                 config = GossipConfig(method=method, payload=payload, **meeting)
                 callback = GossipCallback(config, node=node)
                 change(number, callback, model)

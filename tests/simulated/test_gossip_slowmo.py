@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.gossip.check import check_gossip
+from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig, SlowMoSettings
 from hf_diloco.gossip.fingerprint import make_fingerprint
-from hf_diloco.gossip.methods import GossipOptimizer, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
-from hf_diloco.gossip.replicas import with_payload
-from hf_diloco.gossip.topology import RandomMatching, make_topology
+from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.methods.topology import RandomMatching, make_topology
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.rows import overview
+from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.transport.base import Traffic
 from tests.gossip_reference import (
     NUM_NODES,
     Array,
@@ -465,7 +465,7 @@ def test_a_resumed_run_through_the_trainer_is_one_that_never_stopped(average: st
 
 @pytest.mark.slow
 def test_a_node_without_the_checkpoint_takes_the_outer_state_of_the_others(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "gossip.num_islands=4", "gossip.slowmo={sync_every: 3}", "training.max_steps=9")
+    run = run_of(tmp_path, "gossip.num_nodes=4", "gossip.slowmo={sync_every: 3}", "training.max_steps=9")
     assert simulate(run) == 0
     assert events(run, 0, "eval")[-1]["consensus_distance"] == pytest.approx(0, abs=1e-7)
     for node in range(4):
@@ -506,7 +506,7 @@ def test_a_node_without_the_checkpoint_takes_the_outer_state_of_the_others(tmp_p
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_gossip(GossipConfig(num_islands=3, rendezvous="tcp://127.0.0.1:1", **settings))
+        check_gossip(GossipConfig(num_nodes=3, rendezvous="tcp://127.0.0.1:1", **settings))
 
 
 def test_nodes_with_other_settings_are_refused() -> None:

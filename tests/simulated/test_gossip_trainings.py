@@ -14,9 +14,9 @@ from hf_diloco import GossipCallback
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.gossip.turns import Turns
-from hf_diloco.island import IslandGroup
+from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands
 from tests.small_model import Linear
 
@@ -36,7 +36,7 @@ def train_twice(
 
     def train(number: int) -> Linear:
         node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
-        config = GossipConfig(method=method, num_islands=num_nodes, island=number, rendezvous="tcp://127.0.0.1:1")
+        config = GossipConfig(method=method, num_nodes=num_nodes, node=number, rendezvous="tcp://127.0.0.1:1")
         arguments: dict[str, Any] = {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0}
         try:
             with turns.mine():

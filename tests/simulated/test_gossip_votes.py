@@ -12,10 +12,10 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.mesh import MeshExchange
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.topology import make_topology
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.mesh import MeshExchange
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from torch.distributed import TCPStore
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.topology import make_topology
-from hf_diloco.waiting import WaitNotes
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.utils.waiting import WaitNotes
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

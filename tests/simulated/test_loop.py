@@ -15,8 +15,8 @@ from accelerate.tracking import GeneralTracker
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
-from hf_diloco.checkpoint import read_index
 from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.outer.checkpoint import read_index
 from tests.processes import Processes, find_free_port
 from tests.programs.mesh_loop import BATCH, LEARNING_RATE, compute_loss, train
 from tests.programs.trainer_island import Tokens, make_model

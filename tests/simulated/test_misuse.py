@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
 from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
-from hf_diloco.refusals import REFUSALS
+from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_trainer
@@ -74,7 +74,7 @@ def two_of_a_kind() -> list[TrainerCallback]:
 
 
 def two_kinds() -> list[TrainerCallback]:
-    return [DiLoCoCallback(sync_every=2), GossipCallback(num_islands=1)]
+    return [DiLoCoCallback(sync_every=2), GossipCallback(num_nodes=1)]
 
 
 @pytest.mark.parametrize("make", [one_twice, two_of_a_kind, two_kinds])
@@ -108,7 +108,7 @@ def outer_weights() -> None:
 
 
 def mean_weights() -> None:
-    with GossipCallback(num_islands=1).mean_weights():
+    with GossipCallback(num_nodes=1).mean_weights():
         pass
 
 

@@ -15,11 +15,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_diloco.apps.common.environment import prepare_environment
+from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.run_files import Progress
+from hf_diloco.apps.lm.runfile import load_run_file
+from hf_diloco.apps.lm.train import train
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.lm.runfile import load_run_file
-from hf_diloco.lm.train import STOPPED, train
-from hf_diloco.runs.environment import prepare_environment
-from hf_diloco.runs.run_files import Progress
 
 RUN: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}},  # dropout

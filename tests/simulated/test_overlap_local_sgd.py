@@ -12,7 +12,7 @@ import torch
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError
 from hf_diloco.methods.outer import Groups, make_method
-from hf_diloco.schedule import count_rounds
+from hf_diloco.outer.schedule import count_rounds
 from tests.clocks import FastClock
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES
@@ -225,7 +225,6 @@ def test_an_island_that_joins_begins_at_the_anchor(tmp_path: Path) -> None:
         ({"fragment_update_alpha": 0.4}, r"options\.pull for it; set that to 0\.6"),
         ({"fragment_sync_delay": 2}, "fragment_sync_delay=2: method=overlap-local-sgd"),
         ({"num_fragments": 2}, "num_fragments=2: method=overlap-local-sgd"),
-        ({"eager_updates": True}, "eager_updates=True: method=overlap-local-sgd"),
         ({"outer_momentum": "auto"}, "outer_momentum=auto"),
         ({"options": {"pull": 0}}, r"options\.pull"),
         ({"options": {"pul": 0.5}}, r"options\.pul.*pull"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -26,11 +27,20 @@ from hf_diloco.errors import (
     RendezvousError,
     StopRequested,
 )
-from hf_diloco.island import IslandGroup
-from hf_diloco.measure import SyncReport, cosine_to_others
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
-from tests.fixed_runs import FaultyTransport, Run, cut, raise_it, save
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.measure import SyncReport, cosine_to_others
+from hf_diloco.transport.base import Exchange
+from tests.fixed_runs import (
+    FaultyExchange,
+    FaultyTransport,
+    Run,
+    assert_resumed_is_uninterrupted,
+    cut,
+    raise_it,
+    save,
+)
 from tests.islands import run_islands, try_islands
 from tests.small_model import batches, make_model, new_tensor_bytes, set_weights, take_step, weights_of
 
@@ -379,7 +389,7 @@ def test_a_round_that_fails_changes_nothing(
         {"sync_every": 2},
         {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1},
         {"sync_every": 4, "num_fragments": 2},
-        {"sync_every": 4, "eager_updates": True},
+        {"sync_every": 4, "method": "eager"},
     ],
     ids=["diloco", "overlapped", "streaming", "eager"],
 )
@@ -459,6 +469,55 @@ def test_a_wish_to_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
             session.leave(finished=False)
 
     run_islands(2, island_main)
+
+
+class DeafLane(FaultyExchange):
+    """Misses the messages of island 2."""
+
+    def messages(self) -> dict[int, bytes]:
+        return {peer: message for peer, message in super().messages().items() if peer != 2}
+
+
+class DeafTransport(FaultyTransport):
+    def open(self, lane: int) -> Exchange:
+        return DeafLane(super().open(lane), lambda mean: None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sync_every": 1}, {"sync_every": 2, "num_fragments": 2, "fragment_sync_delay": 1}],
+    ids=["diloco", "streaming"],
+)
+def test_who_goes_on_while_an_island_leaves_learns_it_at_once(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Islands 0 and 2 have heard all, and are in the exchange when island 1, which has not, is asked to stop."""
+    run = Run(tmp_path, 3, timeout=300, **settings)
+    begun = threading.Event()
+
+    def island_main(island: int) -> None:
+        model = make_model()
+        transport = run.transport(island)
+        session = run.join(
+            island,
+            model,
+            should_stop=lambda: island == 1 and begun.is_set(),
+            transport=DeafTransport(transport, lambda mean: None) if island == 1 else transport,
+        )
+        before = weights_of(model)
+        session.outer.count_step()
+        if island == 1:
+            threading.Timer(0.2, begun.set).start()
+        try:
+            session.advance(is_last=True)
+        finally:
+            assert session.outer.round == 0
+            assert torch.equal(weights_of(model), before)
+            session.leave(finished=False)
+
+    first, stopped, third = try_islands(3, island_main)
+    assert isinstance(stopped, StopRequested)
+    for outcome in (first, third):
+        with pytest.raises(IslandLostError, match="island 1 left the run before round 1"):
+            raise_it(outcome)
 
 
 def test_who_leaves_early_wakes_those_who_wait(tmp_path: Path) -> None:
@@ -602,7 +661,7 @@ def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path) -> N
     assert f"num_islands (3) and rendezvous ({url})" in str(caught.value)
 
 
-@pytest.mark.parametrize("topic", ["join/1", "state/1", "round/1/arrived/1"])
+@pytest.mark.parametrize("topic", ["join/1", "state/1", "round/1/arrived"])
 @pytest.mark.parametrize("content", ["nonsense", "{}", '{"weight": 1, "digest": "ab", "x": 1}'])
 def test_records_of_something_else_are_refused(topic: str, content: str, tmp_path: Path) -> None:
     run = Run(tmp_path, 2, timeout=2, sync_every=1)
@@ -616,9 +675,21 @@ def test_records_of_something_else_are_refused(topic: str, content: str, tmp_pat
         def set(self, key: str, value: str) -> None:
             run.store.set(key, content if key == topic else value)
 
+    class ForgedLane(FaultyExchange):
+        """Sends something else in place of one message."""
+
+        def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
+            forged = message.replace(message[message.index(b'{"weight"') : -1], content.encode())
+            return super().send_message(forged if json.loads(message)["topic"] == topic else message, notify)
+
+    class ForgedTransport(FaultyTransport):
+        def open(self, lane: int) -> Exchange:
+            return ForgedLane(run.transport(1).open(lane), lambda mean: None)
+
     def island_main(island: int) -> None:
         transport = run.transport(island)
         if island:
+            transport = ForgedTransport(transport, lambda mean: None)
             transport.store = Forger()  # type: ignore[assignment]
         session = run.join(island, make_model(), transport=transport)
         session.outer.count_step()
@@ -635,35 +706,8 @@ def test_records_of_something_else_are_refused(topic: str, content: str, tmp_pat
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(at: int, momentum: float, tmp_path: Path) -> None:
     config: dict[str, Any] = {"sync_every": 3, "outer_momentum": momentum, "weight_by": "examples"}
-
-    def run_steps(run: Run, island: int, first: int, last: int, state: dict[str, Any] | None) -> Any:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        session = run.session(island)
-        checkpoint = None
-        if state:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            checkpoint = state["checkpoint"]
-        session.join(open_shards(model, None), run.folder / str(island), checkpoint=checkpoint)
-        hashes = []
-        for batch in batches(island, 9)[first:last]:
-            take_step(model, optimizer, batch)
-            if session.outer.count_step(weight=len(batch) + island):
-                hashes.append(session.sync().outer_hash)
-        where = save(session, run.folder / str(island), last)
-        session.leave(finished=True)
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
-        return weights_of(model), hashes, saved, session.outer.round
-
-    whole, before, after = (Run(tmp_path / name, 2, **config) for name in ("whole", "before", "after"))
-    uninterrupted = run_islands(2, lambda island: run_steps(whole, island, 0, 9, None))
-    stopped = run_islands(2, lambda island: run_steps(before, island, 0, at, None))
-    resumed = run_islands(2, lambda island: run_steps(after, island, at, 9, stopped[island][2]))
-    for island in range(2):
-        assert torch.equal(resumed[island][0], uninterrupted[island][0])
-        assert stopped[island][1] + resumed[island][1] == uninterrupted[island][1]
-        assert resumed[island][3] == 3
+    rounds = assert_resumed_is_uninterrupted(tmp_path, 9, at, config, lambda session, _: session.outer.round)
+    assert rounds == [3, 3]
 
 
 def checkpoints_of_rounds(run: Run, rounds: Sequence[Sequence[int]]) -> list[Path]:

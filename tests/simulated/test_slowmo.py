@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_diloco.checkpoint import load_outer, read_index
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, FingerprintError, UnsupportedError
+from hf_diloco.inner import open_shards
 from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.outer.checkpoint import load_outer, read_index
+from hf_diloco.rounds import FixedSession
 from tests.fixed_runs import Run
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, Meeting, Member
@@ -242,13 +242,12 @@ def test_defaults_are_the_methods() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"method": "slowmoo"}, r"'slowmoo': no such method \(did you mean slowmo\?\); there are diloco, slowmo"),
+        ({"method": "slowmoo"}, r"'slowmoo': no such method \(did you mean slowmo\?\); there are diloco, sparseloco"),
         ({"options": {"inner_buffers": "keep"}}, "options={'inner_buffers': 'keep'}: method=diloco has no settings"),
         ({**SLOWMO, "options": {"inner_bufers": "keep"}}, "unknown setting options.inner_bufers='keep'"),
         ({**SLOWMO, "options": {"inner_buffers": "drop"}}, "options.inner_buffers: input should be 'zero', 'keep' or"),
         ({**SLOWMO, "num_fragments": 2}, "num_fragments=2: method=slowmo averages the whole model.*method=diloco"),
         ({**SLOWMO, "fragment_sync_delay": 2}, "fragment_sync_delay=2: method=slowmo"),
-        ({**SLOWMO, "eager_updates": True}, "eager_updates=True: method=slowmo"),
         ({**SLOWMO, "payload": "sign"}, "payload=sign with error_feedback=1: method=slowmo cannot.*method=diloco"),
         ({**SLOWMO, "payload": "int4", "error_feedback": 0.5}, "payload=int4 with error_feedback=0.5"),
         ({**SLOWMO, "nesterov": True}, "nesterov=True: the momentum of method=slowmo is a heavy ball; remove it"),

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_diloco.agreement.log import MAX_RECORD_BYTES
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.round_records import OutcomeRecord
-from hf_diloco.agreement.run import open_run
+from hf_diloco.membership.round_records import OutcomeRecord
+from hf_diloco.membership.run import open_run
 from hf_diloco.status import IslandStatus, Observer, RunStatus
 from hf_diloco.status.tables import render
+from hf_diloco.store.log import MAX_RECORD_BYTES
+from hf_diloco.store.objects import open_object_store
 from tests.clocks import StillClock
 from tests.islands import run_islands
-from tests.meetings import Meeting, Member
+from tests.meetings import Meeting, Member, offer_spoilt
 from tests.processes import Completed, Processes, run
-from tests.small_model import set_weights
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
@@ -151,16 +150,7 @@ def test_an_island_that_is_left_out_is_named_with_the_reason(tmp_path: Path) -> 
     meeting = Meeting(tmp_path, 2, min_islands=2, grace=5.0)
     islands = start(meeting, 2)
 
-    def spoil(island: int) -> None:
-        if island == 1:
-            set_weights(islands[1].model, float("nan"))
-            islands[1].session.outer.steps = 1
-            islands[1].session.outer.count_step()
-            islands[1].sync()
-        else:
-            islands[0].train(2)
-
-    run_islands(2, spoil)
+    offer_spoilt(islands, float("nan"))
     found = look(meeting)
     assert (found.rounds[0].participants, found.rounds[0].left_out) == ([0], {1: "not finite"})
     assert re.search(r"^ +2 +committed +1 +0 +1: not finite ", shown(found), re.MULTILINE)

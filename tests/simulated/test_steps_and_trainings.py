@@ -11,14 +11,14 @@ import pytest
 from torch.distributed import HashStore
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.agreement.facts import compare_facts
 from hf_diloco.errors import FingerprintError, IslandLostError
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.transport import MemoryTransport
-from hf_diloco.island import IslandGroup
-from hf_diloco.sessions import FixedSession
-from hf_diloco.sessions.elastic import ElasticSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import compare_facts
+from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.open import MemoryTransport
 from tests.islands import try_islands
 from tests.programs.trainer_island import make_model
 from tests.trainers import make_trainer

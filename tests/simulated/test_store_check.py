@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_diloco.agreement import decisions as deciding
-from hf_diloco.agreement.objects import open_object_store
 from hf_diloco.cli.main import app
 from hf_diloco.errors import RendezvousError
+from hf_diloco.membership import decisions as deciding
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
+from hf_diloco.store.objects import open_object_store
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import Meeting

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.agreement.decisions import Decisions
-from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.round_records import OutcomeRecord, Participant, PlanRecord
-from hf_diloco.agreement.seal import Seal
-from hf_diloco.agreement.voting import VoteRecord
 from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.membership.decisions import Decisions
+from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.voting import VoteRecord
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import Seal
 from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hf_diloco.errors import ConfigError, ExchangeError
-from hf_diloco.measure import SyncReport
-from hf_diloco.sessions.fixed import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.inner import open_shards
+from hf_diloco.rounds.fixed import FixedSession
+from hf_diloco.rounds.measure import SyncReport
 from tests.fixed_runs import FaultyTransport, Run, cut, save
 from tests.islands import run_islands
 from tests.small_model import batches, new_tensor_bytes, take_step
@@ -99,6 +99,15 @@ def test_every_codec_streams(payload: str, tmp_path: Path) -> None:
     assert not torch.equal(first[0], fp32[0])
 
 
+def test_sparseloco_is_diloco_with_its_settings_bit_for_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "payload": "topk"}
+    one = train(Run(tmp_path / "sparseloco", 2, method="sparseloco", sync_every=4))
+    other = train(Run(tmp_path / "diloco", 2, **settings, sync_every=4))
+    for (weights, _, session), (expected, _, _) in zip(one, other, strict=True):
+        assert torch.equal(weights, expected)
+        assert "residual" in session.outer.fragments[0].state_dict()
+
+
 def test_a_fragments_traffic_is_its_own(tmp_path: Path) -> None:
     (_, reports, _), _ = train(Run(tmp_path, 2, sync_every=4, num_fragments=4))
     sizes = [sum(dict(Stack().named_parameters())[name].numel() for name in names) for names in strided(4)]
@@ -145,7 +154,7 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [8, 9, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 10, 12, 14))])
 @pytest.mark.parametrize(
     "config",
-    [*CASES[3:], {"sync_every": 4, "eager_updates": True}],
+    [*CASES[3:], {"sync_every": 4, "method": "eager"}],
     ids=lambda config: "-".join(map(str, config.values())),
 )
 def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: dict[str, Any], tmp_path: Path) -> None:
@@ -167,7 +176,7 @@ def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: d
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
         return vector_of(model, strided(1)[0]), hashes, saved
 
-    feedback = 0.0 if "eager_updates" in config else 1.0
+    feedback = 0.0 if "method" in config else 1.0
     settings = {**config, "payload": "int8", "error_feedback": feedback, "weight_by": "examples"}
     whole, before, after = (Run(tmp_path / name, 2, **settings) for name in ("whole", "before", "after"))
     uninterrupted = run_islands(2, lambda island: run_steps(whole, island, 0, NUM_STEPS, None))
@@ -227,7 +236,7 @@ def expected_eager(num_islands: int, sync_every: int, lr: float = 0.7, mu: float
 @pytest.mark.parametrize("num_islands", [1, 2, 3])
 @pytest.mark.parametrize("sync_every", [3, 4, 7])
 def test_eager_updates_compute_the_equation(num_islands: int, sync_every: int, tmp_path: Path) -> None:
-    results = train(Run(tmp_path, num_islands, sync_every=sync_every, eager_updates=True))
+    results = train(Run(tmp_path, num_islands, sync_every=sync_every, method="eager"))
     for (weights, _, session), expected in zip(results, expected_eager(num_islands, sync_every), strict=True):
         torch.testing.assert_close(weights, expected, rtol=2e-6, atol=2e-7)
         assert torch.equal(weights, results[0][0])
@@ -238,14 +247,14 @@ def test_eager_updates_compute_the_equation(num_islands: int, sync_every: int, t
 
 
 def test_a_single_eager_island_is_diloco(tmp_path: Path) -> None:
-    eager = train(Run(tmp_path / "eager", 1, sync_every=3, eager_updates=True))
+    eager = train(Run(tmp_path / "eager", 1, sync_every=3, method="eager"))
     plain = train(Run(tmp_path / "plain", 1, sync_every=3))
     torch.testing.assert_close(eager[0][0], plain[0][0], rtol=1e-6, atol=1e-7)
 
 
 def test_an_eager_island_has_its_own_progress_at_once_and_the_others_a_round_later(tmp_path: Path) -> None:
     """Island 1 does not move: island 0's outer parameters take half of its step now, and all that is known next."""
-    run = Run(tmp_path, 2, sync_every=1, eager_updates=True, outer_lr=1.0, outer_momentum=0.0)
+    run = Run(tmp_path, 2, sync_every=1, method="eager", outer_lr=1.0, outer_momentum=0.0)
 
     def island_main(island: int) -> list[float]:
         model = Stack()
@@ -320,7 +329,7 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
 
 def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) -> None:
     """The second round fails behind the steps of the third; resumed, the run ends as if it had not."""
-    config: dict[str, Any] = {"sync_every": 4, "eager_updates": True}
+    config: dict[str, Any] = {"sync_every": 4, "method": "eager"}
     whole, broken, mended = (Run(tmp_path / name, 2, **config) for name in ("whole", "broken", "mended"))
     faulty = threading.Event()
 
@@ -369,7 +378,7 @@ def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "config",
     [
-        {"sync_every": 2, "eager_updates": True},
+        {"sync_every": 2, "method": "eager"},
         {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5},
         {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
     ],
@@ -418,7 +427,8 @@ class Wide(nn.Module):
         ({"num_fragments": 4, "fragment_sync_delay": 1}, 8 + 2 * 4 / 4),
         ({"num_fragments": 4, "payload": "int8"}, 8 + 4 / 4),
         ({"payload": "topk"}, 8 + 4 + 8),
-        ({"eager_updates": True}, 12 + 2 * 4),
+        ({"method": "sparseloco"}, 4 + 4 + 8),
+        ({"method": "eager"}, 12 + 2 * 4),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -457,9 +467,9 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
         ({"fragment_patterns": ["a", "b"]}, r"fragment_patterns has 2 entries, and num_fragments=1"),
         ({"fragment_sync_delay": 4, "sync_every": 4}, r"fragment_sync_delay=4 must be less than sync_every=4"),
         ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha=0.5 needs fragment_sync_delay"),
-        ({"eager_updates": True, "rendezvous": "file:///tmp/x"}, r"eager_updates=True needs a rendezvous at tcp://"),
-        ({"eager_updates": True, "num_fragments": 2}, r"eager_updates overlaps whole rounds of the whole model"),
-        ({"eager_updates": True, "payload": "topk"}, r"eager_updates does not go with error_feedback"),
+        ({"method": "eager", "rendezvous": "file:///tmp/x"}, r"method=eager needs a rendezvous at tcp://"),
+        ({"method": "eager", "num_fragments": 2}, r"num_fragments=2: method=eager averages the whole model"),
+        ({"method": "eager", "payload": "topk"}, r"payload=topk with error_feedback=0.95: method=eager cannot add"),
         ({"payload": "fp32", "error_feedback": 0.5}, r"error_feedback=0.5 has no use with payload=fp32"),
         ({"payload": "topk", "error_feedback": 0}, r"payload=topk .* does not learn without error_feedback"),
     ],

@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import HashStore
 
+from hf_diloco.codecs.lattice import CHECK_VALUES
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
-from hf_diloco.gossip.lattice import CHECK_VALUES
 from hf_diloco.gossip.mesh.published import MeshPublished
-from hf_diloco.gossip.methods import SwarmSGD, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
-from hf_diloco.gossip.topology import RandomMatching, Topology, make_topology
-from hf_diloco.gossip.topology.matching import RandomEdgeMatching, links
+from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
+from hf_diloco.methods.topology import RandomMatching, Topology, make_topology
+from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

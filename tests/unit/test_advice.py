@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.advice import warn_about_plan
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.advice import warn_about_plan
 
 TCP: dict[str, Any] = {"num_islands": 2, "rendezvous": "tcp://10.0.0.1:29400"}
 STORE: dict[str, Any] = {"num_islands": 2, "rendezvous": "s3://bucket/run"}
@@ -43,7 +43,7 @@ def test_an_end_off_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
     [
         {**TCP, "num_fragments": 2},
         {**TCP, "fragment_sync_delay": 1},
-        {**TCP, "eager_updates": True},
+        {**TCP, "method": "eager"},
         {**STORE, "num_fragments": 2},
         {**STORE, "fragment_sync_delay": 1},
     ],

@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
-from hf_diloco import checkpoint as module
-from hf_diloco.checkpoint import OuterIndex, OuterPart, complete_checkpoints, load_outer, read_index, save_outer
 from hf_diloco.errors import CheckpointError
-from hf_diloco.island import IslandGroup
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer import checkpoint as module
+from hf_diloco.outer.checkpoint import OuterIndex, OuterPart, complete_checkpoints, load_outer, read_index, save_outer
+from tests.outer_state import make_index
 from tests.programs.shards_pieces import Cut, make_shards
 
 Interval = tuple[int, int]
@@ -58,18 +59,8 @@ def intervals_of(cut: Cut, num_ranks: int) -> list[list[Interval]]:
     return [make_shards(SIZES, num_ranks, rank, cut).intervals() for rank in range(num_ranks)]
 
 
-def make_index(step: int = 20) -> OuterIndex:
-    return OuterIndex(
-        round=step // 10,
-        steps_since_sync=0,
-        weight_since_sync=0.0,
-        global_step=step,
-        num_parameters=TOTAL,
-        model="ab",
-        outer_digest="cd",
-        settings={"sync_every": 10},
-        data={"steps": step},
-    )
+def index_at(step: int = 20) -> OuterIndex:
+    return make_index(TOTAL, round=step // 10, global_step=step, settings={"sync_every": 10}, data={"steps": step})
 
 
 def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -94,7 +85,7 @@ def save(path: Path, state: dict[str, torch.Tensor], cut: list[list[Interval]], 
         island = ThreadIsland(rank, slots, barrier)
         try:
             part = OuterPart(take(state, cut[rank]), cut[rank])
-            save_outer(path, island, [part], make_index(step))
+            save_outer(path, island, [part], index_at(step))
         except BaseException:
             barrier.abort()
             raise
@@ -135,9 +126,7 @@ def test_index_comes_back(tmp_path: Path) -> None:
     cut = intervals_of("flat", 2)
     save(tmp_path, make_state(), cut)
     index = read_index(tmp_path)
-    assert index.model_dump(exclude={"files", "checkpoint"}) == make_index().model_dump(
-        exclude={"files", "checkpoint"}
-    )
+    assert index.model_dump(exclude={"files", "checkpoint"}) == index_at().model_dump(exclude={"files", "checkpoint"})
     assert [file.name for file in index.files] == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert [file.intervals for file in index.files] == cut
     assert sorted(path.name for path in (tmp_path / "diloco").iterdir()) == [
@@ -308,7 +297,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch, function: str) -> None
             raise Killed
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module.os, function, wrapped)
+    monkeypatch.setattr(os, function, wrapped)
 
 
 # In the order in which they are reached: the temporary file is on disk; it gets its name; so does the index.

@@ -56,7 +56,7 @@ def test_config_schema_is_that_of_run_files() -> None:
         (["launch", "missing.yaml"], "missing.yaml"),
         (["launch", "{run}", "training.max_steps=0"], "max_steps"),
         (["launch", "{run}", "diloco.sync_evry=3"], "sync_every"),
-        (["launch", "{run}", "--rendezvous", "http://x"], "tcp"),
+        (["launch", "{run}", "--rendezvous", "http://x"], "http://HOST:PORT/NAME"),
         (["launch", "{run}", "--island", "1"], "rendezvous"),
         (["report", "no/such/run"], "no/such/run"),
         (["report", "{folder}", "page.html"], "--html"),
@@ -83,5 +83,5 @@ def test_dry_run_shows_a_command_for_each_island_and_starts_none(tmp_path: Path)
     assert len(lines) == 2
     for number, line in enumerate(lines):
         assert f"HF_DILOCO_ISLAND={number} " in line
-        assert f"-m hf_diloco.lm {run_file} " in line
+        assert f"-m hf_diloco.apps.lm {run_file} " in line
     assert not (tmp_path / "runs").exists()

@@ -22,7 +22,7 @@ Traceback (most recent call last):
     main()
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
-hf_diloco.lm FAILED
+hf_diloco.apps.lm FAILED
 ------------------------------------------------------------
 Failures:
 [1]:
@@ -44,7 +44,7 @@ Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
   File "site-packages/accelerate/commands/launch.py", line 999, in simple_launcher
     raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)
-subprocess.CalledProcessError: Command '['python', '-m', 'hf_diloco.lm', 'run.yaml']' {how}.
+subprocess.CalledProcessError: Command '['python', '-m', 'hf_diloco.apps.lm', 'run.yaml']' {how}.
 """
 
 

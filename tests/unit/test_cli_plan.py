@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from hf_diloco.cli import devices
-from hf_diloco.cli.plan import LaunchOptions, make_plan
+from hf_diloco.cli.plan import LaunchOptions, load_options, make_plan
 from hf_diloco.errors import ConfigError, DiLoCoError
+from tests.processes import ROOT
 
 RUN = {"model": {"preset": "llama-tiny"}, "training": {"max_steps": 4}, "diloco": {"num_islands": 2, "sync_every": 2}}
 
@@ -52,7 +53,7 @@ def test_all_islands_with_their_own_ports_and_one_rendezvous(folder: Path) -> No
         assert island.environment["HF_DILOCO_RENDEZVOUS"] == plan.rendezvous
         assert island.environment["HF_DILOCO_LAUNCHED"] == "1"
         assert island.environment["ACCELERATE_USE_CPU"] is None, "would drop DeepSpeed silently"
-        assert island.command[-3:] == ("hf_diloco.lm", str(folder / "tiny.yaml"), "training.max_steps=8")
+        assert island.command[-3:] == ("hf_diloco.apps.lm", str(folder / "tiny.yaml"), "training.max_steps=8")
     assert not (folder / "runs").exists(), "planning writes nothing"
 
 
@@ -140,6 +141,14 @@ def test_shorthands_are_passed_on(folder: Path) -> None:
     assert options.resume_command(plan.run) == (
         f"hf-diloco launch {folder}/tiny.yaml --num-islands 1 --name 123 --output {folder}/out --resume auto"
     )
+
+
+def test_nodes_are_called_nodes_in_the_command_that_continues(free_port: int) -> None:
+    file, url = ROOT / "configs" / "vision" / "quickstart.yaml", f"tcp://127.0.0.1:{free_port}"
+    options = LaunchOptions(file, island=1, num_islands=3, rendezvous=url)
+    run = load_options(options)
+    assert (run.meeting.island, run.meeting.num_islands) == (1, 3)
+    assert options.resume_command(run) == f"hf-diloco launch {file} --node 1 --num-nodes 3 --rendezvous {url}"
 
 
 def test_a_port_in_use_is_refused(folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_diloco.clock import REAL
+from hf_diloco.utils.clock import REAL
 from tests.clocks import FastClock
 
 

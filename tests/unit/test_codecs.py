@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.codecs import CODECS, Codec, base, registry
+from hf_diloco.codecs.compiled import compiled
 from hf_diloco.codecs.fp4 import Fp4Codec
 from hf_diloco.codecs.int4 import Int4Codec
 from hf_diloco.codecs.int8 import Int8Codec
 from hf_diloco.codecs.sign import SignCodec
 from hf_diloco.codecs.topk import TopKCodec
-from hf_diloco.compiled import compiled
 from hf_diloco.errors import UnsupportedError
 
 FP16_MAX = 65504.0

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig, split_tcp_url
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.redact import redact_text
+from hf_diloco.utils.redact import redact_text
+from hf_diloco.utils.urls import split_tcp_url
 from tests.processes import run
 
 TCP = "tcp://10.0.0.1:29400"
@@ -90,7 +91,8 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("num_islands", 1025, "less than or equal to 1024"),
         ("island", -1, "greater than or equal to 0"),
         ("rendezvous", 29400, "valid string"),
-        ("rendezvous", "http://10.0.0.1:29400", "the scheme must be tcp"),
+        ("rendezvous", "http://10.0.0.1:29400", "http://HOST:PORT/NAME"),
+        ("rendezvous", "udp://10.0.0.1:29400", "the scheme must be tcp"),
         ("rendezvous", "10.0.0.1:29400", "the scheme must be tcp"),
         ("rendezvous", "tcp://10.0.0.1", "port from 1 to 65535"),
         ("rendezvous", "tcp://10.0.0.1:0", "port from 1 to 65535"),
@@ -204,14 +206,50 @@ def test_numbers_that_contradict_each_other_are_refused(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("exchange", "bucket"), ("max_islands", 5), ("min_islands", 2), ("key_file", Path("my.key"))]
+    ("name", "value", "is_direct"), [("exchange", "bucket", False), ("max_islands", 5, True), ("min_islands", 2, True)]
 )
-def test_what_only_an_object_store_can_keep_is_refused_over_tcp(name: str, value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{name}={value} needs islands that meet in an object store: set rendezvous"
-    ):
-        DiLoCoConfig(**{"num_islands": 3, "rendezvous": TCP, name: value})
-    assert getattr(DiLoCoConfig(**{"num_islands": 3, "rendezvous": STORE, name: value}), name) == value
+def test_island_0_keeps_a_store_for_islands_that_come_and_go_over_tcp(name: str, value: Any, is_direct: bool) -> None:
+    config = DiLoCoConfig(**{"num_islands": 3, "rendezvous": TCP, name: value})
+    assert (config.meets_at_island_0, config.meets_in_store, config.is_direct) == (True, True, is_direct)
+    in_store = DiLoCoConfig(**{"num_islands": 3, "rendezvous": STORE, name: value})
+    assert (in_store.meets_at_island_0, in_store.meets_in_store, in_store.is_direct) == (False, True, False)
+
+
+def test_a_key_is_refused_where_all_islands_stay() -> None:
+    with pytest.raises(ConfigError, match=r"key_file=my.key authenticates what lies in a store, .*set min_islands"):
+        DiLoCoConfig(num_islands=3, rendezvous=TCP, key_file=Path("my.key"))
+    DiLoCoConfig(num_islands=3, rendezvous=TCP, key_file=Path("my.key"), min_islands=2)
+    DiLoCoConfig(num_islands=3, rendezvous=STORE, key_file=Path("my.key"))
+
+
+def test_eager_updates_need_islands_that_stay() -> None:
+    with pytest.raises(ConfigError, match=r"islands that stay, unlike with min_islands=2: "):
+        DiLoCoConfig(num_islands=3, rendezvous=TCP, method="eager", min_islands=2)
+
+
+def test_the_old_name_of_eager_updates_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"^eager_updates=True: .* remove eager_updates, and set method=eager"):
+        DiLoCoConfig(**{"eager_updates": True})
+
+
+def test_sparseloco_stands_for_its_settings() -> None:
+    one = DiLoCoConfig(method="sparseloco")
+    assert (one.payload, one.feedback_decay, one.outer_lr, one.outer_momentum) == ("topk", 0.95, 1.0, 0.0)
+    assert not one.nesterov
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"outer_momentum": 0.9}, r"outer_momentum=0.9: error feedback stands for the momentum"),
+        ({"nesterov": True}, r"nesterov=True: error feedback stands for the momentum"),
+        ({"payload": "fp4"}, r"payload=fp4 without error_feedback: method=sparseloco is about"),
+        ({"outer_lr": "auto"}, r"outer_lr=auto: nobody has published"),
+    ],
+)
+def test_what_does_not_go_with_sparseloco_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiLoCoConfig(method="sparseloco", **settings)
 
 
 def test_all_islands_of_a_run_over_tcp_may_be_called_the_least_and_the_most() -> None:
@@ -239,7 +277,7 @@ def test_an_object_store_is_named_without_a_slash_at_its_end() -> None:
 
 
 def test_settings_and_keys_load_neither_torch_nor_the_stores_client() -> None:
-    program = "import hf_diloco.config, hf_diloco.agreement.seal, sys; print({'torch', 'obstore'} & set(sys.modules))"
+    program = "import hf_diloco.config, hf_diloco.store.signing, sys; print({'torch', 'obstore'} & set(sys.modules))"
     assert run([sys.executable, "-c", program], timeout=60).output.split() == ["set()"]
 
 
@@ -297,7 +335,9 @@ def test_the_json_schema_tells_editors_types_ranges_and_meaning() -> None:
         "title": "",
         "type": "integer",
     }
-    assert properties["payload"]["enum"] == ["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"]
+    known, own = properties["payload"]["anyOf"]
+    assert known["enum"] == ["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"]
+    assert re.search(own["pattern"], "my_codec.py:Codec")
 
 
 def test_settings_survive_a_round_trip() -> None:

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore
 
-from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.record_store import RecordStore
-from hf_diloco.agreement.seal import Seal
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, ForgedError
-from hf_diloco.exchange import Exchange, connections
-from hf_diloco.exchange.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections, Deadline, Transfers
-from hf_diloco.exchange.handshake import NUM_TAGS, authenticate
-from hf_diloco.exchange.memory import MemoryNetwork
-from hf_diloco.exchange.mesh import MeshExchange
-from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.exchange.segments import Range, SegmentedMesh
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.store.torch_store import RecordStore
+from hf_diloco.transport import Exchange, connections
+from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections, Deadline, Transfers
+from hf_diloco.transport.handshake import NUM_TAGS, authenticate
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.resharding import Range, SegmentedMesh
 from tests.islands import run_islands, try_islands
 
 KEY = b"0123456789abcdef"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.data.build import Datasets, build_datasets, sample_texts
-from hf_diloco.data.packing import PackedDataset, TokenBlocks
-from hf_diloco.data.settings import DataBlock
-from hf_diloco.data.sources import alternate, open_files, texts
-from hf_diloco.data.stream import PackedStream
+from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
+from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.data.sources import alternate, open_files, texts
+from hf_diloco.apps.data.stream import PackedStream
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.tokenizer import train_byte_level_bpe
 
 TOKENIZER = train_byte_level_bpe(["document number of file"], 300)
 NUM_FILES = 4

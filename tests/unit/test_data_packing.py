@@ -10,9 +10,9 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hf_diloco.data.packing import Encoder, PackedDataset, pack_dataset, pack_first
+from hf_diloco.apps.data.packing import Encoder, PackedDataset, pack_dataset, pack_first
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.tokenizer import train_byte_level_bpe
 
 TOKENIZER = train_byte_level_bpe(["words and more words, of the language"], 300)
 TEXTS = st.lists(st.text(max_size=60), max_size=30)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.agreement.log import Record, RunLog
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
-from hf_diloco.agreement.seal import Seal
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, StoreFullError
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.signing import Seal
 
 
 class Word(Record):

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.island import IslandGroup
-from hf_diloco.shards import AlignedPartition
-from hf_diloco.shards.cover import check_cover
-from hf_diloco.shards.fragments import FragmentShards, cut_into_fragments, describe_fragments
-from hf_diloco.shards.plain import PlainShards
+from hf_diloco.inner import AlignedPartition
+from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.plain import PlainShards
+from hf_diloco.inner.validate_partition import check_cover
 from tests.programs.shards_pieces import Cut, make_shards
 
 Order = Literal["strided", "sequential"]
@@ -78,7 +78,7 @@ def build(model_type: str, *, tied: bool = True, device: str = "meta", **setting
             **settings,
         },
     )
-    auto = AutoModelForSeq2SeqLM if len(STACKS[model_type]) == 2 else AutoModelForCausalLM
+    auto: Any = AutoModelForSeq2SeqLM if len(STACKS[model_type]) == 2 else AutoModelForCausalLM
     with torch.device(device):
         return auto.from_config(config)
 

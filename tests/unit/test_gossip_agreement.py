@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from hf_diloco.errors import IslandLostError, PayloadError
 from hf_diloco.gossip.mesh import agreement
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
-from hf_diloco.gossip.mesh.calls import Call, Calls
+from hf_diloco.gossip.mesh.discovery import Call, Calls
 from hf_diloco.gossip.mesh.store import Board
 
 ASKING, ASKED = 0, 1

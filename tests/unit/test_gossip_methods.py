@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError, UnsupportedError
-from hf_diloco.gossip.methods import D2, METHODS, DecentLaM, DmSGD, base, make_optimizer
-from hf_diloco.gossip.methods.momentum_consensus import move_in_passes, move_on_processor
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.topology import make_topology
+from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, base, make_optimizer
+from hf_diloco.methods.gossip.momentum_consensus import move_in_passes, move_on_processor
+from hf_diloco.methods.topology import make_topology
 from tests.gossip_reference import (
     NUM_NODES,
     Array,

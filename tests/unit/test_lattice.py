@@ -10,9 +10,9 @@ import torch
 import xxhash
 from hypothesis import given, settings, strategies as st
 
+from hf_diloco.codecs import lattice
+from hf_diloco.codecs.lattice import CHECK_VALUES, LatticeCodec
 from hf_diloco.errors import ConfigError, PayloadError, UnsupportedError
-from hf_diloco.gossip import lattice
-from hf_diloco.gossip.lattice import CHECK_VALUES, LatticeCodec
 
 SIZES = [0, 1, 7, CHECK_VALUES - 1, CHECK_VALUES, CHECK_VALUES + 1, 3 * CHECK_VALUES + 5, lattice.TILE_VALUES + 3]
 Q = {1: 256, 2: 65536}

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from hf_diloco.exchange.connections import Connections, Deadline, Transfers
-from hf_diloco.exchange.listening import Door
-from hf_diloco.limits import raise_file_limit
+from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
@@ -89,6 +89,27 @@ def knock(ports: list[int], number: int) -> list[socket.socket]:
     return strangers
 
 
+def test_few_connections_wait_for_the_reserve() -> None:
+    """Once a port is shut and its reserve given back, they would be accepted, and leave no file to the process."""
+
+    class Owner:
+        """Who accepts, but is too late."""
+
+    owner = Owner()
+    with socket.create_server((LOCALHOST, 0), backlog=1000) as listener:
+        keep_door(Door(listener.fileno()), owner)
+        address = listener.getsockname()
+        strangers = knock([address[1]], 4 * RESERVED_FILES)
+        listener.setblocking(False)
+        accepted = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                accepted.append(listener.accept()[0])
+        for one in (*accepted, *strangers):
+            one.close()
+    assert 0 < len(accepted) <= RESERVED_FILES // 4
+
+
 @pytest.mark.usefixtures("limits")
 def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) -> None:
     raise_file_limit()
@@ -115,7 +136,7 @@ def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) ->
 
 IN_ISLAND = """
 import psutil, torch.distributed as dist
-from hf_diloco.runs.island_store import use_island_store
+from hf_diloco.apps.common.island_store import use_island_store
 use_island_store()
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:PORT", rank=0, world_size=1)
 dist.barrier()

@@ -12,8 +12,8 @@ import pytest
 import torch
 import xxhash
 
-from hf_diloco.measure import AverageStats, SyncReport
-from hf_diloco.metrics import MetricsWriter, RunTotals
+from hf_diloco.rounds.measure import AverageStats, SyncReport
+from hf_diloco.trainer.metrics import MetricsWriter, RunTotals
 
 
 def read(path: Path) -> list[dict[str, Any]]:

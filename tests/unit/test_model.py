@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from hf_diloco.apps.lm.model import build_config, build_model
+from hf_diloco.apps.lm.runfile import ModelBlock
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.model import build_config, build_model
-from hf_diloco.lm.runfile import ModelBlock
-from hf_diloco.lm.tokenizer import train_byte_level_bpe
 
 SMALL = {
     "model_type": "llama",

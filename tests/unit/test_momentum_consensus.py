@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from hf_diloco import GossipCallback
+import hf_diloco
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.check import check_gossip
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.methods import MomentumConsensus, make_optimizer
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.topology import Topology, check_momentum_consensus, largest_stable_beta, make_topology
-from hf_diloco.gossip.topology.matching import RandomMatching
-from hf_diloco.gossip.topology.stability import growth
+from hf_diloco.methods.gossip import MomentumConsensus, make_optimizer
+from hf_diloco.methods.topology import Topology, check_momentum_consensus, largest_stable_beta, make_topology
+from hf_diloco.methods.topology.matching import RandomMatching
+from hf_diloco.methods.topology.stability import growth
+from hf_diloco.trainer.gossip_check import check_gossip
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,13 +115,13 @@ def test_a_pair_that_diverges_is_refused_by_optimizer_run_file_and_callback(grap
         "method": "momentum-consensus",
         "topology": graph,
         "options": {"omega": omega},
-        "num_islands": 8,
+        "num_nodes": 8,
         "rendezvous": "tcp://127.0.0.1:29400",
     }
     with pytest.raises(ConfigError, match=words):
         check_gossip(GossipConfig(**settings))
     with pytest.raises(ConfigError, match=words):
-        GossipCallback(**settings)
+        hf_diloco.GossipCallback(**settings)
 
 
 def test_the_remedy_is_one_that_helps() -> None:

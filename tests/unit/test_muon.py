@@ -8,21 +8,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
+import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, MuonAdamW, OuterLoop
+import hf_diloco
+from hf_diloco import DiLoCoConfig, MuonAdamW
+from hf_diloco.apps.common.arguments import deepspeed_config
+from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.lm.runfile import load_run_file
-from hf_diloco.optimizers.make import make_optimizer
+from hf_diloco.inner import open_shards
 from hf_diloco.optimizers.muon import split
 from hf_diloco.optimizers.settings import OptimizerBlock
-from hf_diloco.runs.arguments import deepspeed_config
-from hf_diloco.shards import open_shards
 from tests.fixed_runs import Run
 from tests.islands import run_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -75,7 +75,7 @@ def test_all_embeddings_and_frozen_parameters_are_left_out() -> None:
         "hidden_size": 8,
         "intermediate_size": 16,
     }
-    model = BertForMaskedLM(BertConfig(vocab_size=32, **sizes))
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **sizes))
     frozen = model.get_parameter("bert.encoder.layer.0.output.dense.weight").requires_grad_(False)
     hidden, others, vectors = split(model)
     assert {one.shape for one in others} == {(32, 8), (512, 8), (2, 8)}, "words, positions and types"
@@ -168,7 +168,7 @@ def test_its_state_goes_on_bit_for_bit() -> None:
 # Inside islands
 
 
-def trainer(folder: Path, **changes: Any) -> Trainer:
+def trainer(folder: Path, **changes: Any) -> transformers.Trainer:
     arguments: dict[str, Any] = {
         "max_steps": 6,
         "save_steps": 3,
@@ -180,10 +180,12 @@ def trainer(folder: Path, **changes: Any) -> Trainer:
         **changes,
     }
     model = llama()
-    callback = DiLoCoCallback(sync_every=2)
-    args = TrainingArguments(output_dir=str(folder), **arguments)
+    callback = hf_diloco.DiLoCoCallback(sync_every=2)
+    args = transformers.TrainingArguments(output_dir=str(folder), **arguments)
     optimizer = MuonAdamW(model, **SETTINGS)
-    return Trainer(model, args, train_dataset=Tokens(0), optimizers=(optimizer, None), callbacks=[callback])
+    return transformers.Trainer(
+        model, args, train_dataset=Tokens(0), optimizers=(optimizer, None), callbacks=[callback]
+    )
 
 
 def test_a_resumed_trainer_is_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -197,10 +199,10 @@ def test_a_resumed_trainer_is_an_uninterrupted_one(tmp_path: Path) -> None:
 def test_in_a_loop(tmp_path: Path) -> None:
     """An outer step that takes the average as it is changes nothing but by rounding, of which Muon makes much."""
     model, alone, start = llama(), llama(), weights_of(llama())
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, MuonAdamW(model, **SETTINGS))
     config = DiLoCoConfig(sync_every=2, outer_lr=1.0, outer_momentum=0.0)
-    with OuterLoop(accelerator, prepared, optimizer, config, output_dir=tmp_path) as outer:
+    with hf_diloco.OuterLoop(accelerator, prepared, optimizer, config, output_dir=tmp_path) as outer:
         for step in range(4):
             backward(prepared, step)
             optimizer.step()
@@ -261,10 +263,12 @@ def run_file(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_run_file_names_its_settings(tmp_path: Path) -> None:
+    from hf_diloco.optimizers.make import make_optimizer
+
     block = load_run_file(
         run_file(tmp_path, optimizer={"name": "muon", "muon_lr": 0.02, "momentum": 0.9, "adjust_lr": "original"})
     ).optimizer
-    args = TrainingArguments(
+    args = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
         learning_rate=3e-3,

@@ -8,18 +8,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hf_diloco.agreement.backends import client_options
-from hf_diloco.agreement.objects import ObjectStore, open_object_store
-from hf_diloco.agreement.store_failures import reason_of
 from hf_diloco.errors import ExchangeError, RendezvousError, StoreError
-from hf_diloco.store_url import check_store_url
+from hf_diloco.store.backends import client_options
+from hf_diloco.store.failures import reason_of
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.utils.urls import check_store_url
 from tests.processes import Processes
+from tests.store_servers import serving
 
 GOOD_PATHS = ["a", "a/b.json", "rounds/12/0/plan.json", "payloads/3/0-1/rank-0.bin", "a.b/..c/_-+=", ".hidden"]
 BAD_PATHS = [
@@ -43,7 +44,7 @@ BAD_PATHS = [
 
 WRITER = """
 import sys
-from hf_diloco.agreement.objects import open_object_store
+from hf_diloco.store.objects import open_object_store
 store = open_object_store(sys.argv[1])
 print("begins", flush=True)
 count = 0
@@ -55,9 +56,16 @@ while True:
 """
 
 
-@pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    url = {"file": f"file://{tmp_path}/new", "memory": f"memory://{uuid.uuid4().hex}"}[request.param]
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("served") / "new") as address:
+        yield address
+
+
+@pytest.fixture(params=["file", "memory", "http"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, server: str) -> ObjectStore:
+    name = uuid.uuid4().hex
+    url = {"file": f"file://{tmp_path}/new", "memory": f"memory://{name}", "http": f"{server}/{name}"}[request.param]
     return open_object_store(url)
 
 
@@ -302,7 +310,11 @@ def test_bad_paths(store: ObjectStore, path: str, tmp_path: Path) -> None:
         "runs",
         "/runs",
         "tcp://10.0.0.1:29400",
-        "http://host/bucket",
+        "http://",
+        "http://host:1",
+        "http://host:65536/x",
+        "http://host:1/a b",
+        "http://me:secret@host/x",
         "ftp://host/x",
         "s3://",
         "s3:///prefix",
@@ -338,7 +350,17 @@ def test_folders_need_their_full_path(url: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket", "s3://a.b-c/x/y", "gs://bucket/x", "az://container/x", "memory://a-b", "file:///x"]
+    "url",
+    [
+        "s3://bucket",
+        "s3://a.b-c/x/y",
+        "gs://bucket/x",
+        "az://container/x",
+        "memory://a-b",
+        "file:///x",
+        "http://h:1/a",
+        "https://h.x/a",
+    ],
 )
 def test_good_urls(url: str) -> None:
     assert check_store_url(url) == url
@@ -362,12 +384,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_folder_that_goes_wrong_later(tmp_path: Path) -> None:
     store = open_object_store(f"file://{tmp_path}/runs")
+    (tmp_path / "other").mkdir()  # beside the first, as a number that is free again may be given to the next folder
     (tmp_path / "runs").rmdir()
     for look in (lambda: store.get("a", 1), lambda: store.list(), lambda: store.put("a", b"")):
         with pytest.raises(StoreError, match="the folder is gone: is it still mounted"):
             look()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "other").rename(tmp_path / "runs")
     with pytest.raises(StoreError, match="another folder is there now: is it still mounted"):
         store.get("a", 1)
     (tmp_path / "runs").rmdir()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_diloco import OneBitAdam, OneBitLamb
+from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.lm.runfile import load_run_file
-from hf_diloco.onebit.all_reduce import OneBitAllReduce
-from hf_diloco.onebit.lamb import clip_factor
+from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
+from hf_diloco.optimizers.onebit.lamb import clip_factor
 from tests.processes import ROOT
 
 SIZES = (1, 7, 8, 4097, 70_001)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hf_diloco.checkpoint import read_index
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.island import IslandGroup
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.outer import DiLoCo, base
-from hf_diloco.sessions import FixedSession
-from hf_diloco.shards import open_shards
+from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.rounds import FixedSession
 
 CHUNK = 8
 EPSILON = torch.finfo(torch.float32).eps

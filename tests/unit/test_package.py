@@ -22,7 +22,7 @@ CHEAP_MODULES = [
     "hf_diloco.cli.status",
     "hf_diloco.config",
     "hf_diloco.errors",
-    "hf_diloco.lm.runfile",
+    "hf_diloco.apps.lm.runfile",
     "hf_diloco.report",
 ]
 
@@ -48,9 +48,16 @@ def test_command_line_help_is_cheap() -> None:
     assert not imported & HEAVY
 
 
+def test_who_codes_nothing_does_not_import_numba() -> None:
+    imported, _ = imported_by("-c", "import hf_diloco.trainer.callback, hf_diloco.trainer.gossip_callback")
+    assert "torch" in imported
+    assert "numba" not in imported
+
+
 def test_public_names_are_sorted_and_resolve() -> None:
     assert list(hf_diloco.__all__) == sorted(set(hf_diloco.__all__))
     assert {"DiLoCoCallback", "DiLoCoConfig", "DiLoCoError", "OuterLoop"} <= set(hf_diloco.__all__)
+    assert {"Codec", "OuterMethod", "Topology", "make_topology"} <= set(hf_diloco.__all__), "for what users write"
     assert set(hf_diloco.__all__) <= set(dir(hf_diloco))
     missing = [name for name in hf_diloco.__all__ if not hasattr(hf_diloco, name)]
     assert not missing

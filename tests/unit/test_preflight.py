@@ -74,10 +74,10 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert all(part in str(caught.value) for part in ("training.max_step", "mlflow", "model.path", "/nosuch"))
 
 
-@pytest.mark.parametrize("file", [QUICKSTART, VISION], ids=["text", "images"])
-def test_what_is_right_passes(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("file", "unit"), [(QUICKSTART, "island"), (VISION, "node")], ids=["text", "images"])
+def test_what_is_right_passes(tmp_path: Path, file: Path, unit: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(file, f"output={tmp_path}") == 0
-    assert "# island 0" in capsys.readouterr().out
+    assert f"# {unit} 0" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -41,6 +41,7 @@ def test_environment_is_changed_by_env(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run([sys.executable, "-c", program], env={"REMOVED": None, "ADDED": 7}).output == "None 7\n"
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 def test_processes_are_forked_also_after_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables that libraries leave behind must not cost all later tests an interpreter a process."""
@@ -110,3 +111,21 @@ def test_a_word_is_looked_for_in_the_files_whose_tests_have_it_in_their_names(tm
     (tmp_path / "test_one.py").write_text("print('imports one')\ndef test_pear_as_well(): assert True")
     assert imported("-k", "pear") == ["one", "two"], "a file that has changed is looked at"
     assert imported("-k", "pear", "-p", "no:cacheprovider") == ["one", "two"]
+
+
+def test_a_program_that_is_asked_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from tests.processes import Processes
+with Processes() as processes:
+    child = processes.spawn([sys.executable, "-c", {SLEEP!r}])
+    child.wait_for("asleep")
+    print("child", child.pid, flush=True)
+    time.sleep(60)
+"""
+    with Processes() as processes:
+        parent = processes.spawn([sys.executable, "-c", program])
+        child = psutil.Process(int(parent.wait_for(r"child (\d+)")[1]))
+        parent.terminate()
+        parent.wait(20, expect=143)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

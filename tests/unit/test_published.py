@@ -13,12 +13,12 @@ import torch
 from torch.distributed import HashStore, Store
 
 from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
-from hf_diloco.exchange.base import Traffic
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.shelf import Shelf
-from hf_diloco.gossip.topology import make_topology
+from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands, try_islands
 
 LOCALHOST = "127.0.0.1"

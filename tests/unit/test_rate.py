@@ -7,8 +7,8 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_diloco.clock import REAL
-from hf_diloco.exchange.rate import BURST_SECONDS, RateLimit
+from hf_diloco.transport.rate import BURST_SECONDS, RateLimit
+from hf_diloco.utils.clock import REAL
 from tests.clocks import StillClock
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.advice import warn_about_plan
+from hf_diloco.apps.common.arguments import check_training
+from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.lm.runfile import RunFile, load_run_file
-from hf_diloco.runs.arguments import check_training
+from hf_diloco.config.advice import warn_about_plan
 from tests.processes import ROOT
 
 FOLDER = ROOT / "configs" / "recipes"
 
 NESTEROV: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": True}
-WHOLE: dict[str, Any] = {"num_fragments": 1, "fragment_sync_delay": 0, "eager_updates": False}
+WHOLE: dict[str, Any] = {"num_fragments": 1, "fragment_sync_delay": 0}
 
 # file -> the paper, what its outer loop is, what of the inner one is its own
 PAPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -157,7 +157,7 @@ def test_a_step_of_an_island_sees_512_sequences(name: str) -> None:
 
 
 def test_streaming_keeps_to_the_papers_limits() -> None:
-    from hf_diloco.lm.model import _SHAPES
+    from hf_diloco.apps.lm.model import _SHAPES
 
     run = load("streaming_diloco_fp4")
     config = settings_of(run)

@@ -10,13 +10,12 @@ import pytest
 from rich.console import Console
 
 from hf_diloco import errors
+from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli.island import Island, IslandPlan
 from hf_diloco.errors import ConfigError, IslandLostError
-from hf_diloco.lm.runfile import RunFile
-from hf_diloco.redact import redact, redact_text
 from hf_diloco.report import load_run as read_run, print_report, summarise, write_html
-from hf_diloco.runs.load import load_run
-from hf_diloco.runs.run_files import Progress, write_run_json
+from hf_diloco.utils.redact import redact, redact_text
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_QqRrSsTtUuVvWwXxYyZz0123"
@@ -84,6 +83,8 @@ def test_a_wrong_setting_with_a_secret_name_does_not_show_its_value(tmp_path: Pa
 
 
 def test_run_json_report_progress_and_log_hide_them(tmp_path: Path) -> None:
+    from hf_diloco.apps.common.run_files import Progress, write_run_json
+
     overrides = [f"output={tmp_path}", "name=told", "training.hub_token=s3cr3t"]
     run = load_run(
         RunFile, ROOT / "configs" / "quickstart.yaml", [*overrides, "training.hub_model_id=http://u:s3cr3t@h"]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.metrics import MetricsWriter
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.records import End, Eval, Start, Sync, Train, parse_line
+from hf_diloco.trainer.metrics import MetricsWriter
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 
@@ -43,6 +43,13 @@ def test_a_record_made_by_the_writer_itself(tmp_path: Path) -> None:
     assert losses[0] is not None
     assert math.isnan(losses[0])  # not finite, which JSON cannot hold
     assert losses[1] is None  # not recorded
+
+
+def test_a_number_of_islands_that_cannot_be_is_an_unreadable_line(tmp_path: Path) -> None:
+    write_island(tmp_path, 0, [start(), train(1, 3.0), start(num_islands=10**9), train(2, 2.0), end()])
+    run = load_run(tmp_path)
+    assert run.islands[0].num_bad_lines == 1
+    assert summarise(run).num_islands == start()["num_islands"]
 
 
 @pytest.mark.parametrize("newline", ["", "\n"])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hf_diloco import text
 from hf_diloco.report import load_run, print_report, summarise
+from hf_diloco.utils import text
 from tests.report_runs import (
     end,
     evaluation,

@@ -9,10 +9,10 @@ from textwrap import dedent
 
 import pytest
 
+from hf_diloco.apps.common.commandline import parse_command_line
+from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.runfile import RunFile, load_run_file
-from hf_diloco.runs.commandline import parse_command_line
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -204,7 +204,7 @@ def test_several_islands_need_a_rendezvous_only_when_they_start(tmp_path: Path) 
 
 def test_loading_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from hf_diloco.lm.runfile import load_run_file; "
+        "import sys; from hf_diloco.apps.lm.runfile import load_run_file; "
         f"load_run_file({str(ROOT / 'configs' / 'quickstart.yaml')!r}); "
         "print([name for name in ('torch', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
     )

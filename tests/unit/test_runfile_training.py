@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
+from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.runfile import load_run_file
-from hf_diloco.runs.arguments import check_training, deepspeed_config, training_arguments
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from hypothesis import given, strategies as st
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.lr_schedule import move_schedule
-from hf_diloco.schedule import count_rounds, step_of, steps_before
+from hf_diloco.outer.schedule import count_rounds, step_of, steps_before
+from hf_diloco.utils.lr_schedule import move_schedule
 
 
 @given(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hf_diloco.agreement.seal import ENV_KEY, MAX_RECORD_BYTES, Seal, load_key
 from hf_diloco.errors import ConfigError, ForgedError
+from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, Seal, load_key
 
 KEY, RUN, PATH = b"0123456789abcdef", "run-1", "rounds/7/offers/2-1-0.json"
 BODY: dict[str, Any] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.island import IslandGroup
-from hf_diloco.stop import StopFlag
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.stop import StopFlag
 from tests.distributed.torchrun import torchrun
 from tests.processes import run
 

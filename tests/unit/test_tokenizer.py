@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from hf_diloco.apps.lm.runfile import load_run_file
+from hf_diloco.apps.lm.tokenizer import (
+    END_OF_TEXT,
+    build_tokenizer,
+    load_tokenizer,
+    tokenizer_hash,
+    train_byte_level_bpe,
+)
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.runfile import load_run_file
-from hf_diloco.lm.tokenizer import END_OF_TEXT, build_tokenizer, load_tokenizer, tokenizer_hash, train_byte_level_bpe
 from tests.processes import ROOT
 
 TEXTS = [part for part in inspect.getsource(argparse).split("\n\n") if part.strip()]  # text that is always there

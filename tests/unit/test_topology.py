@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.topology import (
+from hf_diloco.methods.topology import (
     GRAPHS,
     PeriodicTopology,
     RandomMatching,
@@ -29,9 +29,9 @@ from hf_diloco.gossip.topology import (
     largest_stable_beta,
     make_topology,
 )
-from hf_diloco.gossip.topology.base import Weights
-from hf_diloco.gossip.topology.drawing import draw
-from hf_diloco.gossip.topology.stability import floor_digits, growth, is_stable
+from hf_diloco.methods.topology.base import Weights
+from hf_diloco.methods.topology.drawing import draw
+from hf_diloco.methods.topology.stability import floor_digits, growth, is_stable
 from tests.processes import ROOT, Completed, run
 
 SIZES = (8, 16, 32, 64)
@@ -512,7 +512,7 @@ def lines(output: str) -> list[str]:
     ("code", "heavy"),
     [
         ("import hf_diloco.gossip", "numpy torch networkx matplotlib"),
-        ("import hf_diloco.gossip.topology as t; t.RandomMatching(4).weights()", "torch networkx matplotlib"),
+        ("import hf_diloco.methods.topology as t; t.RandomMatching(4).weights()", "torch networkx matplotlib"),
         (
             "from hf_diloco.cli.main import app; app(['topology', '--help'], standalone_mode=False)",
             "numpy torch networkx matplotlib",

@@ -8,28 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch.utils.data import DataLoader
-from transformers import AutoImageProcessor, EvalPrediction
 
+from hf_diloco.apps.vision import images as images_module
+from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.dataset import ImageDataset, collate
+from hf_diloco.apps.vision.images import DecodedImages, StoredImages
+from hf_diloco.apps.vision.metrics import accuracy
+from hf_diloco.apps.vision.normalize import measure
+from hf_diloco.apps.vision.pictures import ArrayPictures
+from hf_diloco.apps.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
 from hf_diloco.errors import ConfigError
-from hf_diloco.vision import images as images_module
-from hf_diloco.vision.build import ImageData, build_images, image_processor
-from hf_diloco.vision.dataset import ImageDataset, collate
-from hf_diloco.vision.images import DecodedImages, StoredImages
-from hf_diloco.vision.metrics import accuracy
-from hf_diloco.vision.normalize import measure
-from hf_diloco.vision.pictures import ArrayPictures
-from hf_diloco.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
 
 RESNET = ImageModelBlock(preset="resnet-tiny")
 SMALL = ImageModelBlock(config={"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8})
 AUGMENT = AugmentBlock(random_crop=1, horizontal_flip=True)
-
-
-needs_auto_processor = pytest.mark.skipif(
-    getattr(AutoImageProcessor, "is_dummy", False), reason="this version of transformers needs torchvision for it"
-)
 
 
 def build(data: ImageDataBlock, node: int = 0, num_nodes: int = 1, seed: int = 0) -> ImageData:
@@ -158,18 +153,19 @@ def test_augmentation_follows_the_example_into_another_share() -> None:
     assert alone.issuperset(row.numpy().tobytes() for row in shared)
 
 
-@needs_auto_processor
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("image_size", [None, 20])
 def test_the_saved_processor_makes_the_pixels_of_the_evaluation(
     tmp_path: Path, mode: str, image_size: int | None
 ) -> None:
+    if getattr(transformers.AutoImageProcessor, "is_dummy", False):
+        pytest.skip("this version of transformers needs torchvision for it")
     sizes = [(16, 16)] * 4 if image_size is None else [(16, 16), (20, 20), (9, 30), (41, 17)]
     folder = write_pictures(tmp_path / "pictures", mode, sizes)
     data = build(ImageDataBlock(source="folder", path=str(folder), image_size=image_size))
     assert (data.num_channels, data.image_size) == (1 if mode == "L" else 3, image_size or 16)
     image_processor(data).save_pretrained(tmp_path / "model")
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     for index in range(len(data.evaluation)):
         name = "left" if index < 4 else "right"
         raw = Image.open(folder / "test" / name / f"{index % 4}.png")
@@ -222,8 +218,8 @@ def test_pictures_of_16_bits_are_refused() -> None:
 
 
 def build_preprocessing() -> Any:
-    from hf_diloco.vision.preprocess import choose_preprocessing
-    from hf_diloco.vision.sources import open_source
+    from hf_diloco.apps.vision.preprocess import choose_preprocessing
+    from hf_diloco.apps.vision.sources import open_source
 
     return choose_preprocessing(ImageDataBlock(image_size=9), SMALL, open_source(ImageDataBlock()).train)
 
@@ -240,5 +236,5 @@ def test_fashion_mnist_has_its_known_mean_and_deviation(shared_data: Path) -> No
 
 def test_accuracy() -> None:
     logits, labels = np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0], [5.0, 1.0]]), np.array([1, 0, 0, 0])
-    assert accuracy(EvalPrediction(logits, labels)) == {"accuracy": 0.75}
-    assert accuracy(EvalPrediction((logits,), labels)) == {"accuracy": 0.75}
+    assert accuracy(transformers.EvalPrediction(logits, labels)) == {"accuracy": 0.75}
+    assert accuracy(transformers.EvalPrediction((logits,), labels)) == {"accuracy": 0.75}

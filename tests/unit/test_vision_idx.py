@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from hf_diloco.apps.vision.idx import read_idx, read_images_and_labels
 from hf_diloco.errors import ConfigError
-from hf_diloco.vision.idx import read_idx, read_images_and_labels
 
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 

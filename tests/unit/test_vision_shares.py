@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from hf_diloco.apps.vision.pictures import IntArray
+from hf_diloco.apps.vision.shares import assign_shares, draw_proportions
 from hf_diloco.errors import ConfigError
-from hf_diloco.vision.pictures import IntArray
-from hf_diloco.vision.shares import assign_shares, draw_proportions
 from tests.processes import ROOT
 
 LABELS = np.repeat(np.arange(10, dtype=np.int64), 600)

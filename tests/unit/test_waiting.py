@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from hf_diloco.agreement.council import Council, Rules
-from hf_diloco.agreement.ledger import Ledger
-from hf_diloco.agreement.log import RunLog
-from hf_diloco.agreement.members import ClaimRecord, Members
-from hf_diloco.agreement.objects import open_object_store
-from hf_diloco.agreement.rendezvous import connect_store
-from hf_diloco.agreement.round_records import OfferRecord
-from hf_diloco.agreement.seal import Seal
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
-from hf_diloco.sessions.gathering import await_islands
-from hf_diloco.waiting import WaitNotes, name_all
+from hf_diloco.membership.heartbeats import ClaimRecord, Members
+from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.quorum import Council, Rules
+from hf_diloco.membership.round_records import OfferRecord
+from hf_diloco.rounds.wait_for_islands import await_islands
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.rendezvous import connect_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.utils.waiting import WaitNotes, name_all
 from tests.clocks import StillClock
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.yaml_file import parse_override, read_yaml
+from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.errors import ConfigError
-from hf_diloco.lm.runfile import RunFile
-from hf_diloco.runs.load import load_run
-from hf_diloco.runs.yaml_file import parse_override, read_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_diloco.compiled import Bytes, Values
+from hf_diloco.codecs.compiled import Bytes, Values
 
 
 class Loops(NamedTuple):

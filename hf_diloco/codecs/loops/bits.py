@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_diloco.compiled import Bytes, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Values, compiled
 
 MAGNITUDE_BITS = np.int32(0x7FFF_FFFF)
 INFINITY_BITS = np.int32(0x7F80_0000)

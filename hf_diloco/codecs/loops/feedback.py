@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_diloco.compiled import Values, compiled
+from hf_diloco.codecs.compiled import Values, compiled
 
 LANES = 32  # sums that are taken side by side
 
@@ -23,4 +23,4 @@ def add_(values: Values, residual: Values, decay: np.float32) -> float:
     for i in range(whole * LANES, values.shape[0]):
         values[i] += decay * residual[i]
         square += np.float64(values[i]) * np.float64(values[i])
-    return square
+    return float(square)

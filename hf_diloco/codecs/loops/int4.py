@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hf_diloco.codecs.compiled import Bytes, Values, compiled
 from hf_diloco.codecs.loops.base import Loops
 from hf_diloco.codecs.loops.bits import cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
-from hf_diloco.compiled import Bytes, Values, compiled
 
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 7)
 SMALLEST_SCALE = np.float32(2.0**-126)

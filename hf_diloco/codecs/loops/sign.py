@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hf_diloco.codecs.compiled import Bytes, Values, compiled
 from hf_diloco.codecs.loops.base import Loops
 from hf_diloco.codecs.loops.bits import cut, fill_signs, pack_bits, read_fp32, write_fp32
-from hf_diloco.compiled import Bytes, Values, compiled
 
 SCALE_BITS = np.int32(~0xFFF)
 LANES = 64  # sums that are taken side by side

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_diloco.codecs.compiled import Bytes, Values, compiled
 from hf_diloco.codecs.loops.base import Loops
 from hf_diloco.codecs.loops.bits import read_bf16, write_bf16
-from hf_diloco.compiled import Bytes, Values, compiled
 
 BLOCK = 4096
 KEPT = 64

@@ -22,13 +22,13 @@ from torch.distributed import Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.mesh import MeshExchange
-from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.text import numbers, plural
-from hf_diloco.waiting import WaitNotes
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.waiting import WaitNotes
 
 MAX_ATTEMPTS = 5
 """Groups that a node tries to form for one average."""
@@ -90,13 +90,18 @@ class GroupAverage:
         self._group_members: tuple[int, ...] = ()
         self._buffer = self._values = torch.empty(0)
 
-    def average(self, vector: torch.Tensor) -> Traffic:
-        """See `Neighbours.average`."""
+    @staticmethod
+    def check(vector: torch.Tensor) -> None:
+        """See `Neighbours.check_average`."""
         if vector.dtype != torch.float32:
             raise UnsupportedError(
                 f"nodes in several processes average float32, not {str(vector.dtype).removeprefix('torch.')}: keep "
                 "parameters in float32"
             )
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        """See `Neighbours.average`."""
+        self.check(vector)
         self._num_averages += 1
         self._begun = time.monotonic()
         self._num_attempts = 0

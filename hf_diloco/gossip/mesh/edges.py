@@ -9,12 +9,12 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.connections import Connections, Deadline, Transfers
-from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.mesh.store import SharedStore
-from hf_diloco.gossip.topology import Topology
-from hf_diloco.text import numbers, plural
+from hf_diloco.methods.topology import Topology
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.text import numbers, plural
 
 
 class Edge:

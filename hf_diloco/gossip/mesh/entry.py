@@ -13,16 +13,16 @@ from typing import TypeVar
 import torch
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.exchange.connections import PROBE_SECONDS, Transfers
 from hf_diloco.gossip.mesh.agreement import FIRST_MARGIN, MAX_ROUNDS, decide
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.calls import Calls
+from hf_diloco.gossip.mesh.discovery import Calls
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.patience import Patience
-from hf_diloco.gossip.mesh.returning import LOOK_SECONDS, company_key, entry_prefix, greeting_key
+from hf_diloco.gossip.mesh.rejoin import LOOK_SECONDS, company_key, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
+from hf_diloco.gossip.mesh.straggler_timeout import Patience
 from hf_diloco.gossip.records import whole_number
-from hf_diloco.waiting import Wait
+from hf_diloco.transport.connections import PROBE_SECONDS, Transfers
+from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_diloco.exchange.connections import Transfers
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.entry import Entry
+from hf_diloco.transport.connections import Transfers
 
 
 class FreeEntry(Entry):

@@ -7,17 +7,20 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch.distributed import Store
 
-from hf_diloco.exchange.rate import RateLimit
-from hf_diloco.gossip.mesh.calls import Calls
+from hf_diloco.gossip.mesh.discovery import Calls
 from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, not_connected
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
-from hf_diloco.gossip.mesh.returning import starts_key
+from hf_diloco.gossip.mesh.rejoin import starts_key
 from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.waiting import WaitNotes
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.waiting import WaitNotes
 
-MIN_CONNECT_SECONDS = 5.0
-"""What connecting may take at least, once all are there."""
+MIN_GREETING_SECONDS = 2.5
+"""How long a node that returns waits at least for those of its neighbours that have not yet seen it."""
+
+MIN_CONNECT_SECONDS = 10.0
+"""What connecting may take at least, once all are there: over slow links it takes many round trips."""
 
 MAX_AGAIN_SECONDS = 15.0
 """What connecting to one that goes on may take: a further attempt follows."""
@@ -62,6 +65,7 @@ class Joining:
         self._peers = peers
         self._address = address
         self._connect_timeout = connect_timeout
+        self._exchange_timeout = exchange_timeout
         self._late = max(MIN_CONNECT_SECONDS, exchange_timeout)
         self._rate_limit = rate_limit
         self.start = board.count(starts_key(node), 1)
@@ -92,7 +96,8 @@ class Joining:
     def _return(self) -> dict[int, Edge]:
         greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
         wait = self._notes.begin(self._connect_timeout, "returning")
-        there = greetings.wait(self._connect_timeout, self._late / 2, wait)
+        patience_with_others = max(MIN_GREETING_SECONDS, self._exchange_timeout / 2)
+        there = greetings.wait(self._connect_timeout, patience_with_others, wait)
         edges, _ = self._connect_all(there, self._late)
         if not edges and self._peers:
             raise not_connected(self._peers, self._address, self._connect_timeout)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from hf_diloco.exchange.mesh import CHUNK_VALUES
 from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh.swapping import Buffers
 from hf_diloco.gossip.pieces import Piece
+from hf_diloco.transport.chunks import CHUNK_VALUES
 
 OWN = -1
 """Whose buffers are this node's own: no neighbour has that number."""

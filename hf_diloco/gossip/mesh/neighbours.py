@@ -15,8 +15,6 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
 from hf_diloco.gossip.mesh.edges import edge_peers
@@ -24,18 +22,20 @@ from hf_diloco.gossip.mesh.entry import Entry
 from hf_diloco.gossip.mesh.free_entry import FreeEntry
 from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.mixing import sum_pieces
-from hf_diloco.gossip.mesh.patience import Patience
 from hf_diloco.gossip.mesh.published import MeshPublished
-from hf_diloco.gossip.mesh.returning import Reception
+from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board
+from hf_diloco.gossip.mesh.straggler_timeout import Patience
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.topology import Topology
-from hf_diloco.text import numbers, plural
-from hf_diloco.waiting import WaitNotes
+from hf_diloco.methods.topology import Topology
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.waiting import WaitNotes
 
 
 class MeshNeighbours(Neighbours):
@@ -48,7 +48,7 @@ class MeshNeighbours(Neighbours):
     them, though it is there, is told by `offer` or `average` with an `IslandLostError`.
 
     Args:
-        store: where nodes find each other, kept by node 0; see `agreement.rendezvous.connect_store`.
+        store: where nodes find each other, kept by node 0; see `store.rendezvous.connect_store`.
         topology: who averages with whom; the same on all nodes.
         node: this node's number, from 0.
         address: local address to listen on, as the neighbours see it.
@@ -57,7 +57,7 @@ class MeshNeighbours(Neighbours):
             lost is given more.
         rate_limit: for all that this node sends. Default: none.
         name: tells the mesh from others in the store.
-        notes: say for whom this node waits. Default: its own, as `hf_diloco.waiting` has them.
+        notes: say for whom this node waits. Default: its own, as `hf_diloco.utils.waiting` has them.
 
     Attributes:
         peers: the nodes that it mixes with at one step or another.
@@ -172,6 +172,9 @@ class MeshNeighbours(Neighbours):
 
     def life(self, peer: int) -> int | None:
         return self._num_returns.get(peer, 0) if peer in self._edges else None
+
+    def check_average(self, vector: torch.Tensor) -> None:
+        self._group.check(vector)
 
     def average(self, vector: torch.Tensor) -> Traffic:
         if self.num_nodes == 1:

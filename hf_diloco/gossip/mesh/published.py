@@ -17,12 +17,12 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError
-from hf_diloco.exchange.base import Traffic
-from hf_diloco.exchange.connections import Connections, Deadline, Transfers
-from hf_diloco.exchange.rate import RateLimit
 from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.shelf import Shelf
+from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.rate import RateLimit
 
 logger = logging.getLogger("hf_diloco")
 

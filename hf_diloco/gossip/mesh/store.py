@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
-from hf_diloco.agreement.patience import call_within
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
-from hf_diloco.waiting import Wait
+from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")
 

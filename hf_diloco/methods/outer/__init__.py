@@ -6,20 +6,64 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer.base import Groups, MethodOptions, OuterMethod
 from hf_diloco.methods.outer.diloco import DiLoCo
+from hf_diloco.methods.outer.eager import Eager
 from hf_diloco.methods.outer.overlap_local_sgd import OverlapLocalSGD
 from hf_diloco.methods.outer.slowmo import BMUF, LocalSGD, Lookahead, SlowMo
+from hf_diloco.methods.outer.sparseloco import SparseLoCo
+from hf_diloco.utils.own_files import FORM, identify_own, is_own, load_own
+from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoConfig
 
-_ALL: list[type[OuterMethod]] = [DiLoCo, SlowMo, LocalSGD, BMUF, Lookahead, OverlapLocalSGD]
+_ALL: list[type[OuterMethod]] = [DiLoCo, SparseLoCo, Eager, SlowMo, LocalSGD, BMUF, Lookahead, OverlapLocalSGD]
 
 METHODS: dict[str, type[OuterMethod]] = {method.name: method for method in _ALL}
 
 
+def find_method(name: str) -> type[OuterMethod]:
+    """The method that `name` stands for: one of `METHODS`, or a user's own, as FILE.py:CLASS.
+
+    Raises:
+        ValueError: there is none, or it cannot be loaded; with the remedy.
+    """
+    if not is_own(name):
+        if name not in METHODS:
+            raise ValueError(
+                f"{name!r}: no such method{nearest(name, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of your "
+                "own"
+            )
+        return METHODS[name]
+    found = load_own(name, OuterMethod)  # type: ignore[type-abstract]
+    for needed in ("name", "summary"):
+        if not isinstance(getattr(found, needed, None), str):
+            raise ValueError(f"{name!r}: {found.__name__} says no {needed}: give the class a text of that name")
+    if found.name in METHODS:
+        raise ValueError(f"{name!r}: {found.name} is a method of hf_diloco: give the class another name")
+    return found
+
+
+def identify_method(name: str) -> str:
+    """What must be equal on all islands that compute with the method `name`."""
+    return identify_own(name) if is_own(name) else name
+
+
 def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMethod:
     """The method that the settings name; see `OuterMethod.make`."""
-    return METHODS[config.method].make(config, groups or Groups())
+    return find_method(config.method).make(config, groups or Groups())
 
 
-__all__ = ["METHODS", "DiLoCo", "Groups", "MethodOptions", "OuterMethod", "OverlapLocalSGD", "SlowMo", "make_method"]
+__all__ = [
+    "METHODS",
+    "DiLoCo",
+    "Eager",
+    "Groups",
+    "MethodOptions",
+    "OuterMethod",
+    "OverlapLocalSGD",
+    "SlowMo",
+    "SparseLoCo",
+    "find_method",
+    "identify_method",
+    "make_method",
+]

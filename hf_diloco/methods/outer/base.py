@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from hf_diloco.config import DiLoCoConfig
-    from hf_diloco.workspace import Workspace
+    from hf_diloco.utils.workspace import Workspace
 
 _CHUNK_VALUES = 1 << 19
 """Values handled at a time: 2 MiB a buffer, so that the few passes over a chunk run in the processor's cache."""
@@ -74,6 +74,8 @@ class OuterMethod(ABC):
         streams: whether a round may be of a part of the model, and still be under way while inner steps go on.
         pulls: whether the outer parameters pull the inner ones wherever a round begins, the first one too, and whoever
             is more than a period late is left behind there.
+        anticipates: whether an island takes its own part of a round at once, and the others' one round later; see
+            `eager`, of whose kind such a method is.
         chooses: the settings that may be "auto".
         feeds_back: whether what a codec leaves out of one round may be added to the next.
     """
@@ -86,6 +88,7 @@ class OuterMethod(ABC):
     chooses: ClassVar[Sequence[str]] = ()
     streams: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
+    anticipates: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = False
 
     vectors: Sequence[str] = ()
@@ -177,6 +180,10 @@ class OuterMethod(ABC):
         """The outer parameters (not a copy)."""
         return self._state["anchor"]
 
+    def kept(self, name: str) -> torch.Tensor:
+        """One of `vectors` or `numbers` (not a copy)."""
+        return self._state[name]
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All outer state by name, not copied: "anchor", `vectors` in fp32, and `numbers` in fp64."""
         return dict(self._state)
@@ -218,6 +225,6 @@ def buffer_like(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _workspace() -> Workspace:
-    from hf_diloco.workspace import Workspace
+    from hf_diloco.utils.workspace import Workspace
 
     return Workspace()

@@ -55,10 +55,6 @@ class DiLoCo(OuterMethod):
 
     @classmethod
     def make(cls, config: DiLoCoConfig, groups: Groups) -> DiLoCo:
-        if config.eager_updates:
-            from hf_diloco.methods.outer.eager import EagerDiLoCo
-
-            return EagerDiLoCo(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
         return cls(config.outer_lr, config.outer_momentum, config.nesterov)
 
     @classmethod

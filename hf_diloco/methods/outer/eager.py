@@ -13,14 +13,18 @@ With a single island Delta~ is Delta, and this is DiLoCo.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from hf_diloco.methods.outer.base import chunks
+from hf_diloco.methods.outer.base import Groups, chunks
 from hf_diloco.methods.outer.diloco import DiLoCo
 
+if TYPE_CHECKING:
+    import torch
 
-class EagerDiLoCo(DiLoCo):
+    from hf_diloco.config import DiLoCoConfig
+
+
+class Eager(DiLoCo):
     """DiLoCo's outer SGD on Delta~: 12 bytes of state a parameter.
 
     Args:
@@ -30,10 +34,20 @@ class EagerDiLoCo(DiLoCo):
         num_islands: M.
     """
 
-    def __init__(self, lr: float, momentum: float, nesterov: bool, num_islands: int) -> None:
+    name = "eager"
+    summary = "DiLoCo that takes its own part of a round at once, the others' one round later: the exchange is hidden"
+    streams = False
+    feeds_back = False
+    anticipates = True
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True, num_islands: int = 1) -> None:
         super().__init__(lr, momentum, nesterov)
         self.vectors = (*self.vectors, "own")
         self._share = 1.0 / num_islands
+
+    @classmethod
+    def make(cls, config: DiLoCoConfig, groups: Groups) -> Eager:
+        return cls(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
 
     @property
     def own(self) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""The applications: language models and image classifiers, trained by a run file."""

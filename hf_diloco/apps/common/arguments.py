@@ -1,0 +1,162 @@
+"""The `training:` block: checked against the types of TrainingArguments, and made into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.environment import ENV_LAUNCHED
+from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import nearest
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+DECIDED_ELSEWHERE = {
+    "output_dir": "checkpoints go to OUTPUT/NAME/island-K; set output and name at the top of the run file",
+    "deepspeed": "it has its own place: set deepspeed at the top of the run file",
+    "seed": "set seed at the top of the run file; it is the same on all islands",
+    "use_cpu": "set launch.use_cpu",
+    "resume_from_checkpoint": "set launch.resume",
+    "ignore_data_skip": "the position in the data is kept with every checkpoint",
+    "num_train_epochs": "islands must take equally many steps; set max_steps",
+    "local_rank": "it comes from the launcher",
+    "do_train": "a run trains, then evaluates",
+    "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
+    "do_predict": "a run trains, then evaluates",
+    "remove_unused_columns": "the data has no others than the model takes",
+    "train_sampling_strategy": "all sequences are equally long",
+}
+"""Settings of the Trainer that a run file decides in another place, by name, with that place."""
+
+_POSITIVE = (
+    "learning_rate",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "logging_steps",
+    "save_steps",
+    "eval_steps",
+    "save_total_limit",
+)
+_NOT_NEGATIVE = ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
+_BELOW_ONE = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
+
+
+def check_training(training: dict[str, Any]) -> None:
+    """Checks names, types and ranges of a `training:` block.
+
+    Raises:
+        ConfigError: naming every problem.
+    """
+    from transformers import TrainingArguments
+
+    types = get_type_hints(TrainingArguments)
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    problems = [problem for key, value in training.items() if (problem := _problem(key, value, known, types))]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
+    """TrainingArguments of one island. Starts the island's process group, where there is one.
+
+    Args:
+        run: the run file.
+        settings_of_task: what the task decides; they win.
+
+    Raises:
+        ConfigError: when transformers or DeepSpeed refuse the settings, with their reason.
+    """
+    from transformers import TrainingArguments
+
+    check_training(run.training)
+    use_cpu = uses_cpu(run)
+    settings: dict[str, Any] = {
+        "report_to": "none",
+        "disable_tqdm": bool(os.environ.get(ENV_LAUNCHED)) or None,
+        "dataloader_pin_memory": not use_cpu,
+        "run_name": f"{run.name}-island-{run.meeting.island}",
+        **run.training,
+        "output_dir": str(run.island_folder()),
+        "seed": run.seed,
+        "use_cpu": use_cpu,
+        "deepspeed": deepspeed_config(run),
+        **settings_of_task,
+    }
+    try:
+        return TrainingArguments(**settings)
+    except (ValueError, TypeError, AssertionError, ImportError) as error:
+        raise ConfigError(f"training: {error}") from error
+
+
+def uses_cpu(run: BaseRun) -> bool:
+    """Whether the island trains on the CPU: as the run file says, else when there is no CUDA device."""
+    import torch
+
+    return not torch.cuda.is_available() if run.launch.use_cpu is None else run.launch.use_cpu
+
+
+def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
+    """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model and Muon need.
+
+    Raises:
+        ConfigError: Muon is to scatter gradients under ZeRO-3, which it needs whole.
+    """
+    if run.deepspeed is None:
+        return None
+    config: dict[str, Any] = (
+        json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
+        if isinstance(run.deepspeed, str)
+        else run.deepspeed
+    )
+    zero = config.get("zero_optimization", {})
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
+        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
+            zero = {"reduce_scatter": False, **zero}
+            if zero["reduce_scatter"]:
+                raise ConfigError(
+                    "deepspeed: Muon under ZeRO-3 needs whole gradients: set zero_optimization.reduce_scatter to "
+                    "false, or leave it out"
+                )
+        config = {**config, "zero_optimization": zero}
+    copy: dict[str, Any] = json.loads(json.dumps(config))  # transformers fills in "auto" values
+    return copy
+
+
+def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:
+    name = f"training.{key}"
+    if key in DECIDED_ELSEWHERE:
+        return f"{name} cannot be set here: {DECIDED_ELSEWHERE[key]}"
+    if key not in known:
+        return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
+    return _type_problem(name, value, types[key]) or _range_problem(name, key, value)
+
+
+def _type_problem(name: str, value: Any, kind: Any) -> str | None:
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        reasons = dict.fromkeys(problem["msg"][0].lower() + problem["msg"][1:] for problem in error.errors())
+        return f"{name}: {' or '.join(reasons)}, got {value!r}"
+    return None
+
+
+def _range_problem(name: str, key: str, value: Any) -> str | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if key in _POSITIVE and not value > 0:
+        return f"{name}: must be greater than 0, got {value!r}"
+    if key in _NOT_NEGATIVE and not value >= 0:
+        return f"{name}: must not be negative, got {value!r}"
+    if key in _BELOW_ONE and not 0 <= value < 1:
+        return f"{name}: must be from 0 to below 1, got {value!r}"
+    return None

@@ -1,0 +1,160 @@
+"""What the run files of all tasks have in common."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from pydantic import Field, field_validator
+
+from hf_diloco.apps.common.paths import NamedFiles
+from hf_diloco.config.base import Block, Count
+from hf_diloco.trainer.refusals import Where, find_refused
+
+
+class LaunchBlock(Block):
+    """How `hf-diloco launch` starts an island, and where training begins."""
+
+    num_processes: Count = Field(1, description="ranks of one island")
+    use_cpu: bool | None = Field(None, description="null: true when there is no CUDA device")
+    threads: Count | None = Field(None, description="OMP_NUM_THREADS of one rank")
+    resume: str = Field(
+        "auto",
+        description="auto: from the newest round that all islands have; never: a new run; or a checkpoint folder",
+    )
+
+
+class Meeting(Protocol):
+    """The block of a run file that says how many islands there are and where they meet."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether islands exchange anything."""
+
+    @property
+    def island(self) -> int:
+        """This island's number, from 0."""
+
+    @property
+    def num_islands(self) -> int:
+        """Islands in the run."""
+
+    @property
+    def num_shares(self) -> int:
+        """Islands that may ever take part."""
+
+    @property
+    def rendezvous(self) -> str | None:
+        """Where they meet; may be left to whoever starts them."""
+
+    @property
+    def key_file(self) -> Path | None:
+        """File with the run's key."""
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the other islands go on when one is lost."""
+
+    def resolve(self) -> Any:
+        """The complete settings of one island.
+
+        Raises:
+            ConfigError: when several islands have no rendezvous.
+        """
+
+    def check_rendezvous(self, url: str) -> None:
+        """Raises `ConfigError` if a setting does not go with this rendezvous."""
+
+
+class BaseRun(Block):
+    """A run: what is trained, how, and where its folder is.
+
+    Attributes:
+        module: what a process of the run executes.
+        meeting_name: the block that is `meeting`.
+        unit: what it calls one that takes part.
+        files: settings that name files.
+        where: whether islands or nodes train; they refuse different settings.
+        alternatives: for each block, settings of which only one is given; on the command line it replaces the others.
+    """
+
+    module: ClassVar[str]
+    meeting_name: ClassVar[str]
+    unit: ClassVar[str] = "island"
+    files: ClassVar[NamedFiles]
+    where: ClassVar[Where] = "islands"
+    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$", description="the run folder is OUTPUT/NAME")
+    output: str = Field("runs", min_length=1, description="folder of run folders")
+    seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same on all islands")
+    training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
+    deepspeed: dict[str, Any] | str | None = Field(None, description="DeepSpeed configuration: file or mapping")
+    accelerate: str | None = Field(None, description="an `accelerate config` file, for hf-diloco launch")
+    launch: LaunchBlock = LaunchBlock()
+
+    @classmethod
+    def setting(cls, name: str) -> str:
+        """Where "island", "num_islands" or "rendezvous" stands in such a run file, as `gossip.num_nodes`."""
+        return f"{cls.meeting_name}.{name.replace('island', cls.unit)}"
+
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
+        max_steps = training.get("max_steps")
+        if "num_train_epochs" in training:
+            raise ValueError(
+                "num_train_epochs differs in steps where the islands' shares differ in size; set max_steps instead"
+            )
+        if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 1:
+            raise ValueError(f"max_steps must be a whole number of inner steps from 1 on, got {max_steps!r}")
+        if problems := [f"{name}={problem}" for name, problem in find_refused(training, cls.where)]:
+            raise ValueError("; ".join(problems))
+        return training
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _check_deepspeed(cls, deepspeed: dict[str, Any] | str | None) -> dict[str, Any] | str | None:
+        if isinstance(deepspeed, str):
+            _check_json_object(Path(deepspeed))
+        return deepspeed
+
+    @property
+    @abstractmethod
+    def meeting(self) -> Meeting:
+        """How many islands there are and where they meet."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
+
+    def probes(self) -> Iterator[Callable[[], object]]:
+        """What to call to see whether model and data can be reached, each raising a `DiLoCoError` if not."""
+        return iter(())
+
+    @property
+    def max_steps(self) -> int:
+        """Inner optimizer steps of the run."""
+        return int(self.training["max_steps"])
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, OUTPUT/NAME."""
+        return Path(self.output) / self.name
+
+    def island_folder(self, island: int | None = None) -> Path:
+        """The folder of one island (default: this one's) in the run folder."""
+        return self.folder / f"island-{self.meeting.island if island is None else island}"
+
+
+def _check_json_object(path: Path) -> None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -1,0 +1,82 @@
+"""Run files read and checked: command line beats environment beats file beats default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.paths import resolve_paths
+from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe
+from hf_diloco.errors import ConfigError
+
+R = TypeVar("R", bound=BaseRun)
+
+VARIABLES = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
+"""What the environment may say of where islands or nodes meet; see `BaseRun.setting`."""
+
+_COMMAND_LINE = "command line: "
+
+
+def load_run(kind: type[R], path: str | Path, overrides: Sequence[str] = ()) -> R:
+    """Reads and checks a run file.
+
+    Args:
+        kind: of which task.
+        path: the YAML file. Files named in it are looked for beside it, then in the working directory.
+        overrides: `key.sub=value` items from the command line, with YAML values; later ones win.
+
+    Raises:
+        ConfigError: naming each problem, its value and where it stands.
+    """
+    path = Path(path)
+    values, lines = read_yaml(path)
+    origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
+    values.setdefault("name", path.stem)
+    resolve_paths(values, kind.files, (path.parent, Path()), origins)
+    for key, variable in VARIABLES.items():
+        if os.environ.get(variable):
+            block, name = kind.setting(key).split(".")
+            set_at(values, (block, name), os.environ[variable])
+            origins[block, name] = f"environment variable {variable}: "
+    for item in overrides:
+        key_path, value = parse_override(item)
+        set_at(values, key_path, value)
+        origins[key_path] = _COMMAND_LINE
+        _drop_alternatives(kind, values, key_path, origins)
+    resolve_paths(values, kind.files, (Path(), path.parent), origins)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_describe(kind, error, origins, str(path))) from None
+
+
+def _drop_alternatives(
+    kind: type[BaseRun], values: dict[str, Any], given: KeyPath, origins: dict[KeyPath, str]
+) -> None:
+    """`model.path=...` on the command line takes the place of the file's preset, and the like."""
+    group = kind.alternatives.get(given[0], ())
+    if len(given) < 2 or given[1] not in group:
+        return
+    for other in group:
+        if other != given[1] and origins.get((given[0], other)) != _COMMAND_LINE:
+            values[given[0]].pop(other, None)
+
+
+def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath, str], file: str) -> str:
+    """One line for each problem, with the place where the setting stands."""
+    texts = []
+    for problem in error.errors():
+        what: str | PydanticCustomError = problem["type"]
+        if what == "value_error":
+            what = PydanticCustomError("value_error", "{text}", {"text": str(problem["ctx"]["error"])})
+        details = InitErrorDetails(type=what, loc=problem["loc"], input=problem["input"], ctx=problem.get("ctx", {}))
+        one = ValidationError.from_exception_data(error.title, [details])
+        texts.append(f"{nearest_line(origins, problem['loc']) or f'{file}: '}{describe(one, kind)}")
+    return "; ".join(texts)

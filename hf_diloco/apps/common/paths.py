@@ -1,0 +1,109 @@
+"""Files that a run file names: made absolute, globs expanded, missing ones reported before anything starts."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line
+from hf_diloco.errors import CheckpointError, ConfigError
+
+
+class NamedFiles(NamedTuple):
+    """Settings that name files, by their place in the run file.
+
+    Attributes:
+        paths: must exist.
+        hub_ids_or_paths: a folder or file, or else an id on the hub.
+        globs: lists of patterns, each of which must match a file.
+    """
+
+    paths: tuple[KeyPath, ...] = ()
+    hub_ids_or_paths: tuple[KeyPath, ...] = ()
+    globs: tuple[KeyPath, ...] = ()
+
+
+def resolve_paths(
+    values: dict[str, Any], named: NamedFiles, folders: Sequence[Path], origins: Mapping[KeyPath, str]
+) -> None:
+    """Makes the files named in a run file absolute, in place; values of a wrong type are left to the schema.
+
+    Args:
+        values: the run file's content.
+        named: which settings name files.
+        folders: where to look, the first match wins.
+        origins: the place of each setting, put before an error's text.
+
+    Raises:
+        ConfigError: when a file does not exist, or a glob matches none.
+    """
+    for path in (*named.paths, *named.hub_ids_or_paths):
+        text = _get(values, path)
+        if isinstance(text, str):
+            may_be_hub_id = path in named.hub_ids_or_paths and not _looks_local(text)
+            found = _find(text, folders)
+            if found is None and not may_be_hub_id:
+                raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
+            _put(values, path, found or text)
+    for path in named.globs:
+        patterns = _get(values, path)
+        if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
+            _put(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
+
+
+def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
+    if "://" in pattern:
+        return [pattern]
+    for folder in folders:
+        files = sorted(glob.glob(str(folder / Path(pattern).expanduser()), recursive=True))
+        if files:
+            return [str(Path(file).resolve()) for file in files]
+    raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file matches {pattern!r} in {_names(folders)}")
+
+
+def _find(text: str, folders: Sequence[Path]) -> str | None:
+    for folder in folders:
+        candidate = folder / Path(text).expanduser()
+        if candidate.exists():
+            return str(candidate.resolve())
+    return None
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
+
+
+def _names(folders: Sequence[Path]) -> str:
+    return " or ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+
+
+def _at(origins: Mapping[KeyPath, str], path: KeyPath) -> str:
+    return nearest_line(origins, path) or ""
+
+
+def _get(values: Any, path: KeyPath) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+    for key in path[:-1]:
+        values = values[key]
+    values[path[-1]] = value
+
+
+def given_checkpoint(resume: str, island: int) -> Path:
+    """The checkpoint that `launch.resume` names, for one island.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    path = Path(resume.replace("{island}", str(island)))
+    if not (path / "trainer_state.json").exists():
+        raise CheckpointError(
+            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
+        )
+    return path

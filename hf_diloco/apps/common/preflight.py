@@ -1,0 +1,89 @@
+"""What `hf-diloco launch --dry-run` tries: all that an island would check before its first step, but for the others.
+
+Loads the libraries, which takes seconds, and reads a little of the data. Starts nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.utils.text import nearest
+
+
+def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
+    """Tries what the run file names: arguments of the Trainer, trackers, DeepSpeed's settings, model and data.
+
+    Args:
+        run: the run file.
+        others: what else to try, before all that; each raises `DiLoCoError`.
+
+    Raises:
+        ConfigError: naming every problem.
+    """
+    problems = [problem for attempt in (*others, *_attempts(run)) if (problem := _problem(attempt))]
+    if problems:
+        raise ConfigError("; ".join(dict.fromkeys(problems)))
+
+
+def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
+    yield lambda: check_training(run.training)
+    yield lambda: _check_trackers(run.training.get("report_to"))
+    yield lambda: _check_deepspeed(run)
+    yield lambda: _build_arguments(run)
+    yield from run.probes()
+
+
+def _problem(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except DiLoCoError as error:
+        return str(error)
+    return None
+
+
+def _build_arguments(run: BaseRun) -> None:
+    """As an island does, but without DeepSpeed, which would start its process group."""
+    training_arguments(run.model_copy(update={"deepspeed": None, "training": {**run.training, "report_to": "none"}}))
+
+
+def _check_trackers(report_to: Any) -> None:
+    for name in _missing_trackers(report_to):
+        known = _known_trackers()
+        hint = "install its package, or leave it out" if name in known else f"known: {', '.join(known)}"
+        raise ConfigError(f"training.report_to: {name!r} is not to be had here{nearest(name, known)}: {hint}")
+
+
+def _missing_trackers(report_to: Any) -> list[str]:
+    from transformers.integrations import get_available_reporting_integrations
+
+    names = [report_to] if isinstance(report_to, str) else report_to if isinstance(report_to, list) else []
+    return [str(name) for name in names if name not in ("none", "all", *get_available_reporting_integrations())]
+
+
+def _known_trackers() -> list[str]:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return sorted(INTEGRATION_TO_CALLBACK)
+
+
+def _check_deepspeed(run: BaseRun) -> None:
+    """The block `zero_optimization` as DeepSpeed reads it; what is "auto" is filled in later."""
+    config = deepspeed_config(run)
+    if config is None:
+        return
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(f"deepspeed: zero_optimization must be a mapping, got {zero!r}")
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+    except ValidationError as error:
+        found = [(".".join(map(str, one["loc"])), one["msg"].lower(), one["input"]) for one in error.errors()]
+        texts = [f"deepspeed: zero_optimization.{name}: {why}, got {value!r}" for name, why, value in found]
+        raise ConfigError("; ".join(texts)) from None

@@ -1,0 +1,116 @@
+"""What the process of an island does, whatever it trains: exit codes, its folder, its messages."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
+from hf_diloco.errors import ConfigError, DiLoCoError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+R = TypeVar("R", bound=BaseRun)
+
+STOPPED = 3  # exit code: ended on request, with a checkpoint
+
+
+class _Output(io.FileIO):
+    """Standard output that goes on where the disk which it is written to is full: what it says is lost then."""
+
+    def write(self, data: Any) -> int:
+        """Writes, or drops."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            return len(data)
+
+
+def _output(number: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_Output(number, "w", closefd=False))
+    return io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
+
+
+def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
+    """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
+    sys.stdout, sys.stderr = _output(1), _output(2)  # the launcher has them written to a log
+    try:
+        sys.exit(train(parse()))
+    except DiLoCoError as error:
+        if os.environ.get(ENV_DEBUG):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def check_folder(run: BaseRun) -> None:
+    """Refuses to mix a new run into an old one's folder."""
+    folder = run.island_folder()
+    if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
+        raise ConfigError(
+            f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
+            "or use resume: auto to go on"
+        )
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise ConfigError(f"output: {folder} cannot be written to")
+
+
+def prepare_folder(run: BaseRun) -> None:
+    """Makes the island's folder, without the stop file of an earlier start.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    from hf_diloco.apps.common.run_files import STOP_FILE, write_run_json
+
+    folder = run.island_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        if run.meeting.island == 0 or not (run.folder / "run.json").exists():
+            write_run_json(run)
+    except OSError as error:
+        raise ConfigError(f"output: {folder} cannot be made: {error}") from None
+
+
+def set_up_logging() -> None:
+    """The leader speaks; the other ranks report errors only."""
+    import datasets
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("hf_diloco").setLevel(logging.INFO if is_leader() else logging.ERROR)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if is_leader() else logging.ERROR)
+    if os.environ.get(ENV_LAUNCHED) or not is_leader():
+        datasets.disable_progress_bars()
+
+
+def describe_stop(run: BaseRun, step: int) -> str:
+    """Where training that was stopped on request goes on from."""
+    folder = run.island_folder()
+    if (folder / f"checkpoint-{step}").is_dir():
+        return f"stopped at step {step} as asked; checkpoint-{step} is in {folder}"
+    return f"stopped at step {step} as asked, but its checkpoint could not be written; earlier ones are in {folder}"
+
+
+def last_evaluation(trainer: Trainer) -> dict[str, float] | None:
+    """The evaluation of these very weights, if the Trainer has just made one."""
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry:
+            return dict(entry) if entry.get("step") == trainer.state.global_step else None
+    return None
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Prints a line, on the leader."""
+    if is_leader():
+        print(text, end=end, flush=True)

@@ -1,0 +1,82 @@
+"""Where training goes on from, and what the ranks of an island agree on before it does."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.paths import given_checkpoint
+from hf_diloco.errors import UnsupportedError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.arguments import examples_per_step
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+class Agreeing(Protocol):
+    """A callback that agrees with the other islands on a checkpoint."""
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """This island's checkpoint of the newest point that all hold."""
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
+
+
+def find_checkpoint(run: BaseRun, callback: Agreeing) -> Path | None:
+    """Where training goes on from, as `launch.resume` says; None: from the beginning."""
+    if run.launch.resume == "auto":
+        return callback.common_checkpoint(run.island_folder())
+    if run.launch.resume == "never":
+        return None
+    checkpoint = given_checkpoint(run.launch.resume, run.meeting.island)
+    callback.check_checkpoint(checkpoint)
+    return checkpoint
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps before a checkpoint of a Trainer."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return int(state["global_step"])
+
+
+def one_step(data: Dataset[Any], args: TrainingArguments) -> Dataset[Any]:
+    """Data of one step an epoch, with which the Trainer, resuming after the last step, sees that none is left.
+
+    With data of another length it would train one step too many.
+    """
+    return Subset(data, [0] * examples_per_step(args))
+
+
+def check_world(args: TrainingArguments) -> None:
+    """Raises `UnsupportedError` unless the launcher's idea of the island is accelerate's."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != launched:
+        raise UnsupportedError(
+            f"the launcher started {launched} ranks but accelerate sees {args.world_size}: start the island with "
+            "torchrun, deepspeed, or accelerate launch without --cpu"
+        )
+    if torch.distributed.is_initialized():
+        # torch 2.13's Gloo threads may want the interpreter while it ends, which aborts the process.
+        atexit.register(time.sleep, 0.2)
+
+
+@contextmanager
+def leader_first(ranks: IslandGroup) -> Iterator[None]:
+    """Lets the other ranks begin when the leader has ended."""
+    if not ranks.is_leader:
+        ranks.barrier()
+    yield
+    if ranks.is_leader:
+        ranks.barrier()

@@ -1,0 +1,165 @@
+"""From the settings to what the Trainer takes: this island's training blocks and the evaluation blocks of all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hf_diloco.apps.data.packing import Encoder, PackedDataset, TokenBlocks, pack_dataset, pack_first
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.data.shares import files_of_island, is_held_out, share_documents, text_hash, without_held_out
+from hf_diloco.apps.data.sources import alternate, open_documents, open_evaluation, open_files, texts
+from hf_diloco.apps.data.stream import PackedStream
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_diloco.apps.data.sources import Documents
+
+STREAM_EVAL_FRACTION = 0.01  # of a stream's documents, when they must serve for evaluation too
+MAX_EVAL_FRACTION = 0.5
+MAX_SAMPLED_FILES = 64
+
+
+class Datasets(NamedTuple):
+    """What one island trains and evaluates on.
+
+    Attributes:
+        train: this island's share; a `PackedStream` when streaming.
+        evaluation: the same on all islands.
+        eval_hash: of the evaluation blocks, for the islands to compare.
+    """
+
+    train: PackedDataset | PackedStream
+    evaluation: TokenBlocks
+    eval_hash: str
+
+
+def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
+    """Text to train a tokenizer on: a bounded part of the whole corpus, the same on every island.
+
+    Args:
+        data: the source. Of several files, the first 64 take turns; a finite dataset gives documents in random order.
+        max_megabytes: UTF-8 megabytes after which it ends.
+    """
+    if data.source == "files" and data.streaming:
+        source = alternate([_stream([file], data) for file in data.files[:MAX_SAMPLED_FILES]])
+    else:
+        documents = open_documents(data)
+        source = texts(documents if data.streaming else documents.shuffle(seed=0))
+    left = max_megabytes * 1e6
+    for text in source:
+        left -= len(text.encode("utf-8", "surrogatepass"))
+        yield text
+        if left <= 0:
+            return
+
+
+def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: int, num_islands: int) -> Datasets:
+    """Opens, splits, shares, tokenises and packs.
+
+    Args:
+        data: the settings.
+        tokenizer: the same on all islands.
+        island: whose share to return.
+        num_islands: how many shares there are.
+
+    Raises:
+        ConfigError: when the data cannot be read or is too small.
+    """
+    encoder = Encoder(tokenizer)
+    evaluation = open_evaluation(data)
+    blocks = _eval_blocks(alternate(evaluation), encoder, data) if evaluation else None
+    train: PackedDataset | PackedStream
+    if data.streaming:
+        train, blocks = _build_stream(data, encoder, blocks, island, num_islands)
+    else:
+        train, blocks = _build_finite(data, encoder, blocks, island, num_islands)
+    return Datasets(train, blocks, hashlib.sha256(blocks.blocks.tobytes()).hexdigest()[:16])
+
+
+def _build_finite(
+    data: DataBlock, encoder: Encoder, evaluation: TokenBlocks | None, island: int, num_islands: int
+) -> tuple[PackedDataset, TokenBlocks]:
+    documents = open_documents(data)
+    last_held_out = -1
+    if evaluation is None:
+        evaluation, last_held_out = _hold_out(documents, encoder, data)
+    if data.shares == "domains":
+        documents = open_documents(data, files_of_island(data.files, island, num_islands))
+    if last_held_out >= 0:
+        hashes = _hashes(documents)
+        documents = documents.select(np.flatnonzero(hashes > np.uint64(last_held_out)))
+    if data.shares == "iid":
+        documents = share_documents(documents, island, num_islands)
+    packed = pack_dataset(documents, encoder, data.sequence_length)
+    if len(packed) == 0:
+        raise ConfigError(
+            f"data: island {island}'s share has {packed.num_tokens} tokens, too few for one sequence of "
+            f"{data.sequence_length}; use more text, fewer islands or a smaller data.sequence_length"
+        )
+    return packed, evaluation
+
+
+def _build_stream(
+    data: DataBlock, encoder: Encoder, evaluation: TokenBlocks | None, island: int, num_islands: int
+) -> tuple[PackedStream, TokenBlocks]:
+    mine = files_of_island(data.files, island, num_islands) if data.shares == "domains" else data.files
+    documents = open_documents(data, mine)
+    if evaluation is None:
+        whole = [open_documents(data)] if data.shares != "domains" else [_stream([file], data) for file in data.files]
+        held_out = (text for text in alternate(whole) if is_held_out(text, STREAM_EVAL_FRACTION))
+        evaluation = _eval_blocks(held_out, encoder, data)
+        documents = without_held_out(documents, STREAM_EVAL_FRACTION)
+    if data.shares == "iid":
+        documents = share_documents(documents, island, num_islands)
+    return PackedStream(documents, encoder, data.sequence_length), evaluation
+
+
+def _stream(files: list[str], data: DataBlock) -> Documents:
+    return open_files(files, data.text_column, streaming=True)
+
+
+def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> TokenBlocks:
+    blocks = pack_first(source, encoder, data.sequence_length, data.num_eval_sequences)
+    if len(blocks) < data.num_eval_sequences:
+        raise ConfigError(
+            f"data.num_eval_sequences: the evaluation text fills {len(blocks)} sequences of {data.sequence_length} "
+            f"tokens, not {data.num_eval_sequences}; lower it, give more text, or name data.eval_files"
+        )
+    return blocks
+
+
+def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[TokenBlocks, int]:
+    """Takes as many documents as evaluation needs, in the order of their hashes.
+
+    Returns:
+        The evaluation blocks, and the hash up to which documents are not trained on.
+    """
+    hashes = _hashes(documents)
+    order = np.argsort(hashes, kind="stable")
+    used = 0
+
+    def in_hash_order() -> Iterator[str]:
+        nonlocal used
+        for used, index in enumerate(order):  # noqa: B007
+            yield documents[int(index)]["text"] or ""
+
+    blocks = _eval_blocks((text for text in in_hash_order() if text.strip()), encoder, data)
+    if used + 1 > MAX_EVAL_FRACTION * len(order):
+        raise ConfigError(
+            f"data.num_eval_sequences: {data.num_eval_sequences} sequences of {data.sequence_length} tokens take "
+            f"{used + 1} of {len(order)} documents, more than half; lower it, or give data.eval_files"
+        )
+    return blocks, int(hashes[order[used]])
+
+
+def _hashes(documents: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    rows = itertools.chain.from_iterable(batch["text"] for batch in documents.iter(1000))
+    return np.fromiter((text_hash(text or "") for text in rows), dtype=np.uint64, count=len(documents))

@@ -1,0 +1,132 @@
+"""An endless stream of packed blocks that can stop and go on at any block, without reading again what came before."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import IterableDataset as TorchIterableDataset
+
+from hf_diloco.apps.data.ahead import read_ahead
+from hf_diloco.apps.data.packing import Encoder, Example, example
+from hf_diloco.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+DOCUMENTS_PER_READ = 64
+READS_AHEAD = 4
+
+
+class Position(NamedTuple):
+    """Where a block begins.
+
+    Attributes:
+        num_blocks: blocks before it, from the beginning of the run.
+        epoch: passes over the documents before it.
+        documents: state of the document stream before the read with the block's first token; None: the beginning.
+        skip: tokens of that read that come before the block.
+    """
+
+    num_blocks: int
+    epoch: int
+    documents: dict[str, Any] | None
+    skip: int
+
+
+class _Read(NamedTuple):
+    """The tokens of one read of documents, and where it was read."""
+
+    epoch: int
+    state: dict[str, Any] | None
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
+
+
+class PackedStream(TorchIterableDataset[Example]):
+    """Documents tokenised, joined and cut into blocks as they come; the documents are begun again when they end.
+
+    Iterating goes on from `seek`'s position. The positions of the blocks handed out last are kept, so that the one
+    that fits a checkpoint can be asked for later (data loaders read ahead of training).
+
+    Args:
+        documents: the island's share, with the column `text`.
+        encoder: the tokenizer.
+        sequence_length: tokens in a block.
+    """
+
+    def __init__(self, documents: IterableDataset, encoder: Encoder, sequence_length: int) -> None:
+        self.documents = documents
+        self.encoder = encoder
+        self.sequence_length = sequence_length
+        self.start = Position(0, 0, None, 0)
+        self._positions: deque[Position] = deque([self.start])
+
+    def seek(self, position: Position) -> None:
+        """The next iteration begins at this position."""
+        self.start = position
+        self._positions = deque([position])
+
+    def position(self, num_blocks: int) -> Position:
+        """Where block `num_blocks` begins; forgets all earlier positions.
+
+        Raises:
+            CheckpointError: when the block was not handed out (or its position is forgotten).
+        """
+        while self._positions and self._positions[0].num_blocks < num_blocks:
+            self._positions.popleft()
+        if not self._positions or self._positions[0].num_blocks != num_blocks:
+            raise CheckpointError(f"the data stream does not know the position of block {num_blocks}")
+        return self._positions[0]
+
+    def __iter__(self) -> Iterator[Example]:
+        start = self.start
+        pending: deque[_Read] = deque()  # reads with tokens that no block holds yet
+        skip, available, num_blocks = start.skip, -start.skip, start.num_blocks
+        self._positions = deque([start])
+        for read in read_ahead(self._reads(start), READS_AHEAD):
+            pending.append(read)
+            available += len(read.tokens)
+            while available >= self.sequence_length:
+                block, skip = _take(pending, skip, self.sequence_length)
+                available -= self.sequence_length
+                num_blocks += 1
+                self._positions.append(Position(num_blocks, pending[0].epoch, pending[0].state, skip))
+                yield example(block)
+
+    def _reads(self, start: Position) -> Iterator[_Read]:
+        """Documents, some at a time, tokenised, for ever."""
+        epoch, state = start.epoch, start.documents
+        documents = copy.copy(self.documents)
+        while True:
+            documents.set_epoch(epoch)
+            if state is not None:
+                documents.load_state_dict(state)
+            is_empty = state is None
+            rows = iter(documents)
+            while texts := [row["text"] for row in islice(rows, DOCUMENTS_PER_READ)]:
+                ids = self.encoder([text for text in texts if text and text.strip()])
+                if ids:
+                    yield _Read(epoch, state, np.concatenate([np.asarray(one, dtype=np.int32) for one in ids]))
+                    is_empty = False
+                state = documents.state_dict()
+            if is_empty:
+                raise ConfigError("data: this island's share of the stream holds no text")
+            epoch, state = epoch + 1, None
+
+
+def _take(pending: deque[_Read], skip: int, length: int) -> tuple[np.ndarray[Any, Any], int]:
+    """Takes `length` tokens from behind the first `skip`; drops used-up reads but the last; returns the new skip."""
+    parts, missing = [], length
+    while missing:
+        part = pending[0].tokens[skip : skip + missing]
+        parts.append(part)
+        missing -= len(part)
+        skip += len(part)
+        if skip >= len(pending[0].tokens) and (missing or len(pending) > 1):
+            skip -= len(pending[0].tokens)
+            pending.popleft()
+    return np.concatenate(parts), skip

@@ -1,0 +1,227 @@
+"""Puts an island together: tokenizer, data, model, TrainingArguments, outer loop, Trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from hf_diloco.apps.common.arguments import training_arguments
+from hf_diloco.apps.common.environment import ENV_DEBUG
+from hf_diloco.apps.common.paths import given_checkpoint
+from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.run_files import STOP_FILE, Progress, RunFilesCallback
+from hf_diloco.apps.data.build import Datasets, build_datasets
+from hf_diloco.apps.data.masking import Masking
+from hf_diloco.apps.data.position import DataPositionCallback, read_position
+from hf_diloco.apps.data.stream import PackedStream
+from hf_diloco.apps.lm.model import auto_class, build_config, build_model
+from hf_diloco.apps.lm.plain import PlainCallback
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.optimizers.make import callbacks_of, make_optimizer
+from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.callback import DiLoCoCallback
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 makes a new model in parts
+LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
+
+
+@dataclass(frozen=True)
+class Island:
+    """Everything that one rank trains with.
+
+    Attributes:
+        checkpoint: where training goes on from; None: from the beginning.
+    """
+
+    run: RunFile
+    trainer: Trainer
+    callback: DiLoCoCallback | PlainCallback
+    data: Datasets
+    checkpoint: Path | None
+
+
+def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> Island:
+    """Builds everything and meets the other islands. Collective over the ranks of the island.
+
+    Args:
+        run: the run file.
+        config: the outer loop; None trains without one.
+        progress: told what is being done.
+
+    Raises:
+        DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.
+    """
+    args = training_arguments(run)
+    check_world(args)
+    _tame_deepspeed(args)
+    ranks = IslandGroup(timeout=LONGEST_PREPARATION)
+    progress.update(message="preparing the tokenizer")
+    tokenizer = build_tokenizer(run, ranks)
+    progress.update(message="preparing the data")
+    with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
+        data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
+    _check_data(run, args, data)
+    progress.update(message="building the model")
+    model = _model(run, args, tokenizer)
+    callback = _outer_loop(run, config, data, tokenizer)
+    progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
+    checkpoint = find_checkpoint(run, callback)
+    trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
+    return Island(run, trainer, callback, data, checkpoint)
+
+
+def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model. Under ZeRO-3 transformers makes it in parts, with other random numbers than a whole one.
+
+    What is small enough is therefore made whole: every ZeRO stage then starts from the same weights.
+    """
+    config = getattr(args, "hf_deepspeed_config", None)
+    if not _is_built_in_parts(run, tokenizer):
+        unset_hf_deepspeed_config()
+    try:
+        return build_model(run.model, tokenizer, run.data.sequence_length, run.seed)
+    finally:
+        if config is not None:
+            set_hf_deepspeed_config(config)
+
+
+def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the weights are read from files, or are too many for every rank to hold them all."""
+    if run.model.path is not None:
+        return True
+    config = build_config(run.model, tokenizer, run.data.sequence_length)
+    try:
+        with torch.device("meta"):
+            return bool(auto_class(run.model).from_config(config).num_parameters() > ZERO_INIT_FROM)
+    except Exception:  # whatever is wrong with the model shows, with its message, when it is made
+        return False
+
+
+def _tame_deepspeed(args: TrainingArguments) -> None:
+    """Keeps DeepSpeed quiet, and from compiling an extension for shared memory that a CPU island does without."""
+    if args.deepspeed is None:
+        return
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.DEBUG if os.environ.get(ENV_DEBUG) else logging.WARNING)
+    if args.use_cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
+    if isinstance(data.train, PackedStream):
+        if args.dataloader_num_workers:
+            raise ConfigError(
+                f"training.dataloader_num_workers: {args.dataloader_num_workers}, but a stream is read by rank 0 "
+                "itself, which knows its position; set it to 0, or data.streaming to false"
+            )
+        return
+    at_once = args.train_batch_size * args.world_size
+    if len(data.train) < at_once:
+        raise ConfigError(
+            f"data: island {run.diloco.island}'s share has {len(data.train)} sequences of {run.data.sequence_length} "
+            f"tokens, fewer than the {at_once} of one batch; use more text, fewer islands or a smaller batch"
+        )
+
+
+def _outer_loop(
+    run: RunFile, config: DiLoCoConfig | None, data: Datasets, tokenizer: PreTrainedTokenizerBase
+) -> DiLoCoCallback | PlainCallback:
+    stop_file = run.island_folder() / STOP_FILE
+    if config is None:
+        return PlainCallback(run.diloco, run.data.sequence_length, stop_file)
+    facts: dict[str, str | int | float | bool | None] = {
+        "tokenizer": tokenizer_hash(tokenizer),
+        "sequence_length": run.data.sequence_length,
+        "evaluation_data": data.eval_hash,
+        "seed": run.seed,
+    }
+    resume = run.launch.resume
+    given = None if resume in ("auto", "never") else given_checkpoint(resume, run.meeting.island)
+    return DiLoCoCallback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
+
+
+def _trainer(
+    run: RunFile,
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Datasets,
+    callback: DiLoCoCallback | PlainCallback,
+    checkpoint: Path | None,
+    progress: Progress,
+) -> Trainer:
+    sync_every = run.diloco.sync_every if run.diloco.enabled else 0
+    tokens = examples_per_step(args) * run.data.sequence_length
+    files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
+    is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
+    optimizer = make_optimizer(run.optimizer, model, args)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        data_collator=_masking(run, tokenizer),
+        callbacks=[callback, files, *callbacks_of(run.optimizer, optimizer, checkpoint)],
+        optimizers=(optimizer, None),
+    )
+    if run.model.objective == "masked":
+        # The loss of these models is the mean of their own batch. By their signature the Trainer takes it for one that
+        # is divided by the tokens of all ranks and accumulated batches, and would multiply it.
+        trainer.model_accepts_loss_kwargs = False
+    if isinstance(data.train, PackedStream) and not is_finished:
+        _continue_stream(trainer, data.train, checkpoint)
+    if run.deepspeed is not None:
+        trainer.add_callback(_EngineCheck(trainer))
+    return trainer
+
+
+def _masking(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
+    """What hides tokens; None for causal models."""
+    if run.model.objective == "causal":
+        return None
+    return Masking(tokenizer.mask_token_id, len(tokenizer), run.model.mask_share, run.seed)
+
+
+def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:
+    """Lets the stream begin where the checkpoint stands; without a position the Trainer reads and skips the rest."""
+    position = read_position(checkpoint) if checkpoint else None
+    restore = None
+    if position is not None:
+        stream.seek(position)
+        trainer.args.ignore_data_skip = True
+        restore = lambda: trainer._load_rng_state(str(checkpoint))  # noqa: E731
+    trainer.add_callback(DataPositionCallback(stream, restore))
+
+
+class _EngineCheck(TrainerCallback):
+    """DeepSpeed was asked for; plain DDP must not train in its place."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at what the Trainer made of the model."""
+        from deepspeed import DeepSpeedEngine
+
+        wrapped = self._trainer.model_wrapped
+        if not isinstance(wrapped, DeepSpeedEngine):
+            raise UnsupportedError(
+                f"deepspeed is set, but the Trainer made a {type(wrapped).__name__}: is ACCELERATE_USE_CPU or another "
+                "launcher's setting in the environment?"
+            )

@@ -1,0 +1,176 @@
+"""`diloco: {enabled: false}`: the plain Trainer, with the record and the clean stop that other runs have."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_diloco.apps.lm.runfile import DiLoCoBlock
+from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.manifest import FileRecord, find_damage, first_sound, lacks_files, record_files, recover_replaced
+from hf_diloco.trainer.arguments import examples_per_step, floats, folder_of, is_of_training
+from hf_diloco.trainer.base import RunCallback, end_early
+from hf_diloco.trainer.frames import find_trainer
+from hf_diloco.trainer.record import Record
+from hf_diloco.utils.files import telling, write_whole
+
+_FILES = "files.json"
+
+
+class PlainCallback(RunCallback[Record]):
+    """Watches a Trainer without touching what it computes: `metrics.jsonl`, and an end with a checkpoint on request.
+
+    Args:
+        config: this island's number and the number of islands, for the record.
+        tokens_per_example: for the record.
+        stop_file: its existence asks for the end.
+
+    Attributes:
+        round: always 0.
+    """
+
+    round = 0
+
+    def __init__(self, config: DiLoCoBlock, tokens_per_example: int, stop_file: Path) -> None:
+        super().__init__(stop_file)
+        self._config = config
+        self._tokens_per_example = tokens_per_example
+        self._began = time.monotonic()
+
+    @cached_property
+    def _ranks(self) -> IslandGroup:
+        return IslandGroup()
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """The newest checkpoint; there are no other islands to agree with."""
+
+        def look() -> list[str]:
+            folder = Path(output_dir)
+            recover_replaced(folder, _find_whole)
+            return [str(path) for path in _find_whole(folder)]
+
+        found = [Path(path) for path in self._ranks.on_leader(look)]
+        return first_sound(found[::-1], _read_files, self._ranks)
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
+        files = self._ranks.on_all(lambda: _read_files(Path(checkpoint)))
+        if damage := find_damage(Path(checkpoint), files, self._ranks):
+            raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begins the record."""
+        self._began = time.monotonic()
+        self._begin(args, self._ranks, find_trainer(), _find_whole)
+        examples = examples_per_step(args)
+        self._record = Record(folder_of(args) if state.is_world_process_zero else None)
+        self._record.write(
+            "start",
+            state.global_step,
+            island=self._config.island,
+            num_islands=1,
+            num_ranks=args.world_size,
+            shards="no outer loop",
+            has_outer_loop=False,
+            num_parameters=sum(
+                _numel(parameter) for parameter in kwargs["model"].parameters() if parameter.requires_grad
+            ),
+            max_steps=state.max_steps,
+            examples_per_step=examples,
+            tokens_per_step=examples * self._tokens_per_example,
+            resumed=state.global_step > 0,
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends training when asked to."""
+        if self._stop.agreed():
+            self.stopped = True
+            end_early(control)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Records losses."""
+        logs = kwargs.get("logs") or {}
+        if self._record and is_of_training(logs):
+            self._record.write("train", state.global_step, **floats(logs))
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records evaluations, of the island's own weights: there are no others."""
+        metrics = kwargs.get("metrics") or {}
+        if self._record and "eval_loss" in metrics:
+            self._record.write("eval", state.global_step, weights="inner", **floats(metrics))
+
+    def _complete(self, checkpoint: Path, state: TrainerState) -> None:
+        _write_files(checkpoint, self._ranks)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the record of training; the evaluation after it is still recorded."""
+        self._end()
+        seconds = time.monotonic() - self._began
+        traffic = {"seconds_waiting": 0.0, "seconds_exchanging": 0.0, "bytes_sent": 0, "bytes_received": 0}
+        self._need_record().write(
+            "end", state.global_step, seconds_total=seconds, seconds_computing=seconds, rounds=0, **traffic
+        )
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # under ZeRO-3 the parameter itself is empty
+
+
+# Which checkpoints are whole: those that list their files, the list written last
+
+
+def _write_files(checkpoint: Path, ranks: IslandGroup) -> None:
+    files = [file.model_dump() for file in record_files(checkpoint, ranks, [_FILES])]
+
+    def write() -> None:
+        with telling(checkpoint):
+            write_whole(checkpoint / _FILES, json.dumps(files, indent=1))
+
+    ranks.on_leader(write)
+
+
+def _read_files(checkpoint: Path) -> list[FileRecord]:
+    """What a checkpoint lists; nothing where an earlier version of this package wrote it."""
+    path = checkpoint / _FILES
+    try:
+        return [FileRecord(**file) for file in json.loads(path.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
+
+
+def _find_whole(folder: Path) -> list[Path]:
+    """Oldest first. Where none lists its files, those that the Trainer has finished."""
+    numbered = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    numbered.sort(key=lambda path: int(path.name.rpartition("-")[2]))
+    return [path for path in numbered if _is_listed(path)] or [path for path in numbered if _is_finished(path)]
+
+
+def _is_listed(checkpoint: Path) -> bool:
+    try:
+        files = _read_files(checkpoint)
+    except CheckpointError:
+        return False
+    return bool(files) and lacks_files(checkpoint, files) is None
+
+
+def _is_finished(checkpoint: Path) -> bool:
+    try:
+        return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,189 @@
+"""The run file: one YAML with the model, the data, TrainingArguments, DeepSpeed and the outer loop.
+
+Reading it imports neither torch nor transformers, so that mistakes show at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.paths import NamedFiles
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
+from hf_diloco.config.base import Block, Count
+from hf_diloco.optimizers.settings import OptimizerBlock
+from hf_diloco.trainer.refusals import find_refused
+
+Preset = Literal["llama-tiny", "llama-60m", "llama-150m", "llama-400m", "llama-1b"]
+
+_MODELS = ("preset", "path", "config")
+
+
+class ModelBlock(Block):
+    """The model: exactly one of `preset`, `path` and `config`."""
+
+    objective: Literal["causal", "masked"] = Field(
+        "causal", description="causal: predict the next token; masked: predict hidden ones, as BERT does"
+    )
+    mask_share: float = Field(0.15, gt=0, lt=1, description="objective masked: share of the tokens to predict")
+    preset: Preset | None = Field(None, description="a Llama shape, trained from scratch")
+    path: str | None = Field(None, description="hub id or folder of a model whose training continues")
+    config: dict[str, Any] | None = Field(
+        None, description="any transformers configuration, from scratch: {model_type: llama, hidden_size: 256, ...}"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelBlock:
+        given = [name for name in _MODELS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
+                "(set the others to null)"
+            )
+        if self.objective == "masked" and self.preset is not None:
+            raise ValueError(
+                f"objective masked: preset {self.preset} is causal; give a config, as {{model_type: bert}}"
+            )
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError(f"config needs a model_type, as in model_type: llama; got {self.config!r}")
+        return self
+
+
+class TrainTokenizer(Block):
+    """A byte-level BPE trained on the corpus, the same on every island."""
+
+    vocab_size: int = Field(4096, ge=300, le=1_000_000, description="tokens, with the 256 bytes and the specials")
+    max_megabytes: float = Field(32.0, gt=0, description="megabytes of text to train it on (the same on all islands)")
+
+
+class TokenizerBlock(Block):
+    """The tokenizer: `path` or `train`; neither takes the model's own, or else trains one."""
+
+    path: str | None = Field(None, description="hub id, folder, or a tokenizer.json")
+    train: TrainTokenizer | None = Field(None, description="train one on the corpus")
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizerBlock:
+        if self.path is not None and self.train is not None:
+            raise ValueError("path and train exclude each other (set one of them to null)")
+        return self
+
+
+class SampleBlock(Block):
+    """Text that the trained model writes at the end."""
+
+    prompt: str = Field("The", description="text that the model continues")
+    num_tokens: Count = Field(40, description="tokens to write")
+
+
+class DiLoCoBlock(DiLoCoConfig):
+    """`DiLoCoConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the islands."""
+
+    __init__ = BaseModel.__init__  # errors rise to `load_run_file`, which knows their lines
+
+    enabled: bool = Field(True, description="false: no outer loop; each island trains by itself")
+
+    @model_validator(mode="after")
+    def _check_islands(self) -> DiLoCoBlock:
+        config_checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        config_checks.check_meeting(self)
+        if self.num_shares > 1 and self.rendezvous and self.rendezvous.startswith("memory:"):
+            raise ValueError(
+                f"rendezvous={self.rendezvous}: islands of a run file are processes, and share no memory: use "
+                "file:///DIR, or another object store"
+            )
+        return self
+
+    def resolve(self) -> DiLoCoConfig:
+        """The complete settings of one island.
+
+        Raises:
+            ConfigError: when several islands have no rendezvous.
+        """
+        default = () if is_given(self, "island") else ("island",)
+        return DiLoCoConfig(**self.model_dump(exclude={"enabled", *default}))
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the other islands go on when one is lost."""
+        return self.meets_in_store
+
+    def check_rendezvous(self, url: str) -> None:
+        """Raises `ConfigError` if a setting does not go with this rendezvous."""
+        if self.enabled:
+            DiLoCoConfig(**{**self.model_dump(exclude={"enabled"}), "rendezvous": url})
+
+
+class RunFile(BaseRun):
+    """A language model's run: what is trained, on what, how, and where its folder is."""
+
+    module: ClassVar[str] = "hf_diloco.apps.lm"
+    meeting_name: ClassVar[str] = "diloco"
+    files: ClassVar[NamedFiles] = NamedFiles(
+        paths=(("deepspeed",), ("accelerate",), ("diloco", "key_file")),
+        hub_ids_or_paths=(("model", "path"), ("tokenizer", "path"), ("data", "path")),
+        globs=(("data", "files"), ("data", "eval_files")),
+    )
+    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": _MODELS, "tokenizer": ("path", "train")}
+
+    model: ModelBlock = ModelBlock(preset="llama-tiny")
+    tokenizer: TokenizerBlock = TokenizerBlock()
+    data: DataBlock = DataBlock()
+    sample: SampleBlock | None = SampleBlock()
+    optimizer: OptimizerBlock | None = Field(
+        None, description="an optimizer in the place of the Trainer's: 1-bit, or Muon"
+    )
+    diloco: DiLoCoBlock = Field(default_factory=DiLoCoBlock)
+
+    @model_validator(mode="after")
+    def _check_domains(self) -> RunFile:
+        if self.data.shares == "domains" and len(self.data.files) < self.diloco.num_shares:
+            raise ValueError(
+                f"data.shares: domains gives file k to island k % num_islands, but {len(self.data.files)} files "
+                f"cannot serve {self.diloco.num_shares} islands"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> RunFile:
+        if self.optimizer is not None:
+            every = self.diloco.sync_every if self.diloco.enabled and self.diloco.num_shares > 1 else None
+            settings = {**self.training, "deepspeed": self.deepspeed, "sync_every": every}
+            if problems := [f"{name}={problem}" for name, problem in find_refused(settings, self.optimizer.kind)]:
+                raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def meeting(self) -> DiLoCoBlock:
+        """How many islands there are and where they meet."""
+        return self.diloco
+
+    def probes(self) -> Iterator[Callable[[], object]]:
+        """Opens tokenizer and configuration of a model that is loaded, and the first document."""
+        from hf_diloco.apps.data.sources import open_documents, texts
+        from hf_diloco.apps.lm.model import find_model
+        from hf_diloco.apps.lm.tokenizer import load_tokenizer
+
+        if self.model.path is not None:
+            yield partial(find_model, self.model.path)
+        if self.tokenizer.train is None and (path := self.tokenizer.path or self.model.path):
+            yield partial(load_tokenizer, path)
+        if self.data.source != "embedded":
+            streamed = self.data.model_copy(update={"streaming": True})
+            yield lambda: next(iter(texts(open_documents(streamed))), None)
+
+
+def load_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Reads and checks a language model's run file; see `load_run`.
+
+    Raises:
+        ConfigError: naming each problem, its value and where it stands.
+    """
+    return load_run(RunFile, path, overrides)

@@ -1,0 +1,147 @@
+"""The tokenizer: from the Hub, a folder or a file, or a byte-level BPE trained on the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.apps.data.build import sample_texts
+from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.lm.runfile import RunFile, TrainTokenizer
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_diloco.inner.island import IslandGroup
+
+END_OF_TEXT = "<|endoftext|>"
+MASK = "<mask>"
+_MASK_NAMES = (MASK, "[MASK]")
+_END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
+
+
+def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, the same on every island, with end-of-text and padding tokens.
+
+    Args:
+        run: the run file.
+        island: the ranks of the island, of which the leader trains the tokenizer for all.
+
+    Raises:
+        ConfigError: when it cannot be loaded, or has no end-of-text token.
+    """
+    if run.tokenizer.train is None and (path := run.tokenizer.path or run.model.path):
+        tokenizer = load_tokenizer(path)
+    else:
+        settings = run.tokenizer.train or TrainTokenizer()
+        special = [END_OF_TEXT, MASK] if run.model.objective == "masked" else [END_OF_TEXT]
+        train = partial(train_tokenizer, run.data, settings, special)
+        tokenizer = _train_on_leader(train, island) if island else train()
+    if tokenizer.eos_token is None:
+        raise ConfigError(
+            f"tokenizer.path: {run.tokenizer.path or run.model.path} names no end-of-text (eos) token, which goes "
+            "between documents; set eos_token in its tokenizer_config.json"
+        )
+    if run.model.objective == "masked" and tokenizer.mask_token is None:
+        raise ConfigError(
+            f"tokenizer.path: {run.tokenizer.path or run.model.path} names no mask token, which objective masked "
+            "needs; set mask_token in its tokenizer_config.json, or train a tokenizer"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A tokenizer from a hub id, a folder, a tokenizer.json, or a folder with just vocab.json and merges.txt.
+
+    Raises:
+        ConfigError: with the reason when it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    try:
+        if folder.suffix == ".json":
+            from tokenizers import Tokenizer
+
+            return _wrap(Tokenizer.from_file(path))
+        if folder.is_file():
+            raise ValueError("a file must be a tokenizer.json")
+        if folder.is_dir() and {file.name for file in folder.iterdir()} == {"vocab.json", "merges.txt"}:
+            return _wrap(_byte_level(folder))
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of the Hub, the file system or the tokenizer's format
+        raise ConfigError(f"tokenizer.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+
+
+def train_tokenizer(
+    data: DataBlock, settings: TrainTokenizer, special: Sequence[str] = (END_OF_TEXT,)
+) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE on the beginning of the corpus; equal text gives equal tokenizers on all islands."""
+    return train_byte_level_bpe(sample_texts(data, settings.max_megabytes), settings.vocab_size, special)
+
+
+def train_byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (END_OF_TEXT,)
+) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE with special tokens: `<|endoftext|>`, and for masked models `<mask>`.
+
+    Args:
+        texts: documents.
+        vocab_size: the most tokens to make; little text gives fewer.
+        special: tokens that text is never cut into.
+    """
+    from tokenizers import pre_tokenizers, trainers
+
+    tokenizer = _byte_level()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)
+
+
+def _train_on_leader(train: Callable[[], PreTrainedTokenizerBase], island: IslandGroup) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer
+
+    content = island.on_leader(lambda: str(train().backend_tokenizer.to_str()))
+    return _wrap(Tokenizer.from_str(content))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that decides how text becomes numbers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    special = json.dumps([tokenizer.eos_token_id, tokenizer.bos_token_id])
+    return hashlib.sha256((content + special).encode()).hexdigest()[:16]
+
+
+def _byte_level(folder: Path | None = None) -> Any:
+    """A byte-level BPE: untrained, or from a folder's vocab.json and merges.txt."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    files = (str(folder / "vocab.json"), str(folder / "merges.txt")) if folder else None
+    tokenizer = Tokenizer(models.BPE.from_file(*files) if files else models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _wrap(tokenizer: Any) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = tokenizer.get_vocab()
+    end = next((name for name in _END_NAMES if name in vocabulary), None)
+    mask = next((name for name in _MASK_NAMES if name in vocabulary), None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, bos_token=end, pad_token=end, mask_token=mask
+    )

@@ -1,0 +1,151 @@
+"""Trains one island: from a run file to a trained, evaluated and saved language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from hf_diloco.apps.common.commandline import parse_command_line
+from hf_diloco.apps.common.environment import is_leader, prepare_environment
+from hf_diloco.apps.common.process import (
+    STOPPED,
+    check_folder,
+    describe_stop,
+    last_evaluation,
+    prepare_folder,
+    run_and_exit,
+    say,
+    set_up_logging,
+)
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.config import DiLoCoConfig, need_number
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.common.run_files import Progress
+    from hf_diloco.apps.lm.assemble import Island
+
+_DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
+    run_and_exit(lambda: parse_command_line(RunFile, "train_lm.py", _DESCRIPTION, argv), train)
+
+
+def train(run: RunFile) -> int:
+    """Trains one island.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DiLoCoError: a setting is wrong, an island was lost, ...
+    """
+    config = run.diloco.resolve() if run.diloco.enabled else None
+    if config is not None:
+        need_number(config, config.num_shares)
+    check_folder(run)
+    prepare_environment(run.deepspeed is not None)
+    from hf_diloco.apps.common.arguments import check_training
+    from hf_diloco.apps.common.island_store import use_island_store
+    from hf_diloco.apps.common.run_files import Progress
+
+    check_training(run.training)
+    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader())
+    if is_leader():
+        prepare_folder(run)
+    try:
+        progress.update(message="loading libraries")
+        set_up_logging()
+        use_island_store()
+        if config is not None and config.meets_in_store:
+            _check_store(config)
+        from hf_diloco.apps.lm.assemble import assemble
+
+        return _train(assemble(run, config, progress), progress)
+    except BaseException as error:
+        progress.update(state="failed", message=str(error) or type(error).__name__)
+        raise
+
+
+def _train(island: Island, progress: Progress) -> int:
+    run, trainer = island.run, island.trainer
+    if is_leader():
+        _print_plan(island)
+    try:
+        trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
+    except ValidationError as error:  # by which DeepSpeed refuses its configuration
+        raise ConfigError(f"deepspeed: {error}") from error
+    if island.callback.stopped:
+        step = trainer.state.global_step
+        say(describe_stop(run, step))
+        progress.update(state="done", message=f"stopped on request at step {step}")
+        return STOPPED
+    _finish(island, progress)
+    return 0
+
+
+def _finish(island: Island, progress: Progress) -> None:
+    """Evaluates, saves (island 0), writes a sample and the summary."""
+    from hf_diloco.apps.common.final_model import save_final_model
+    from hf_diloco.apps.lm.finish import write_sample, write_summary
+
+    run, trainer = island.run, island.trainer
+    progress.update(state="evaluating")
+    last = None if island.callback.moved_at_end else last_evaluation(trainer)
+    evaluation = last or trainer.evaluate()
+    sample = None
+    if run.diloco.island == 0:
+        progress.update(state="saving")
+        model_folder = save_final_model(trainer, run.folder)
+        if run.sample is not None and run.model.objective == "causal" and is_leader():
+            progress.update(message="writing a sample")
+            sample = write_sample(model_folder, run.sample, run.seed)
+    if not is_leader():
+        return
+    summary = write_summary(run, evaluation, sample)
+    whose = f" of the {summary['eval_weights']} weights" if run.diloco.enabled else ""
+    say(f"evaluation loss{whose}: {summary['eval_loss']:.4f}")
+    if run.diloco.island == 0:
+        say(f"model: {run.folder / 'model'}")
+    if sample is not None:
+        say(f"the model writes: {sample}")
+    progress.update(state="done", message="")
+
+
+def _check_store(config: DiLoCoConfig) -> None:
+    """What keeps this island out of the object store shows here, not when all the data has been prepared."""
+    from hf_diloco.store.objects import open_object_store
+    from hf_diloco.store.signing import load_key
+
+    assert config.rendezvous is not None
+    load_key(config.key_file)
+    if is_leader() and not config.meets_at_island_0:
+        open_object_store(config.rendezvous)
+
+
+def _print_plan(island: Island) -> None:
+    """What is about to happen, with the batch of one island and of all."""
+    from transformers.trainer_pt_utils import get_model_param_count
+
+    from hf_diloco.apps.data.stream import PackedStream
+    from hf_diloco.trainer.arguments import examples_per_step
+
+    run, data, args = island.run, island.data, island.trainer.args
+    number, total, length = run.diloco.island, run.diloco.num_islands, run.data.sequence_length
+    examples, accumulated = examples_per_step(args), args.gradient_accumulation_steps
+    amount = "a stream" if isinstance(data.train, PackedStream) else f"{len(data.train):,} sequences"
+    say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
+    say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
+    batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {args.world_size} ranks"
+    say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
+    if total > 1:
+        together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"
+        say(f"global batch of {total} such islands: {together}")
+    if run.diloco.enabled:
+        every, num_fragments = run.diloco.sync_every, run.diloco.num_fragments
+        rounds = "a round" if num_fragments == 1 else f"a round of each of {num_fragments} fragments"
+        say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")

@@ -1,0 +1,159 @@
+"""Puts a node together: data, model, the method's optimizer, TrainingArguments, Trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset, Subset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from hf_diloco.apps.common.arguments import training_arguments
+from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.run_files import STOP_FILE, Progress, RunFilesCallback
+from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.dataset import ImageDataset, collate
+from hf_diloco.apps.vision.metrics import accuracy
+from hf_diloco.apps.vision.model import build_model
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.apps.vision.schedule import drops, scaled_learning_rate
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.gossip_callback import GossipCallback
+
+LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
+
+
+@dataclass(frozen=True)
+class VisionNode:
+    """Everything that one rank of a node trains with.
+
+    Attributes:
+        checkpoint: where training goes on from; None: from the beginning.
+    """
+
+    run: VisionRun
+    trainer: Trainer
+    callback: GossipCallback
+    data: ImageData
+    checkpoint: Path | None
+
+
+def assemble(
+    run: VisionRun, config: GossipConfig, progress: Progress, node: NodeNeighbours | None = None
+) -> VisionNode:
+    """Builds everything and meets the other nodes. Collective over the ranks of the node.
+
+    Args:
+        run: the run file.
+        config: method, graph and meeting place.
+        progress: told what is being done.
+        node: its neighbours, where nodes are threads of this process.
+
+    Raises:
+        DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
+    """
+    is_simulated = node is not None
+    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **_quiet(is_simulated, config))
+    check_world(args)
+    args.learning_rate = scaled_learning_rate(run.schedule, args, config.num_nodes)
+    progress.update(message="preparing the data")
+    with leader_first(IslandGroup(timeout=LONGEST_PREPARATION)):
+        data = build_images(run.data, run.model, config.node, config.num_nodes, run.seed)
+    _check_share(config, args, data)
+    progress.update(message="building the model")
+    model = build_model(run.model, data, run.seed)
+    evaluation = Subset(data.evaluation, range(config.node, len(data.evaluation), config.num_nodes))
+    callback = GossipCallback(
+        config,
+        fingerprint={"evaluation_data": data.eval_hash, "seed": run.seed},
+        stop_file=run.island_folder() / STOP_FILE,
+        num_eval_examples=len(evaluation),
+        evaluates_at_end=True,
+        node=node,
+    )
+    progress.update(message="meeting the other nodes" if config.num_nodes > 1 else "starting")
+    optimizer = callback.make_optimizer(model, args)
+    checkpoint = find_checkpoint(run, callback)
+    train, checkpoint = _training_data(run, args, callback, data, checkpoint)
+    files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args))
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate,
+        processing_class=image_processor(data),
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=_logits,
+        optimizers=(optimizer, drops(run.schedule, optimizer, args.get_warmup_steps(run.max_steps))),
+        callbacks=[callback, files, _Epochs(data.train)],
+    )
+    return VisionNode(run, trainer, callback, data, checkpoint)
+
+
+def _training_data(
+    run: VisionRun, args: TrainingArguments, callback: GossipCallback, data: ImageData, checkpoint: Path | None
+) -> tuple[Dataset[Any], Path | None]:
+    """What there is to train on, and where from: nothing, where the run's last step is already taken."""
+    entry = callback.entry_step
+    if entry is not None and entry >= run.max_steps:
+        settings = args.accelerator_config
+        assert isinstance(settings, AcceleratorConfig), "TrainingArguments makes it of whatever it is given"
+        settings.dispatch_batches = False  # or accelerate misses the batch that it wants to pass on
+        return _Nothing(), None  # all that it needs is the others'
+    if checkpoint is not None and step_of(checkpoint) >= run.max_steps:
+        return one_step(data.evaluation, args), checkpoint
+    return data.train, checkpoint
+
+
+class _Nothing(IterableDataset[Any]):
+    """Of which the Trainer makes no step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _quiet(is_simulated: bool, config: GossipConfig) -> dict[str, Any]:
+    """Of nodes in one process only the first shows a progress bar."""
+    return {"disable_tqdm": True} if is_simulated and config.node else {}
+
+
+def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:
+    at_once = args.train_batch_size * args.world_size
+    smallest = min(data.share_sizes)
+    if smallest < at_once:
+        raise ConfigError(
+            f"data: the smallest share has {smallest} examples, fewer than the {at_once} of one batch: use more data, "
+            "fewer nodes or a smaller batch (training.per_device_train_batch_size)"
+        )
+    if len(data.evaluation) < config.num_nodes:
+        raise ConfigError(
+            f"data: {len(data.evaluation)} examples to evaluate on cannot be shared by {config.num_nodes} nodes: "
+            "hold out more (data.held_out, data.max_eval_examples)"
+        )
+
+
+def _logits(outputs: Any, labels: Any) -> Any:
+    """Only the logits are kept of what a model puts out."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+class _Epochs(TrainerCallback):
+    """Tells the data which epoch it is in, on which its augmentation depends."""
+
+    def __init__(self, data: ImageDataset) -> None:
+        self._data = data
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An epoch begins, or goes on after a resume."""
+        self._data.set_epoch(math.floor((state.epoch or 0) + 1e-6))

@@ -1,0 +1,142 @@
+"""The model: a known shape, any transformers configuration, or a checkpoint that gets a head for these classes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+from hf_diloco.apps.common.model_config import make_config
+from hf_diloco.apps.vision.build import ImageData
+from hf_diloco.apps.vision.preprocess import checkpoint_config
+from hf_diloco.apps.vision.settings import ImageModelBlock
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# resnet-18 and resnet-50 are those of He et al. (arXiv 1512.03385); resnet-tiny has their stem and a basic block in
+# each of two stages. vit-tiny is for small images: it is smaller than the ViT-Ti of 5.7M parameters.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "resnet-tiny": {
+        "model_type": "resnet", "embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1],
+        "layer_type": "basic",
+    },
+    "resnet-18": {
+        "model_type": "resnet", "embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
+        "layer_type": "basic",
+    },
+    "resnet-50": {
+        "model_type": "resnet", "embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3],
+        "layer_type": "bottleneck",
+    },
+    "vit-tiny": {
+        "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+}  # fmt: skip
+
+_MAX_PATCHES = 32  # of a side, for vit-tiny
+
+
+def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTrainedModel:
+    """A model with fp32 weights on the CPU: initialised from `seed`, or loaded with a new head initialised from it.
+
+    Args:
+        block: the settings.
+        data: gives channels, size and classes.
+        seed: of the weights, the same on all nodes. Python's, numpy's and torch's generators are set to it.
+
+    Raises:
+        ConfigError: when it cannot be made or loaded, does not fit the data, or `frozen` matches no or all parameters.
+    """
+    from transformers import AutoModelForImageClassification, set_seed
+
+    set_seed(seed)
+    if block.path is not None:
+        model = _load(block.path, data)
+    else:
+        config = build_config(block, data)
+        try:
+            model = AutoModelForImageClassification.from_config(config)
+        except Exception as error:
+            raise ConfigError(
+                f"model: no image classification model can be made of {config.model_type}: {error}"
+            ) from error
+    _freeze(model, block.frozen)
+    return model
+
+
+def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
+    """The configuration of a model that is trained from scratch, for these images and classes.
+
+    Raises:
+        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+    """
+    given = dict(_SHAPES[block.preset] if block.preset is not None else block.config or {})
+    if block.preset == "vit-tiny":
+        given["patch_size"] = patch_size(data.image_size)
+    defaults = {"num_channels": data.num_channels, "image_size": data.image_size}
+    return make_config(given, defaults, **_classes(data))
+
+
+def patch_size(image_size: int) -> int:
+    """Pixels of a side of vit-tiny's patches: the largest that makes at least 7 a side, of small images 4.
+
+    Raises:
+        ConfigError: when that makes more than 32 a side.
+    """
+    least = 7 if image_size >= 14 else 4
+    fitting = [size for size in range(1, image_size + 1) if image_size % size == 0 and image_size // size >= least]
+    if not fitting or image_size // fitting[-1] > _MAX_PATCHES:
+        raise ConfigError(
+            f"data.image_size: {image_size} does not divide into {least} to {_MAX_PATCHES} patches a side for "
+            "vit-tiny; set it to a multiple of 8"
+        )
+    return fitting[-1]
+
+
+def _load(path: str, data: ImageData) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    checkpoint_config(path)  # for its errors
+    classes = _classes(data)
+    try:
+        model, info = AutoModelForImageClassification.from_pretrained(
+            path, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **classes
+        )
+    except Exception as error:  # of the Hub, the file system or the checkpoint's format
+        raise ConfigError(
+            f"model.path: cannot load {path!r}: {type(error).__name__}: {error}; give the hub id or the folder of an "
+            "image classification model"
+        ) from error
+    for name, was, wanted in info["mismatched_keys"]:
+        if wanted[0] != len(data.labels):  # not of the head
+            raise ConfigError(
+                f"model.path: {name} of {path} has the shape {tuple(was)}, but {tuple(wanted)} is needed; the "
+                "checkpoint does not fit its own configuration"
+            )
+    return cast("PreTrainedModel", model)
+
+
+def _classes(data: ImageData) -> dict[str, Any]:
+    return {
+        "num_labels": len(data.labels),
+        "id2label": dict(enumerate(data.labels)),
+        "label2id": {name: number for number, name in enumerate(data.labels)},
+    }
+
+
+def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = [name for name in parameters if re.search(pattern, name)]
+        if not matching:
+            raise ConfigError(
+                f"model.frozen: {pattern!r} matches no parameter; their names are like "
+                f"{', '.join(list(parameters)[:3])}"
+            )
+        for name in matching:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"model.frozen: {patterns} match all parameters; leave some to train")

@@ -1,0 +1,232 @@
+"""From a picture to uint8 pixels of the model's size, by the image processor that is saved beside the model.
+
+The processor does the geometry (size, crop, filter) in training too, so that predictions on raw pictures with the
+saved processor see the pixels that the model was trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_diloco.apps.vision.idx import UInt8Array
+from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
+from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor, PreTrainedConfig
+
+MIN_RESNET_SIZE = 28  # its stem and two stages divide by 16
+ENLARGED_SIZE = 32  # of smaller pictures, for a resnet preset
+TIMM = "timm/"
+_DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}  # more than 8 bits a channel
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How a picture becomes pixels.
+
+    Attributes:
+        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.normalize` has set them.
+        image_size: pixels of a side.
+        num_channels: 1 or 3.
+        stretches: whether the processor does nothing to a picture of this size.
+    """
+
+    processor: BaseImageProcessor
+    image_size: int
+    num_channels: int
+    stretches: bool
+
+    def convert(self, image: Image) -> Image:
+        """A picture of mode L or RGB."""
+        return convert(image, self.num_channels)
+
+    def pixels(self, image: Image) -> UInt8Array:
+        """uint8 [channels, size, size] of one picture.
+
+        Raises:
+            ConfigError: for a picture of 16 bits a channel, or a processor that gives another shape.
+        """
+        converted = self.convert(image)
+        if self.stretches and converted.size == (self.image_size, self.image_size):
+            array = np.asarray(converted)
+            return array[None] if self.num_channels == 1 else array.transpose(2, 0, 1)
+        pixels = geometry(self.processor, converted)
+        expected = (self.num_channels, self.image_size, self.image_size)
+        if pixels.shape != expected or pixels.dtype != np.uint8:
+            raise ConfigError(
+                f"model.path: its image processor makes {pixels.dtype} {pixels.shape} of a picture of size "
+                f"{image.size}, not uint8 {expected}; set data.image_size and data.normalize to leave it out"
+            )
+        return pixels
+
+    def all_pixels(self, pictures: Pictures) -> torch.Tensor:
+        """uint8 [examples, channels, size, size] of all pictures."""
+        shape = (len(pictures.labels), self.num_channels, self.image_size, self.image_size)
+        if self.stretches and isinstance(pictures, ArrayPictures) and pictures.array.shape[1:] == shape[2:]:
+            return torch.from_numpy(pictures.array)[:, None].expand(shape).contiguous()
+        pixels = torch.empty(shape, dtype=torch.uint8)
+        for index in range(shape[0]):
+            # a copy: numpy's view of a PIL image is read-only
+            pixels[index] = torch.from_numpy(self.pixels(pictures.open(index)).copy())
+        return pixels
+
+
+def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures: Pictures) -> Preprocessing:
+    """Size, channels and processor: the checkpoint's, or else those of the settings and the pictures.
+
+    Raises:
+        ConfigError: when the checkpoint cannot be read, or the size is not known or not the model's.
+    """
+    images = first_pictures(pictures)
+    if model.path is None:
+        given = model.config or {}
+        num_channels = given.get("num_channels") or num_channels_of(images)
+        return _plain(_choose_size(data, model, images), int(num_channels))
+    config = checkpoint_config(model.path)
+    num_channels = int(_of_checkpoint(config, "num_channels") or 3)
+    own_size = _of_checkpoint(config, "image_size")
+    if data.image_size is not None and isinstance(getattr(config, "image_size", None), int):
+        _check_own_size(model.path, data.image_size, config.image_size)
+    is_left_out = data.image_size is not None and data.normalize is not None
+    processor = None if is_left_out else _processor_of(model.path)
+    if processor is None or data.image_size is not None:
+        size = data.image_size or own_size or square_size_of(images)
+        mean = getattr(processor, "image_mean", None) or _of_checkpoint(config, "mean")
+        std = getattr(processor, "image_std", None) or _of_checkpoint(config, "std")
+        return _plain(_check_known(size), num_channels, mean, std, getattr(processor, "do_normalize", True))
+    shape = geometry(processor, convert(images[0], num_channels)).shape
+    return Preprocessing(processor, int(shape[-1]), num_channels, stretches=False)
+
+
+def checkpoint_config(path: str) -> PreTrainedConfig:
+    """The configuration of a hub id or folder.
+
+    Raises:
+        ConfigError: when it cannot be loaded, or needs packages that are missing.
+    """
+    from transformers import AutoConfig
+
+    missing = [name for name in ("timm", "torchvision") if importlib.util.find_spec(name) is None]
+    if path.startswith(TIMM) and missing:
+        raise ConfigError(
+            f"model.path: {path} needs {' and '.join(missing)}: pip install 'hf-diloco[vision]', or choose a model "
+            "that is not of timm/"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        return config
+    except Exception as error:  # of the Hub, the file system or the file's format
+        raise ConfigError(
+            f"model.path: cannot load the configuration of {path!r}: {type(error).__name__}: {error}; give the hub id "
+            "or the folder of an image classification model"
+        ) from error
+
+
+def geometry(processor: BaseImageProcessor, image: Image) -> UInt8Array:
+    """What a processor makes of a picture before it rescales and normalises."""
+    pixels: UInt8Array = np.asarray(processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0])
+    return pixels
+
+
+def with_normalization(processor: BaseImageProcessor, mean: list[float], std: list[float]) -> BaseImageProcessor:
+    """A copy of a processor that normalises pixels from 0 to 1 by these, and makes three channels of grey pictures."""
+    changed = copy.deepcopy(processor)
+    settings: dict[str, Any] = {"image_mean": mean, "image_std": std, "do_normalize": True, "do_rescale": True}
+    for key, value in {**settings, "rescale_factor": 1 / 255, "do_convert_rgb": len(mean) == 3}.items():
+        setattr(changed, key, value)
+    return changed
+
+
+def _plain(
+    size: int,
+    num_channels: int,
+    mean: list[float] | None = None,
+    std: list[float] | None = None,
+    do_normalize: bool = True,
+) -> Preprocessing:
+    # without torchvision `ViTImageProcessor` is this class too, and both are saved under that name
+    from transformers import ViTImageProcessorPil
+
+    processor = ViTImageProcessorPil(
+        size={"height": size, "width": size}, do_normalize=do_normalize, do_convert_rgb=num_channels == 3
+    )
+    for key, value in (("image_mean", mean), ("image_std", std)):  # the constructor reads None as ImageNet's
+        setattr(processor, key, value)
+    return Preprocessing(processor, size, num_channels, stretches=True)
+
+
+def _processor_of(path: str) -> BaseImageProcessor | None:
+    """The checkpoint's own; None where it has none, or one of timm's that only torchvision can run."""
+    from transformers import AutoImageProcessor, BaseImageProcessor
+
+    if path.startswith(TIMM):
+        return None
+    try:
+        BaseImageProcessor.get_image_processor_dict(path)
+    except OSError:  # it has no such file
+        return None
+    try:
+        processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(path, backend="pil")
+    except Exception as error:  # of the Hub, the file system or the file's format
+        raise ConfigError(
+            f"model.path: cannot load the image processor of {path!r}: {type(error).__name__}: {error}; set "
+            "data.image_size and data.normalize to leave it out"
+        ) from error
+    return processor
+
+
+def _of_checkpoint(config: PreTrainedConfig, key: str) -> Any:
+    """A setting of transformers' configuration, or of the one of timm inside it."""
+    timm = getattr(config, "pretrained_cfg", None) or {}
+    if timm and "input_size" in timm:
+        channels, size = timm["input_size"][:2]
+        return {"num_channels": channels, "image_size": size, "mean": timm.get("mean"), "std": timm.get("std")}[key]
+    return getattr(config, key, None) if key in ("num_channels", "image_size") else None
+
+
+def _choose_size(data: ImageDataBlock, model: ImageModelBlock, images: list[Image]) -> int:
+    given = (model.config or {}).get("image_size")
+    if data.image_size is not None:
+        if isinstance(given, int) and given != data.image_size:
+            raise ConfigError(f"data.image_size: {data.image_size}, but model.config.image_size is {given}")
+        return data.image_size
+    size = _check_known(given if isinstance(given, int) else square_size_of(images))
+    is_resnet = (model.preset or "").startswith("resnet")
+    return ENLARGED_SIZE if is_resnet and size < MIN_RESNET_SIZE else size
+
+
+def _check_known(size: object) -> int:
+    if not isinstance(size, int):
+        raise ConfigError(
+            f"data.image_size: {size}; the model names no one size, and the pictures are not all square of one size; "
+            "set it, as in image_size: 64 (pictures are stretched to it)"
+        )
+    return size
+
+
+def _check_own_size(path: str, size: int, own: int) -> None:
+    if size != own:
+        raise ConfigError(
+            f"data.image_size: {size}, but {path} was trained on {own} and has a position for each of its patches; "
+            "leave image_size out"
+        )
+
+
+def convert(image: Image, num_channels: int) -> Image:
+    """A picture of mode L (1 channel) or RGB (3).
+
+    Raises:
+        ConfigError: when it has more than 8 bits a channel.
+    """
+    if image.mode in _DEEP_MODES:
+        raise ConfigError(f"data: a picture of mode {image.mode} has more than 8 bits a channel; convert it to 8 bits")
+    return image.convert("L" if num_channels == 1 else "RGB")

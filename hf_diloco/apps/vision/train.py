@@ -1,0 +1,149 @@
+"""Trains one node: from a run file to a trained, evaluated and saved image classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hf_diloco.apps.common.commandline import parse_command_line
+from hf_diloco.apps.common.environment import is_leader
+from hf_diloco.apps.common.process import (
+    STOPPED,
+    check_folder,
+    describe_stop,
+    last_evaluation,
+    prepare_folder,
+    run_and_exit,
+    say,
+    set_up_logging,
+)
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.config import need_number
+from hf_diloco.gossip.config import GossipConfig
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.common.run_files import Progress
+    from hf_diloco.apps.vision.assemble import VisionNode
+    from hf_diloco.gossip.node import NodeNeighbours
+
+DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one node and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
+    run_and_exit(lambda: parse_command_line(VisionRun, "python -m hf_diloco.apps.vision", DESCRIPTION, argv), train)
+
+
+def train(run: VisionRun) -> int:
+    """Trains one node.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DiLoCoError: a setting is wrong, all neighbours were lost, ...
+    """
+    run.check()
+    config = run.gossip.resolve()
+    need_number(config, config.num_nodes, "node")
+    return train_node(run, config)
+
+
+def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None = None) -> int:
+    """Trains one node, which may have met the others already.
+
+    Args:
+        run: the run file.
+        config: method, graph and meeting place.
+        node: its neighbours, where nodes are threads of this process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DiLoCoError: a setting is wrong, all neighbours were lost, ...
+    """
+    check_folder(run)
+    from hf_diloco.apps.common.arguments import check_training
+    from hf_diloco.apps.common.run_files import Progress
+
+    check_training(run.training)
+    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit="images")
+    if is_leader():
+        prepare_folder(run)
+    try:
+        progress.update(message="loading libraries")
+        set_up_logging()
+        from hf_diloco.apps.vision.assemble import assemble
+
+        whole = assemble(run, config, progress, node)
+        try:
+            return _train(whole, progress, speaks=node is None or config.node == 0)
+        finally:
+            whole.callback.node.close()
+    except BaseException as error:
+        progress.update(state="failed", message=str(error) or type(error).__name__)
+        raise
+
+
+def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
+    run, trainer = node.run, node.trainer
+    if speaks:
+        _print_plan(node)
+    trainer.train(resume_from_checkpoint=str(node.checkpoint) if node.checkpoint else None)
+    if node.callback.stopped:
+        step = trainer.state.global_step
+        if speaks:
+            say(describe_stop(run, step))
+        progress.update(state="done", message=f"stopped on request at step {step}")
+        return STOPPED
+    _finish(node, progress, speaks)
+    return 0
+
+
+def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
+    """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
+    from hf_diloco.apps.common.final_model import save_final_model
+    from hf_diloco.apps.vision.summary import write_summary
+
+    run, trainer, config = node.run, node.trainer, node.callback.config
+    evaluation = last_evaluation(trainer)
+    with node.callback.mean_weights():
+        if evaluation is None:
+            progress.update(state="evaluating")
+            evaluation = trainer.evaluate()
+        if config.node == 0:
+            progress.update(state="saving")
+            save_final_model(trainer, run.folder)
+    if not is_leader():
+        return
+    summary = write_summary(run, evaluation)
+    if speaks:
+        say(f"the mean of {config.num_nodes} nodes: accuracy {summary['eval_accuracy']:.2%}, ", end="")
+        say(f"loss {summary['eval_loss']:.4f}")
+        if config.node == 0:
+            say(f"model: {run.folder / 'model'}")
+    progress.update(state="done", message="")
+
+
+def _print_plan(node: VisionNode) -> None:
+    """What is about to happen, with the batch of one node and of all."""
+    from hf_diloco.trainer.arguments import examples_per_step
+    from hf_diloco.utils.text import short_count
+
+    run, data, config, args = node.run, node.data, node.callback.config, node.trainer.args
+    total = config.num_nodes
+    num_trained = sum(p.numel() for group in node.callback.optimizer.param_groups for p in group["params"])
+    examples = examples_per_step(args)
+    say(f"model: {short_count(num_trained)} trained parameters, images of {data.image_size} pixels a side")
+    shares = f"{data.share_sizes[config.node]:,} of {sum(data.share_sizes):,} examples"
+    say(f"data of node {config.node}: {shares}, {_classes(data.label_counts)}; evaluation: {len(data.evaluation):,}")
+    say(f"batch of node {config.node}: {examples:,} images a step; of all {total} nodes: {examples * total:,}")
+    graph = node.callback.topology
+    neighbours = ", ".join(map(str, graph.neighbours(config.node))) or "none"
+    say(f"{run.max_steps:,} steps of {config.method} on {graph.name} of {total}; neighbours: {neighbours}")
+
+
+def _classes(counts: Sequence[int]) -> str:
+    """How many of each class."""
+    return "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"

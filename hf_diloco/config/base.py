@@ -1,0 +1,128 @@
+"""What all blocks of settings share: strict names and types, the environment, and the text of their errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.utils.redact import redact
+from hf_diloco.utils.text import nearest
+
+ENV_ISLAND = "HF_DILOCO_ISLAND"
+ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
+ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
+_ENVIRONMENT = {
+    "island": ENV_ISLAND,
+    "num_islands": ENV_NUM_ISLANDS,
+    "node": ENV_ISLAND,
+    "num_nodes": ENV_NUM_ISLANDS,
+    "rendezvous": ENV_RENDEZVOUS,
+}
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+Count = Annotated[int, Field(ge=1)]
+
+C = TypeVar("C", bound="StrictModel")
+
+
+def from_env(name: str, default: Any) -> Callable[[], Any]:
+    """A default that the environment may set; an empty variable counts as unset."""
+    return lambda: os.environ.get(name) or default
+
+
+def is_given(config: BaseModel, name: str) -> bool:
+    """Whether a setting was passed or is in the environment, and is not a default."""
+    return name in config.model_fields_set or bool(os.environ.get(_ENVIRONMENT.get(name, "")))
+
+
+def need_number(config: BaseModel, count: int, unit: str = "island") -> None:
+    """Raises `ConfigError` if one of several islands or nodes was not told which one it is."""
+    if count > 1 and not is_given(config, unit):
+        raise ConfigError(
+            f"there are {count} {unit}s, and this one has no number: set {ENV_ISLAND} (or {unit}=) on each to another "
+            f"number from 0 to {count - 1}"
+        )
+
+
+class StrictModel(BaseModel):
+    """A settings block: unknown keys are errors, and every problem is reported as a `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, type(self))) from None
+
+
+class Block(BaseModel):
+    """A settings block of a run file; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], example: str) -> C:
+    """The settings that a caller gave as one object, or by name.
+
+    Args:
+        kind: of the settings.
+        config: the object, or None.
+        settings: those by name.
+        example: a right call, for the error message.
+
+    Raises:
+        ConfigError: both are given, or a setting is wrong.
+        TypeError: the object is of another kind.
+    """
+    if config is None:
+        return kind(**settings)
+    if not isinstance(config, kind):
+        raise TypeError(f"settings are given by name or as a {kind.__name__}, got {config!r}: write {example}")
+    if settings:
+        raise ConfigError(f"give either a {kind.__name__} or settings by name, not both ({', '.join(settings)})")
+    return config
+
+
+def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """One line a problem: the setting, what is wrong, the value, and for unknown keys the nearest known one."""
+    return "; ".join(_describe_one(problem, model, prefix) for problem in error.errors())
+
+
+def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
+    name = prefix + ".".join(str(part) for part in problem["loc"])
+    shown = redact(problem["input"], name)
+    if problem["type"] == "extra_forbidden":
+        hint = _suggestion(str(problem["loc"][-1]), _fields_at(model, problem["loc"]))
+        return f"unknown setting {name}={shown!r}{hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if problem["type"] == "value_error":  # the validator's own text names the value
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}"
+
+
+def _origin(name: str, value: Any) -> str:
+    """Where a value came from that nobody passed."""
+    variable = _ENVIRONMENT.get(name.rpartition(".")[2])
+    return f" (from {variable})" if variable and os.environ.get(variable) == value else ""
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """The known keys of the (nested) block that an unknown key was found in."""
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    return nearest(key, known) or (f" (known: {', '.join(sorted(known))})" if known else "")

@@ -1,0 +1,133 @@
+"""Settings of the outer loop that do not go together, and the remedy; every function raises ValueError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_diloco.methods.outer import find_method
+from hf_diloco.methods.outer.base import is_auto
+from hf_diloco.utils.own_files import is_own
+
+if TYPE_CHECKING:
+    from hf_diloco.config import DiLoCoConfig
+
+FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
+"""Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
+
+
+def check_method(config: DiLoCoConfig) -> None:
+    """Raises ValueError if a setting asks for what the method cannot do."""
+    method = find_method(config.method)
+    streamed = {"num_fragments": 1, "fragment_sync_delay": 0}
+    for name, without in streamed.items():
+        if not method.streams and (value := getattr(config, name)) != without:
+            raise ValueError(
+                f"{name}={value}: method={config.method} averages the whole model, when it sees fit; remove {name}, "
+                "or choose method=diloco"
+            )
+    for name in ("outer_lr", "outer_momentum"):
+        if is_auto(getattr(config, name)) and name not in method.chooses:
+            raise ValueError(
+                f"{name}=auto: nobody has published what is best with method={config.method} by number of islands; "
+                "give a number, or leave it out for the method's default"
+            )
+    if not method.feeds_back and config.feedback_decay:
+        raise ValueError(
+            f"payload={config.payload} with error_feedback={config.feedback_decay:g}: method={config.method} cannot "
+            "add to a round what the payload has left out of an earlier one; choose a payload of 4 bits or more "
+            "without error_feedback, or method=diloco"
+        )
+    method.check(config)
+
+
+def check_feedback(config: DiLoCoConfig) -> None:
+    """Raises ValueError if the payload and its error feedback contradict each other."""
+    if config.payload == "fp32" and config.error_feedback:
+        raise ValueError(
+            f"error_feedback={config.error_feedback:g} has no use with payload=fp32, which leaves nothing out: "
+            "remove it, or choose another payload"
+        )
+    if is_own(config.payload) and not config.error_feedback:
+        from hf_diloco.codecs import find_codec
+
+        if find_codec(config.payload).needs_feedback:
+            raise ValueError(
+                f"payload={config.payload} says that it needs_feedback, and has none: set error_feedback, to 1 or a "
+                "little less"
+            )
+    if config.payload in FEEDBACK_DECAYS and config.error_feedback == 0:
+        raise ValueError(
+            f"payload={config.payload} leaves out most of a pseudo-gradient and does not learn without "
+            f"error_feedback: remove error_feedback=0 (default {FEEDBACK_DECAYS[config.payload]:g})"
+        )
+
+
+def check_islands(island: int, num_islands: int, max_islands: int | None, min_islands: int | None) -> None:
+    """Raises ValueError if the numbers contradict each other."""
+    if max_islands is not None and max_islands < num_islands:
+        raise ValueError(f"max_islands={max_islands} is less than num_islands={num_islands}: raise it or leave it out")
+    if island >= (max_islands or num_islands):
+        raise ValueError(
+            f"island {island} does not exist in a run of {max_islands or num_islands}: islands are numbered from 0 "
+            f"to {(max_islands or num_islands) - 1}; correct island or num_islands (for an island that joins later: "
+            "max_islands)"
+        )
+    if min_islands is not None and min_islands > num_islands:
+        raise ValueError(
+            f"min_islands={min_islands} is more than num_islands={num_islands}: no round would take place"
+        )
+
+
+def check_fragments(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
+    if config.fragment_patterns and len(config.fragment_patterns) != config.num_fragments:
+        raise ValueError(
+            f"fragment_patterns has {len(config.fragment_patterns)} entries, and num_fragments="
+            f"{config.num_fragments}: give one pattern a fragment"
+        )
+    if config.num_fragments > config.sync_every:
+        raise ValueError(
+            f"num_fragments={config.num_fragments} is more than sync_every={config.sync_every}: at most one fragment "
+            "synchronises at a step; lower num_fragments or raise sync_every"
+        )
+    if config.fragment_sync_delay >= config.sync_every:
+        raise ValueError(
+            f"fragment_sync_delay={config.fragment_sync_delay} must be less than sync_every={config.sync_every}: a "
+            "round must end before the next one of its fragment begins"
+        )
+    if config.fragment_update_alpha and not config.fragment_sync_delay:
+        raise ValueError(
+            f"fragment_update_alpha={config.fragment_update_alpha:g} needs fragment_sync_delay: without it nothing "
+            "was trained since the round began; set fragment_sync_delay, or remove fragment_update_alpha"
+        )
+
+
+def check_meeting(config: DiLoCoConfig) -> None:
+    """Raises ValueError if settings ask for what is not possible where the islands meet."""
+    if config.rendezvous is None:
+        return
+    if config.meets_in_store:
+        if config.anticipates:
+            wanted = wants_store(config) if config.meets_at_island_0 else ""
+            raise ValueError(
+                f"method={config.method} needs a rendezvous at tcp://HOST:PORT, and islands that stay"
+                f"{f', unlike with {wanted}' if wanted else ''}: every island anticipates what it brings to the next "
+                "round; choose method=diloco with fragment_sync_delay instead"
+            )
+    elif config.key_file is not None:
+        raise ValueError(
+            f"key_file={config.key_file} authenticates what lies in a store, and islands that stay together over "
+            "tcp:// have none: set min_islands below num_islands, so that island 0 keeps one, or meet in an object "
+            "store, or leave key_file out"
+        )
+
+
+def wants_store(config: DiLoCoConfig) -> str:
+    """The setting that promises what only islands in a store can keep; "" if there is none."""
+    if config.exchange == "bucket":
+        return "exchange=bucket"
+    if config.max_islands is not None and config.max_islands > config.num_islands:
+        return f"max_islands={config.max_islands}"
+    if config.min_islands is not None and config.min_islands < config.num_islands:
+        return f"min_islands={config.min_islands}"
+    return ""

@@ -1,0 +1,390 @@
+"""Settings of the outer loop: names, ranges, defaults, and the text of the error when one is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from hf_diloco.config import checks
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, Seconds, StrictModel, describe, from_env
+from hf_diloco.errors import RendezvousError
+from hf_diloco.methods.outer import METHODS, find_method
+from hf_diloco.utils.addresses import check_specific
+from hf_diloco.utils.own_files import is_own
+from hf_diloco.utils.urls import check_store_url, is_object_store, split_tcp_url
+
+AUTO = "auto"
+
+
+def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, str) and value == AUTO else check(value)
+
+
+def _tell_of_auto(schema: dict[str, Any]) -> None:
+    number = {name: schema.pop(name) for name in [*schema] if name == "type" or "imum" in name.lower()}
+    schema["anyOf"] = [number, {"const": AUTO}]
+
+
+# Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
+OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
+
+
+def _or_own(value: Any, check: Callable[[Any], Any]) -> Any:
+    if not (isinstance(value, str) and is_own(value)):
+        return check(value)
+    from hf_diloco.codecs import find_codec
+
+    find_codec(value)
+    return value
+
+
+def _tell_of_own(schema: dict[str, Any]) -> None:
+    known = {name: schema.pop(name) for name in [*schema] if name in ("type", "enum")}
+    schema["anyOf"] = [known, {"type": "string", "pattern": r"\.py:\w+$"}]
+
+
+def _list_methods(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(METHODS)
+    _tell_of_own(schema)
+
+
+Payload = Annotated[
+    Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"],
+    WrapValidator(_or_own),
+    PlainSerializer(lambda value: value),
+]
+
+
+class DiLoCoConfig(StrictModel):
+    """Settings of the outer loop; the defaults are those of DiLoCo's paper (arXiv 2311.08105), or of `method`'s.
+
+    Raises:
+        ConfigError: on an unknown key, a wrong type or a value out of range, naming each.
+    """
+
+    method: str = Field(
+        default="diloco",
+        description="what a round computes: one of these, or FILE.py:CLASS of your own; defaults below are diloco's, "
+        "others have their own (docs/methods.md)",
+        json_schema_extra=_list_methods,
+    )
+    options: dict[str, bool | int | float | str | None] = Field(
+        default={}, description="settings that only this method has"
+    )
+    sync_every: int = Field(
+        default=500, ge=1, description="inner optimizer steps between synchronisations (the paper's H)"
+    )
+    outer_lr: OuterRate = Field(
+        default=0.7,
+        description="learning rate of the outer step; auto: by the number of islands",
+        json_schema_extra=_tell_of_auto,
+    )
+    outer_momentum: OuterMomentum = Field(
+        default=0.9,
+        description="momentum of the outer step; auto: by the number of islands and of rounds",
+        json_schema_extra=_tell_of_auto,
+    )
+    nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
+    payload: Payload = Field(
+        default="fp32",
+        description="number format of the pseudo-gradients on the wire; sums are always fp32. topk sends 64 values of "
+        "4,096 in 2 bits, sign 1 bit a value. Or FILE.py:CLASS of your own",
+        json_schema_extra=_tell_of_own,
+    )
+    error_feedback: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of what the payload left out that is added to the next pseudo-gradient; 0: none. Default: "
+        "topk 0.95, sign 1, which need it, else 0",
+    )
+    weight_by: Literal["uniform", "examples", "tokens"] = Field(
+        default="uniform", description="how islands' pseudo-gradients are weighted in the average"
+    )
+    num_fragments: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="parts of the model that synchronise one at a time, each every sync_every steps",
+    )
+    fragment_order: Literal["strided", "sequential"] = Field(
+        default="strided",
+        description="which transformer blocks a fragment takes: strided (block l to fragment l mod num_fragments) or "
+        "sequential (successive ones)",
+    )
+    fragment_patterns: list[str] = Field(
+        default=[],
+        description="regular expressions of parameter names, one a fragment, instead of fragment_order",
+    )
+    fragment_sync_delay: int = Field(
+        default=0,
+        ge=0,
+        description="inner steps that go on while a round is under way in the background; 0: training waits for it",
+    )
+    fragment_update_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="with fragment_sync_delay: share of its own weights that an island keeps when a round ends",
+    )
+    eval_weights: Literal["outer", "inner"] = Field(
+        default="outer",
+        description="which weights the Trainer evaluates between rounds: outer (those of the last round, equal on all "
+        "islands) or inner (this island's own)",
+    )
+    num_islands: int = Field(
+        default_factory=from_env(ENV_NUM_ISLANDS, 1),
+        ge=1,
+        le=1024,
+        description=f"islands in the run [{ENV_NUM_ISLANDS}]",
+    )
+    island: int = Field(
+        default_factory=from_env(ENV_ISLAND, 0), ge=0, description=f"this island's number, from 0 [{ENV_ISLAND}]"
+    )
+    rendezvous: str | None = Field(
+        default_factory=from_env(ENV_RENDEZVOUS, None),
+        description="where the islands meet: tcp://HOST:PORT, where HOST is island 0; or an object store, "
+        f"s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME [{ENV_RENDEZVOUS}]",
+    )
+    exchange: Literal["mesh", "bucket"] | None = Field(
+        default=None,
+        description="how pseudo-gradients travel: mesh (directly between islands) or bucket (through the object "
+        "store, or through island 0); default: mesh over tcp://, else bucket",
+    )
+    max_islands: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="islands that may ever take part, and shares of the data; default: num_islands. If more, islands "
+        "come and go",
+    )
+    min_islands: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="islands without which no round takes place. If fewer than num_islands, islands come and go; "
+        "default: more than half of them where islands come and go, else all",
+    )
+    grace: float = Field(
+        default=30.0,
+        ge=0,
+        le=24 * 3600,
+        description="where islands come and go: seconds that a round waits for late ones once min_islands are there",
+    )
+    snapshot_every: int = Field(
+        default=20, ge=1, description="store: rounds between snapshots of the outer state, from which islands join"
+    )
+    keep_rounds: int = Field(
+        default=2, ge=1, description="store: rounds of pseudo-gradients kept beyond the newest snapshot"
+    )
+    outlier_factor: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="store: leave out a pseudo-gradient whose norm is so many times the usual; null: never",
+    )
+    key_file: Path | None = Field(
+        default=None,
+        description="store: file with the run's key, which authenticates what islands write [HF_DILOCO_KEY, the key]",
+    )
+    bind_address: str | None = Field(
+        default=None,
+        description="local address for traffic between islands; default: the one that reaches the rendezvous",
+    )
+    connections: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="mesh: connections between two islands; several carry more over a link with long round trips or "
+        "losses",
+    )
+    rate_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Mbit/s that an island may send, so that other traffic has room on the link; null: no limit",
+    )
+    allow_public_address: bool = Field(
+        default=False,
+        description="mesh: meet at a public address, though traffic is neither encrypted nor authenticated",
+    )
+    join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all islands at the start")
+    sync_timeout: Seconds = Field(
+        default=1800.0, description="seconds to wait for a late island before a synchronisation"
+    )
+    exchange_timeout: Seconds = Field(
+        default=600.0, description="seconds that one exchange of pseudo-gradients may take"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_of_method(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        try:
+            defaults = find_method(str(values.get("method", "diloco"))).defaults
+        except ValueError:  # which `_check_method` tells
+            defaults = {}
+        return {**defaults, **values}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "eager_updates" in values:
+            raise ValueError(
+                f"eager_updates={values['eager_updates']}: this is a method of its own now; remove eager_updates, and "
+                "set method=eager if it was true"
+            )
+        return values
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, name: str) -> str:
+        find_method(name)
+        return name
+
+    @field_validator(
+        "sync_every",
+        "outer_lr",
+        "outer_momentum",
+        "error_feedback",
+        "num_fragments",
+        "fragment_sync_delay",
+        "fragment_update_alpha",
+        "num_islands",
+        "island",
+        "max_islands",
+        "min_islands",
+        "grace",
+        "snapshot_every",
+        "keep_rounds",
+        "outlier_factor",
+        "connections",
+        "rate_limit",
+        "join_timeout",
+        "sync_timeout",
+        "exchange_timeout",
+        mode="before",
+    )
+    @classmethod
+    def _refuse_booleans(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
+            raise ValueError(f"input should be a number, got {value}")
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _check_rendezvous(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if is_object_store(url):
+            try:
+                return check_store_url(url)
+            except RendezvousError as error:
+                raise ValueError(str(error)) from None
+        split_tcp_url(url)
+        return url
+
+    @field_validator("bind_address")
+    @classmethod
+    def _check_bind_address(cls, address: str | None) -> str | None:
+        return address and check_specific(address)
+
+    @model_validator(mode="after")
+    def _check_exchange(self) -> DiLoCoConfig:
+        self._check_options()
+        checks.check_method(self)
+        checks.check_feedback(self)
+        checks.check_fragments(self)
+        return self
+
+    def _check_options(self) -> None:
+        own = find_method(self.method).Options
+        if self.options and not own.model_fields:
+            raise ValueError(f"options={self.options}: method={self.method} has no settings of its own; remove them")
+        try:
+            own.model_validate(self.options)
+        except ValidationError as error:
+            raise ValueError(describe(error, own, "options.")) from None
+
+    @model_validator(mode="after")
+    def _check_islands(self) -> DiLoCoConfig:
+        checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        if self.num_shares > 1 and self.rendezvous is None:
+            raise ValueError(
+                f"{self.num_shares} islands need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "
+                "tcp://HOST:PORT, where HOST is island 0's machine as the other islands see it, or to an object store"
+            )
+        checks.check_meeting(self)
+        return self
+
+    @property
+    def feedback_decay(self) -> float:
+        """Share of what the payload left out that is added to the next pseudo-gradient."""
+        return checks.FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether rounds are of a part of the model, or end some steps after they began."""
+        return self.num_fragments > 1 or self.overlaps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rounds are carried out behind the inner steps."""
+        return self.delay > 0 or self.anticipates
+
+    @property
+    def anticipates(self) -> bool:
+        """Whether an island takes its own part of a round at once; see `OuterMethod`."""
+        return find_method(self.method).anticipates
+
+    @property
+    def delay(self) -> int:
+        """Inner steps between the beginning of a round that is carried out behind them and its end."""
+        return find_method(self.method).delay(self)
+
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether the islands meet in a store, where they may come and go."""
+        return self.rendezvous is not None and (is_object_store(self.rendezvous) or self.meets_at_island_0)
+
+    @property
+    def meets_at_island_0(self) -> bool:
+        """Whether island 0 keeps that store, at tcp://HOST:PORT."""
+        is_tcp = self.rendezvous is not None and not is_object_store(self.rendezvous)
+        return is_tcp and bool(checks.wants_store(self))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether pseudo-gradients travel directly between the islands."""
+        if self.exchange is not None:
+            return self.exchange == "mesh"
+        return self.rendezvous is None or not is_object_store(self.rendezvous)
+
+    @property
+    def num_shares(self) -> int:
+        """Islands that may ever take part: as many shares the data is cut into."""
+        return self.max_islands or self.num_islands
+
+    @property
+    def quorum(self) -> int:
+        """Islands without which no round takes place."""
+        return self.min_islands or self.num_islands // 2 + 1
+
+    def bytes_per_second(self, num_ranks: int) -> float | None:
+        """What each of an island's ranks may send."""
+        return None if self.rate_limit is None else self.rate_limit * 1e6 / 8 / num_ranks
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that an island's ranks may have to wait while their leader waits for other islands."""
+        return max(self.join_timeout, self.sync_timeout) + 2 * self.exchange_timeout

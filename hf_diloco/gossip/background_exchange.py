@@ -1,0 +1,119 @@
+"""A neighbour exchange behind a step's computation: a thread carries it out, and the step asks for what came of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+from hf_diloco.transport.base import Traffic
+
+THREAD_NAME = "hf-diloco-ahead"
+
+
+class Ahead:
+    """The thread, and the one exchange that it may have under way.
+
+    The thread begins with the first exchange. It does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[_Exchange | None] = SimpleQueue()
+        self._exchange: _Exchange | None = None
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._requests.put, None)  # for who forgets to close
+
+    def start(self, call: Callable[[], Traffic]) -> None:
+        """Has `call` carried out; `take` comes before the next start."""
+        assert self._exchange is None, "an exchange is under way"
+        if self._thread is None:
+            self._thread = _start_thread(self._requests)
+        self._exchange = _Exchange(call)
+        self._requests.put(self._exchange)
+
+    def settle(self) -> None:
+        """Returns when nothing is under way; raises nothing. What came of it stays to be taken."""
+        if self._exchange is not None:
+            self._exchange.wait()
+
+    def take(self) -> tuple[Traffic, float]:
+        """Waits for the exchange that was started; returns what it moved, and its seconds before anybody waited.
+
+        Raises:
+            Exception: what the call has raised.
+        """
+        assert self._exchange is not None, "no exchange has begun"
+        self._exchange.wait()
+        exchange, self._exchange = self._exchange, None
+        return exchange.future.result(), exchange.seconds_hidden
+
+    def close(self) -> None:
+        """Returns when the thread has ended, and forgets what is not taken. Call what ends its exchange before."""
+        self._exchange = None
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class _Exchange:
+    """One, and its times."""
+
+    def __init__(self, call: Callable[[], Traffic]) -> None:
+        self.future: Future[Traffic] = Future()
+        self._call = call
+        self._begun = self._ended = 0.0
+        self._asked: float | None = None
+
+    def run(self) -> None:
+        """On the thread."""
+        self._begun = time.monotonic()
+        try:
+            with torch.no_grad():
+                traffic = self._call()
+        except BaseException as error:
+            self._ended = time.monotonic()
+            self.future.set_exception(error)
+        else:
+            self._ended = time.monotonic()
+            self.future.set_result(traffic)
+
+    def wait(self) -> None:
+        """Returns when it has ended, well or not."""
+        if self._asked is None:
+            self._asked = time.monotonic()
+        self.future.exception()
+
+    @property
+    def seconds_hidden(self) -> float:
+        """From its begin until it ended, or until somebody waited for it."""
+        asked = self._ended if self._asked is None else self._asked
+        return max(0.0, min(self._ended, asked) - self._begun)
+
+
+def _start_thread(requests: SimpleQueue[_Exchange | None]) -> threading.Thread:
+    """The thread computes on one core, and leaves the others to the step.
+
+    Two threads that both use all cores slow each other down. The number belongs to a thread, but who sets it also
+    sets that of threads to come; so this thread sets its own again.
+    """
+    is_ready = threading.Event()
+    thread = threading.Thread(target=_carry_out, args=(requests, is_ready), name=THREAD_NAME, daemon=True)
+    thread.start()
+    is_ready.wait()
+    torch.set_num_threads(torch.get_num_threads())
+    return thread
+
+
+def _carry_out(requests: SimpleQueue[_Exchange | None], is_ready: threading.Event) -> None:
+    torch.get_num_threads()  # a thread's first use of the number sets it to that of the process
+    torch.set_num_threads(1)
+    is_ready.set()
+    while (exchange := requests.get()) is not None:
+        exchange.run()
+        del exchange  # or its vectors would stay until the next

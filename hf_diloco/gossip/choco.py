@@ -1,0 +1,310 @@
+"""Vectors between neighbours in fewer bytes: what travels is the code of a difference to a replica.
+
+    x̂_i ← x̂_i + Q(v_i - x̂_i)                    at node i and at all that receive from it
+    out_i = v_i + Σ_j w_ij (x̂_j - x̂_i)
+
+as in CHOCO-SGD (arXiv 1902.00340, with consensus step 1). Q codes and decodes. The code of a vector itself would
+leave noise that never vanishes; differences vanish where nodes come to rest, and the noise with them. The mean over
+all nodes stays where it is, up to rounding; nodes that agree, with equal replicas, stay where they are.
+Where vectors are averaged again and again, and the code leaves e of a difference, the next difference is
+(W - I) v + (2I - W) e: Q's relative error must be well below 1/3, the more so the nearer W's eigenvalues are to -1,
+and the nearer a method is to where it diverges.
+
+A node keeps d values a vector for itself and for each neighbour. Replicas are neither saved nor handed over: on an
+edge that is new the sender's replica travels instead of the code, and a node that has none yet takes its vector for
+it. All is new in the first exchange and after `rekey`, which so are exact: that is how a run that is resumed from a
+checkpoint goes on as the run that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_diloco.codecs import CODECS, Codec
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.gossip.averages import Vectors, blocks, mix_
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.published import Published
+from hf_diloco.methods.topology import Topology
+from hf_diloco.transport.base import Traffic
+from hf_diloco.utils.workspace import Workspace
+
+PIECE_VALUES = 1 << 20
+"""Values in a piece: whole blocks of every codec, and of what arithmetic handles at a time."""
+
+MIN_CODED_VALUES = 256
+"""Shorter vectors travel as they are: they say something, as the wish to end does, and are no parameters."""
+
+
+def with_payload(inner: Neighbours, payload: str) -> Neighbours:
+    """`inner`, with vectors that travel in this format.
+
+    Args:
+        inner: one node's end of the graph.
+        payload: a codec's name; fp32: as they are.
+
+    Raises:
+        ConfigError: the graph changes.
+    """
+    codec = CODECS[payload]
+    return inner if codec.is_exact else CodedNeighbours(inner, codec)
+
+
+def check_static(topology: Topology, payload: str) -> None:
+    """Raises `ConfigError` if the graph changes: whom a node meets seldom has no replica of it."""
+    if not topology.is_static:
+        raise ConfigError(
+            f"payload={payload} needs a graph that does not change, as neighbours keep replicas of each other; "
+            f"{topology.name} changes: take ring, grid, hypercube, exponential or symmetric-exponential, or payload "
+            "fp32"
+        )
+
+
+class CodedNeighbours(Neighbours):
+    """Equations and source above; all else is the inner's. For vectors of fp32, on a graph that does not change.
+
+    Bits do not depend on the transport. A neighbour that is lost leaves its weight to the node itself, and its replica
+    is dropped. All nodes must call `rekey` before the same exchanges.
+
+    Args:
+        inner: how bytes travel.
+        codec: Q.
+
+    Raises:
+        ConfigError: the graph changes.
+    """
+
+    def __init__(self, inner: Neighbours, codec: Codec) -> None:
+        check_static(inner.topology, codec.name)
+        self.node = inner.node
+        self.num_nodes = inner.num_nodes
+        self.topology = inner.topology
+        self.is_on_host = inner.is_on_host
+        self.is_returning = inner.is_returning
+        self._inner = inner
+        self._codec = codec
+        self._peers = self.topology.neighbours(self.node)
+        self._receivers = self.topology.receivers(self.node)
+        self._replicas: list[_Replicas] = []
+        self._has_key = False
+        self._lives: dict[int, int] = {}  # of the edges over which something has been exchanged since the key
+        self._codes: dict[int, torch.Tensor] = {}
+
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
+        of_neighbours = self._weights_of(topology or self.topology)
+        self._prepare(vectors)
+        peers = {*of_neighbours, *self._receivers}
+        lives = {peer: life for peer in sorted(peers) if (life := self._inner.life(peer)) is not None}
+        exchange = _Exchange(
+            codec=self._codec,
+            weights={peer: weight for peer, weight in of_neighbours.items() if peer in lives},
+            receivers=[peer for peer in self._receivers if peer in lives],
+            new={peer for peer, life in lives.items() if self._lives.get(peer) != life},
+            has_key=self._has_key,
+            codes=self._codes,
+        )
+        pieces: list[Piece] = []
+        for number, (own, out) in enumerate(zip(vectors, outs, strict=True)):
+            pieces += _cut(exchange, own, out, self._replicas[number])
+        traffic = self._inner.swap(pieces)
+        self._has_key = True
+        self._lives = {peer: life for peer, life in lives.items() if self._inner.life(peer) == life}
+        for replicas in self._replicas:
+            replicas.others = {peer: other for peer, other in replicas.others.items() if peer in self._lives}
+        return traffic
+
+    def rekey(self) -> None:
+        self._has_key = False
+        self._lives.clear()
+
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        return self._inner.swap(pieces)
+
+    def published(self) -> Published:
+        raise UnsupportedError(
+            f"payload={self._codec.name} is for nodes that meet, and not for those that take what others published: "
+            "set payload to fp32"
+        )
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        return self._inner.average(vector)
+
+    def share(self, topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._inner.share(topic, record)
+
+    def recall(self, topic: str) -> list[dict[str, Any]]:
+        return self._inner.recall(topic)
+
+    def offer(self, x: torch.Tensor, step: int) -> None:
+        self._inner.offer(x, step)
+
+    def enter(self, x: torch.Tensor) -> int:
+        step = self._inner.enter(x)
+        self.is_returning = False
+        return step
+
+    def life(self, peer: int) -> int | None:
+        return self._inner.life(peer)
+
+    def take_news(self) -> list[str]:
+        return self._inner.take_news()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _weights_of(self, topology: Topology) -> dict[int, float]:
+        """Of the neighbours, who are the same in every exchange: each has replicas of the others."""
+        if not topology.is_static or topology.neighbours(self.node) != self._peers:
+            raise UnsupportedError(
+                f"payload={self._codec.name} goes with one graph only, and not with pairs that are drawn: set payload "
+                "to fp32"
+            )
+        weights = topology.weights()[self.node].tolist()
+        return {peer: weights[peer] for peer in self._peers}
+
+    def _prepare(self, vectors: Vectors) -> None:
+        """Makes room for the replicas of these vectors, where it is not there."""
+        sizes = [vector.numel() for vector in vectors]
+        if sizes == [replicas.own.numel() for replicas in self._replicas]:
+            return
+        for vector in vectors:
+            if vector.dtype != torch.float32 and vector.numel() >= MIN_CODED_VALUES:
+                raise UnsupportedError(
+                    f"payload={self._codec.name}: codes are of float32 values, but the vectors are of {vector.dtype}: "
+                    "keep parameters in float32, or set payload to fp32"
+                )
+        self._replicas = [_Replicas(torch.empty_like(vector)) for vector in vectors]
+        self.rekey()
+
+
+@dataclass
+class _Replicas:
+    """Of one vector: its own, as the others know it, and each neighbour's; fp32, of the vector's size."""
+
+    own: torch.Tensor
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def part(self, where: slice) -> _Replicas:
+        """Of some of the values."""
+        return _Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What the pieces of one exchange have in common.
+
+    Attributes:
+        codec: Q.
+        weights: of the neighbours that are there.
+        receivers: those that are there.
+        new: of both, those over whose edge nothing has been exchanged since the key.
+        has_key: whether this node has a replica of itself; if not, the vector becomes it.
+        codes: memory for each slot, which lasts.
+    """
+
+    codec: Codec
+    weights: Mapping[int, float]
+    receivers: Collection[int]
+    new: Collection[int]
+    has_key: bool
+    codes: dict[int, torch.Tensor]
+
+
+def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _Replicas) -> list[Piece]:
+    """The pieces of one vector."""
+    if own.numel() < MIN_CODED_VALUES:
+        return [_Exact(exchange, own, out)]
+    for peer in exchange.weights:
+        if peer not in replicas.others:
+            replicas.others[peer] = torch.empty_like(own)
+    wheres = [slice(low, min(low + PIECE_VALUES, own.numel())) for low in range(0, own.numel(), PIECE_VALUES)]
+    return [_Difference(exchange, own[where], out[where], replicas.part(where)) for where in wheres]
+
+
+class _Exact(Piece):
+    """A whole vector as it is."""
+
+    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor) -> None:
+        self.bytes_to = dict.fromkeys(exchange.receivers, own.nbytes)
+        self.bytes_from = dict.fromkeys(exchange.weights, own.nbytes)
+        self._weights = exchange.weights
+        self._own = own
+        self._out = out
+
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        return dict.fromkeys(self.bytes_to, self._own.view(torch.uint8))
+
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        others = [(w, received[peer].view(self._own.dtype)) for peer, w in self._weights.items() if peer in received]
+        mix_(self._out, self._own, others)
+
+
+class _Difference(Piece):
+    """A part of one vector: its difference to the replica in code, the replica itself where the edge is new."""
+
+    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _Replicas) -> None:
+        size, whole = exchange.codec.num_bytes(own.numel()), own.nbytes
+        self.bytes_to = {peer: whole if peer in exchange.new else size for peer in exchange.receivers}
+        self.bytes_from = {peer: whole if peer in exchange.new else size for peer in exchange.weights}
+        self._exchange = exchange
+        self._own = own
+        self._out = out
+        self._replicas = replicas
+
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        exchange, whole = self._exchange, self._replicas.own
+        if not exchange.has_key:
+            whole.copy_(self._own)
+            return dict.fromkeys(self.bytes_to, whole.view(torch.uint8))
+        code, codec = self._code(slot), exchange.codec
+        for where in blocks(self._own):
+            own, replica, part = self._own[where], whole[where], code[codec.locate(where.start, where.stop)]
+            difference = torch.sub(own, replica, out=_scratch(own))
+            codec.encode(difference, part)
+            codec.decode(part, difference)
+            replica.add_(difference)
+        return {peer: whole.view(torch.uint8) if peer in exchange.new else code for peer in self.bytes_to}
+
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        weights = {peer: weight for peer, weight in self._exchange.weights.items() if peer in received}
+        for where in blocks(self._own):
+            own, replica, mixed = self._own[where], self._replicas.own[where], self._out[where]
+            difference = _scratch(own)
+            mixed.copy_(own)
+            for peer, weight in weights.items():
+                other = self._replicas.others[peer][where]
+                self._follow(peer, received[peer], where, other, difference)
+                torch.sub(other, replica, out=difference)
+                mixed.add_(difference, alpha=weight)
+
+    def _follow(
+        self, peer: int, received: torch.Tensor, where: slice, other: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """Brings a neighbour's replica to where it has its own, to the last bit: by the same two operations."""
+        codec = self._exchange.codec
+        if peer in self._exchange.new:
+            other.copy_(received.view(torch.float32)[where])
+        else:
+            codec.decode(received[codec.locate(where.start, where.stop)], scratch)
+            other.add_(scratch)
+
+    def _code(self, slot: int) -> torch.Tensor:
+        """Room for the code, which no other piece in flight has."""
+        codes, device = self._exchange.codes, self._own.device
+        size = self._exchange.codec.num_bytes(self._own.numel())
+        known = codes.get(slot)
+        if known is None or known.numel() < size or known.device != device:
+            known = codes[slot] = torch.empty(size, dtype=torch.uint8, device=device)
+        return known[:size]
+
+
+def _scratch(like: torch.Tensor) -> torch.Tensor:
+    return _workspace.take("difference", like.numel(), like.dtype, like.device)
+
+
+_workspace = Workspace()

@@ -1,0 +1,160 @@
+"""The cut of a model into fragments that synchronise at different steps (Streaming DiLoCo, arXiv 2501.18512).
+
+A fragment is a set of whole transformer blocks and of what lies outside the blocks: embeddings, final norm, head.
+It follows from the names and sizes of the parameters alone, so all ranks of all islands make the same cut.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Literal
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.inner.base import Segment, Shards
+from hf_diloco.utils.text import numbers, plural, short_count
+
+Unit = tuple[str, int | None]
+"""What stays together: entry `number` of the module list `path`, or (path, None), a module outside all lists."""
+
+_ENTRY = re.compile(r"(?:(.*?)\.)?(\d+)\.(.+)")  # non-greedy: of nested lists, as a block's experts, the outermost
+
+
+def cut_into_fragments(
+    sizes: Mapping[str, int],
+    num_fragments: int,
+    order: Literal["strided", "sequential"],
+    patterns: Sequence[str] = (),
+) -> list[list[str]]:
+    """Says which trainable parameters belong to which fragment.
+
+    Blocks go to fragments by `order`, then all else, module by module, the largest first, to the smallest fragment.
+
+    Args:
+        sizes: element count of each trainable parameter by name, in the model's order.
+        num_fragments: P; 1 takes everything, whatever the model's structure.
+        order: "strided", the paper's: block l belongs to fragment l mod P; or "sequential": runs of successive
+            blocks with about as many elements each. Blocks of several stacks (encoder, decoder) are counted through.
+        patterns: regular expressions, one a fragment, instead of blocks and order: a parameter belongs to the first
+            that `re.search` finds in its name.
+
+    Returns:
+        The names in each fragment, in the model's order. Each name is in one fragment; none is empty.
+
+    Raises:
+        ConfigError: too few blocks; or patterns that are not one a fragment, invalid, or leave a gap. Names which.
+    """
+    if patterns:
+        return _cut_by_patterns(sizes, num_fragments, patterns)
+    if num_fragments == 1:
+        return [list(sizes)]
+    units = {name: _unit_of(name) for name in sizes}
+    weights: dict[Unit, int] = {}
+    for name, unit in units.items():
+        weights[unit] = weights.get(unit, 0) + sizes[name]
+    blocks = _find_blocks(sizes, weights)
+    if not 1 <= num_fragments <= len(blocks):
+        raise ConfigError(
+            f"num_fragments={num_fragments}: each fragment needs a transformer block, and the names of the trainable "
+            f"parameters (as model.layers.0.…) show {len(blocks)} {plural('block', len(blocks))}: take "
+            f"{'1' if len(blocks) < 2 else f'1 to {len(blocks)}'}, or say by fragment_patterns which names go where"
+        )
+    if order == "strided":
+        chosen = [block % num_fragments for block in range(len(blocks))]
+    else:
+        chosen = _cut_into_runs([weights[block] for block in blocks], num_fragments)
+    fragment_of = dict(zip(blocks, chosen, strict=True))
+    totals = [0] * num_fragments
+    others = [unit for unit in weights if unit not in fragment_of]
+    for unit in blocks + sorted(others, key=lambda unit: -weights[unit]):  # equal ones stay in the model's order
+        fragment = fragment_of.setdefault(unit, totals.index(min(totals)))
+        totals[fragment] += weights[unit]
+    return [[name for name, unit in units.items() if fragment_of[unit] == one] for one in range(num_fragments)]
+
+
+def describe_fragments(fragments: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> str:
+    """One line a fragment: "fragment 0: 3.15M parameters in 28 tensors: model.embed_tokens; model.layers 0, 4, 8"."""
+    lines = []
+    for fragment, names in enumerate(fragments):
+        found: dict[str, list[int]] = {}
+        for path, number in dict.fromkeys(map(_unit_of, names)):
+            found.setdefault(path, []).extend([] if number is None else [number])
+        words = "; ".join(f"{path} {numbers(entries, limit=100)}".strip() for path, entries in found.items())
+        count = f"{short_count(sum(sizes[name] for name in names))} parameters"
+        lines.append(f"fragment {fragment}: {count} in {len(names)} {plural('tensor', len(names))}: {words}")
+    return "\n".join(lines)
+
+
+class FragmentShards(Shards):
+    """What a rank holds, if anything, of one fragment: of the parameters `names`, in the model's order."""
+
+    def __init__(self, shards: Shards, names: Sequence[str]) -> None:
+        self._shards = shards
+        self.description = shards.description
+        self.is_replicated = shards.is_replicated
+        self.sizes = {name: shards.sizes[name] for name in names}
+        self.inner = shards.inner
+
+    def segments(self) -> list[Segment]:
+        return [segment for segment in self._shards.segments() if segment.name in self.sizes]
+
+    def commit(self) -> None:
+        """Commits the whole model: shards know no smaller commit."""
+        self._shards.commit()
+
+
+def _unit_of(name: str) -> Unit:
+    entry = _ENTRY.match(name)
+    return (entry[1] or "", int(entry[2])) if entry else (name.rpartition(".")[0] or name, None)
+
+
+def _find_blocks(sizes: Mapping[str, int], weights: Mapping[Unit, int]) -> list[Unit]:
+    """The entries of the list with the most elements, and of all lists that are not small beside it.
+
+    Small is less than half its mean block, as two layers that project images. Lists of modules that hold nothing but
+    parameters, as the Linear in a head's nn.Sequential, count only where there are no others.
+    """
+    lists: dict[str, list[int]] = {}
+    for (path, number), weight in weights.items():
+        if number is not None:
+            lists.setdefault(path, []).append(weight)
+    nested = {entry[1] or "" for entry in map(_ENTRY.match, sizes) if entry and "." in entry[3]}
+    stacks = {path: entries for path, entries in lists.items() if path in nested} or lists
+    largest = max(stacks.values(), key=sum, default=[])
+    stacks = {path: entries for path, entries in stacks.items() if 2 * len(largest) * sum(entries) >= sum(largest)}
+    return [(path, number) for path, number in weights if number is not None and path in stacks]
+
+
+def _cut_into_runs(weights: Sequence[int], num_runs: int) -> list[int]:
+    """The run of each block: runs end where they come nearest to equal parts of all elements, and none is empty."""
+    ends = list(accumulate(weights, initial=0))
+    starts = [0]
+    for run in range(1, num_runs):
+        possible = range(starts[-1] + 1, len(weights) - (num_runs - run) + 1)  # leaves a block to each run to come
+        starts.append(min(possible, key=lambda end: abs(num_runs * ends[end] - run * ends[-1])))
+    return [bisect_right(starts, block) - 1 for block in range(len(weights))]
+
+
+def _cut_by_patterns(sizes: Mapping[str, int], num_fragments: int, patterns: Sequence[str]) -> list[list[str]]:
+    if num_fragments != len(patterns):
+        raise ConfigError(f"num_fragments={num_fragments} but fragment_patterns={list(patterns)}: give one each")
+    compiled = [_compile(pattern) for pattern in patterns]
+    fragments: list[list[str]] = [[] for _ in patterns]
+    for name in sizes:
+        matching = (one for one, pattern in enumerate(compiled) if pattern.search(name))
+        if (first := next(matching, None)) is None:
+            raise ConfigError(f"fragment_patterns: none matches {name}; widen one, or end with '.' for all else")
+        fragments[first].append(name)
+    for pattern, names in zip(patterns, fragments, strict=True):
+        if not names:
+            raise ConfigError(f"fragment_patterns: {pattern!r} matches nothing that those before it leave; correct it")
+    return fragments
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"fragment_patterns: {pattern!r} is no regular expression ({error}); correct it") from None

@@ -1,0 +1,134 @@
+"""The ranks of one island among themselves: small records and agreement, over Gloo, beside the training's traffic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from hf_diloco import errors
+from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
+
+T = TypeVar("T")
+
+
+class IslandGroup:
+    """All ranks of the island's `torch.distributed` world, or the one process that there is.
+
+    A Gloo group of its own, so that the control messages need no accelerator and never mix with NCCL's order of
+    operations. JSON, never pickle.
+
+    Attributes:
+        rank: this process's rank in the island.
+        size: ranks of the island.
+        group: the Gloo group, or None in a single process.
+    """
+
+    def __init__(self, timeout: float = 3600.0) -> None:
+        in_world = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if in_world else 0
+        self.size = dist.get_world_size() if in_world else 1
+        # Ranks wait here while their leader waits for other islands: longer than it may take.
+        wait = timedelta(seconds=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=wait) if self.size > 1 else None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for the island."""
+        return self.rank == 0
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's `item` (JSON-able), in the order of the ranks, on every rank."""
+        if self.size == 1:
+            return [json.loads(json.dumps(item))]
+        raw = json.dumps(item).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(raw)]), group=self.group)
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        gathered = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [
+            json.loads(bytes(item[: int(length)].tolist())) for item, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def from_leader(self, item: Any) -> Any:
+        """The leader's `item` (JSON-able) on every rank; what other ranks pass does not count."""
+        if self.size == 1:
+            return item
+        raw = json.dumps(item).encode() if self.is_leader else b""
+        length = torch.tensor([len(raw)])
+        dist.broadcast(length, 0, group=self.group)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_leader:
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.group)
+        return json.loads(bytes(data.tolist()))
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over the ranks, in fp64."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return [float(value) for value in total.tolist()]
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        self.sum([0.0])
+
+    def on_leader(self, call: Callable[[], T]) -> T:
+        """Runs `call` on the leader and returns its (JSON-able) result on every rank.
+
+        Raises:
+            DiLoCoError: the one that the leader met, on every rank.
+        """
+        result, failure = None, None
+        if self.is_leader:
+            try:
+                result = call()
+            except DiLoCoError as error:
+                failure = _dump_error(error)
+        result, failure = self.from_leader([result, failure])
+        if failure:
+            raise _load_error(failure)
+        return cast(T, result)
+
+    def on_all(self, call: Callable[[], T]) -> T:
+        """Runs `call` on every rank and returns its result there.
+
+        Raises:
+            DiLoCoError: a rank met one; on every rank, its own or else the first that any rank met.
+        """
+        result, failure = None, None
+        try:
+            result = call()
+        except DiLoCoError as error:
+            failure = error
+        self.all_or_none(failure)
+        return cast(T, result)
+
+    def all_or_none(self, error: DiLoCoError | None) -> None:
+        """Raises, on every rank, the first error that any rank met; returns where none did."""
+        met = [failure for failure in self.gather(_dump_error(error) if error else None) if failure]
+        if met:
+            raise error or _load_error(met[0])
+
+
+def _dump_error(error: DiLoCoError) -> dict[str, Any]:
+    about = error.islands if isinstance(error, IslandLostError) else getattr(error, "path", None)
+    return {"kind": type(error).__name__, "message": str(error), "about": about}
+
+
+def _load_error(failure: dict[str, Any]) -> DiLoCoError:
+    if failure["kind"] == "IslandLostError":
+        return IslandLostError(failure["message"], failure["about"])
+    if failure["kind"] == "PayloadError":
+        return PayloadError(failure["message"], failure["about"])
+    kind = getattr(errors, failure["kind"], DiLoCoError) if failure["kind"] in errors.__all__ else DiLoCoError
+    return kind(failure["message"])

@@ -1,0 +1,273 @@
+"""How the outer state is cut over an island's ranks, and the way of master weights in and out of it.
+
+Two cuts. Where rank r of every island holds the very same segments, each rank keeps the outer state of its own
+segments and exchanges it with rank r elsewhere: no byte moves inside the island. Otherwise the canonical index
+space is cut into equal *lanes*, the same on all islands, and each island moves segments to the ranks that own the
+lanes and back, a bounded window at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+
+import torch
+import torch.distributed as dist
+
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.validate_partition import check_cover
+
+WINDOW_VALUES = 1 << 22
+"""Values of all lanes together that are under way inside the island at a time: 16 MiB of fp32."""
+
+Interval = tuple[int, int]
+
+
+class Partition(ABC):
+    """This rank's part of the outer state: a flat fp32 host vector made of one or more lanes.
+
+    Attributes:
+        lanes: the numbers of the lanes that this rank owns, ascending.
+        lane_sizes: their lengths; together the length of the vector.
+        intervals: the canonical (start, length) runs that the vector is made of, in its order.
+    """
+
+    lanes: list[int]
+    lane_sizes: list[int]
+    intervals: list[Interval]
+
+    @property
+    def numel(self) -> int:
+        """Length of this rank's vector."""
+        return sum(self.lane_sizes)
+
+    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `vector`, one a lane."""
+        return list(vector.split(self.lane_sizes))
+
+    @abstractmethod
+    def gather(self, out: torch.Tensor) -> None:
+        """Copies the current master weights into `out` (fp32, host, `numel` values). Collective in the island."""
+
+    @abstractmethod
+    def scatter(self, vector: torch.Tensor) -> None:
+        """Writes `vector` into the master weights and commits them. Collective in the island."""
+
+
+class AlignedPartition(Partition):
+    """Every rank owns what it holds: lane r is rank r's own segments, in their own order."""
+
+    def __init__(self, shards: Shards, island: IslandGroup) -> None:
+        self._shards = shards
+        self.intervals = shards.intervals()
+        self.lanes = [island.rank]
+        self.lane_sizes = [sum(length for _, length in self.intervals)]
+
+    def gather(self, out: torch.Tensor) -> None:
+        for piece, segment in self._pieces(out):
+            piece.copy_(segment)
+
+    def scatter(self, vector: torch.Tensor) -> None:
+        for piece, segment in self._pieces(vector):
+            segment.copy_(piece)
+        self._shards.commit()
+
+    def _pieces(self, vector: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        segments = self._shards.segments()
+        pieces = vector.split([segment.numel for segment in segments])
+        return zip(pieces, (segment.values for segment in segments), strict=True)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A run of elements that one segment and one lane share."""
+
+    segment: int
+    segment_start: int
+    vector_start: int  # in the owner's vector
+    length: int
+
+
+class LanePartition(Partition):
+    """The canonical index space in `num_lanes` equal lanes; lane l belongs to rank `l * ranks // num_lanes`.
+
+    Args:
+        shards: this rank's master weights.
+        island: the ranks of the island.
+        num_lanes: equal on all islands, at least the ranks of the largest.
+        block_values: lanes begin at multiples of it, so that a codec's blocks lie in one lane.
+
+    Attributes:
+        shards: this rank's master weights.
+        windows: parts of the ranks' vectors that are swapped one after the other, to bound the memory it takes.
+    """
+
+    def __init__(self, shards: Shards, island: IslandGroup, num_lanes: int, block_values: int = 1) -> None:
+        self.shards = shards
+        self._island = island
+        total = shards.num_parameters
+        num_blocks = -(-total // block_values)
+        starts = [num_blocks * lane // num_lanes * block_values for lane in range(num_lanes)]
+        bounds = list(pairwise([*starts, total]))
+        self._owned = [
+            [lane for lane in range(num_lanes) if lane * island.size // num_lanes == rank]
+            for rank in range(island.size)
+        ]
+        self._ranges = [[bounds[lane] for lane in lanes] for lanes in self._owned]
+        self.lanes = self._owned[island.rank]
+        self.intervals = [(low, high - low) for low, high in self._ranges[island.rank]]
+        self.lane_sizes = [length for _, length in self.intervals]
+        held = island.gather(shards.intervals())
+        # (start, length, number of the segment) by position, to find what overlaps a window without looking at all.
+        self._held = [
+            sorted((start, length, number) for number, (start, length) in enumerate(intervals)) for intervals in held
+        ]
+        self._starts = [[start for start, _, _ in intervals] for intervals in self._held]
+        largest = max(sum(high - low for low, high in ranges) for ranges in self._ranges)
+        window = max(1, WINDOW_VALUES // island.size)
+        self.windows = [(start, min(start + window, largest)) for start in range(0, largest, window)]
+
+    def gather(self, out: torch.Tensor) -> None:
+        island = self._island
+        values = [segment.values for segment in self.shards.segments()]
+        if self.shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
+            for overlap in self.overlaps(island.rank, island.rank, (0, self.numel)):
+                _in_vector(out, overlap).copy_(_in_segments(values, overlap))
+            return
+        for window in self.windows:
+            outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
+            incoming = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
+            received = self._swap(
+                [[_in_segments(values, overlap) for overlap in overlaps] for overlaps in outgoing],
+                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
+            )
+            _place(received, [_in_vector(out, overlap) for overlaps in incoming for overlap in overlaps])
+
+    def scatter(self, vector: torch.Tensor) -> None:
+        island = self._island
+        values = [segment.values for segment in self.shards.segments()]
+        for window in self.windows:
+            outgoing = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
+            incoming = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
+            received = self._swap(
+                [[_in_vector(vector, overlap) for overlap in overlaps] for overlaps in outgoing],
+                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
+            )
+            _place(received, [_in_segments(values, overlap) for overlaps in incoming for overlap in overlaps])
+        self.shards.commit()
+
+    def overlaps(self, holder: int, owner: int, window: Interval) -> list[Overlap]:
+        """What rank `holder`'s segments share with the part `window` of rank `owner`'s vector, in its order."""
+        found = []
+        vector_start = 0
+        for low, high in self._ranges[owner]:
+            begin = max(low, low + window[0] - vector_start)
+            end = min(high, low + window[1] - vector_start)
+            nearest = max(0, bisect_right(self._starts[holder], begin) - 1)
+            for start, length, number in islice(self._held[holder], nearest, None):
+                if start >= end:
+                    break
+                first, last = max(begin, start), min(end, start + length)
+                if first < last:
+                    found.append(Overlap(number, first - start, vector_start + first - low, last - first))
+            vector_start += high - low
+        return found
+
+    def _swap(self, outgoing: Sequence[list[torch.Tensor]], sizes: list[int]) -> torch.Tensor:
+        """Sends each rank its pieces; returns what all sent here, `sizes[r]` values from rank r, one after another."""
+        counts = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
+        sent = torch.empty(sum(counts))
+        _fill(sent, [piece for pieces in outgoing for piece in pieces])
+        if self._island.size == 1:
+            return sent
+        received = torch.empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, counts, group=self._island.group)
+        return received
+
+
+def choose_partition(
+    shards: Shards, island: IslandGroup, layouts: Sequence[dict[str, object]], block_values: int = 1
+) -> Partition:
+    """The cut that all islands can share, given every island's `layout_of`; `block_values` as for `LanePartition`."""
+    first = layouts[0]
+    if all(layout == first for layout in layouts) and (island.size == 1 or not shards.is_replicated):
+        return AlignedPartition(shards, island)
+    num_lanes = max(len(layout["ranks"]) for layout in layouts)  # type: ignore[arg-type]
+    return LanePartition(shards, island, num_lanes, block_values)
+
+
+def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) -> list[Interval]:
+    """The runs that a partition of a fragment is made of, in the canonical index space of the whole model."""
+    names, starts = list(fragment.sizes), list(fragment.offsets().values())
+    offsets = model.offsets()
+    found: list[Interval] = []
+    for start, length in partition.intervals:
+        position, end = start, start + length
+        while position < end:
+            number = bisect_right(starts, position) - 1
+            name, inside = names[number], position - starts[number]
+            count = min(end - position, fragment.sizes[name] - inside)
+            found.append((offsets[name] + inside, count))
+            position += count
+    return found
+
+
+def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """The runs of a rank's vector whose parameters have one label, in order: (begin, end, label).
+
+    Args:
+        partition: which part is this rank's.
+        shards: that the partition is of.
+        label: of each parameter, by name; of one that has none, 0.
+    """
+    names, starts = list(shards.sizes), list(shards.offsets().values())
+    found: list[tuple[int, int, int]] = []
+    place = 0
+    for start, length in partition.intervals:
+        position, end = start, start + length
+        while position < end:
+            number = bisect_right(starts, position) - 1
+            count = min(end - position, starts[number] + shards.sizes[names[number]] - position)
+            one = label.get(names[number], 0)
+            if found and found[-1][2] == one:
+                found[-1] = (found[-1][0], place + count, one)
+            else:
+                found.append((place, place + count, one))
+            position, place = position + count, place + count
+    return found
+
+
+def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
+    """What tells whether two islands' shards line up: equal exactly if each rank holds the same segments.
+
+    Raises:
+        UnsupportedError: the island's ranks do not hold one whole model.
+    """
+    check_cover(shards, island)
+    listing = "\n".join(f"{segment.name} {segment.start} {segment.numel}" for segment in shards.segments())
+    digest = hashlib.sha256(listing.encode()).hexdigest()
+    return {"ranks": island.gather(digest), "replicated": shards.is_replicated}
+
+
+def _in_segments(values: list[torch.Tensor], overlap: Overlap) -> torch.Tensor:
+    return values[overlap.segment].narrow(0, overlap.segment_start, overlap.length)
+
+
+def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
+    return vector.narrow(0, overlap.vector_start, overlap.length)
+
+
+def _fill(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    ends = accumulate((piece.numel() for piece in pieces), initial=0)
+    for (start, end), piece in zip(pairwise(ends), pieces, strict=True):
+        out[start:end].copy_(piece)
+
+
+def _place(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    for part, piece in zip(values.split([piece.numel() for piece in pieces]), pieces, strict=True):
+        piece.copy_(part)

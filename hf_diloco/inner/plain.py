@@ -1,0 +1,51 @@
+"""Parameters that are their own masters: plain PyTorch, DDP, and DeepSpeed's ZeRO-0 in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_diloco.errors import UnsupportedError
+from hf_diloco.inner.base import Segment, Shards
+from hf_diloco.inner.optimizer import InnerOptimizer
+
+
+class PlainShards(Shards):
+    """All trainable parameters, on every rank.
+
+    Parameters in 16 bits (a model loaded in bf16) are read and written through a cast; the outer state is fp32.
+    """
+
+    is_replicated = True
+
+    def __init__(self, model: nn.Module, description: str = "DDP", optimizer: Any = None) -> None:
+        self.description = description
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in self._parameters.items():
+            if not parameter.is_contiguous():
+                raise UnsupportedError(
+                    f"parameter {name} is not contiguous in memory: call .contiguous() on it before training"
+                )
+            if not parameter.is_floating_point():
+                raise UnsupportedError(
+                    f"parameter {name} has type {parameter.dtype}: only floating-point parameters can be "
+                    "synchronised; freeze quantised ones (requires_grad=False)"
+                )
+        self.sizes = {name: p.numel() for name, p in self._parameters.items()}
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        self.inner = InnerOptimizer(
+            optimizer,
+            {
+                names[parameter]: number
+                for number, group in enumerate(getattr(optimizer, "param_groups", []))
+                for parameter in group["params"]
+                if parameter in names
+            },
+        )
+
+    def segments(self) -> list[Segment]:
+        return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]
+
+    def commit(self) -> None:
+        """Nothing to do: the parameter is the master."""

@@ -1,8 +1,0 @@
-"""`torchrun -m hf_diloco.lm RUN.yaml`: the same as `train_lm.py`, for an installed package."""
-
-from __future__ import annotations
-
-from hf_diloco.lm.train import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Who takes part in a round, and whether it happened."""

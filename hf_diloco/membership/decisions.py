@@ -1,0 +1,159 @@
+"""Plans and outcomes, also where somebody has written rubbish in their place or a disk has damaged one.
+
+Both are created once, and whoever writes first decides. What lies there and cannot be read (`RunLog.read` says why) is
+never deleted or overwritten: another island may have acted on it while it was whole. All islands pass over it in the
+same way:
+
+    plan      counts as absent. The attempt is aborted by its outcome, so that nobody commits it, and the next attempt
+              has a plan of its own.
+    outcome   is decided anew under the next name, `outcome-2.json`, `outcome-3.json`, ... What it may say follows
+              from the records beside it: who commits has voted before, and who aborts goes to the next attempt.
+
+              a later attempt has a plan    abort: somebody has read one
+              nobody has voted, or the      abort: nobody can have committed
+              votes are split
+              else                          commit, by an island that holds the average; the next attempt is closed
+                                            first, so that whoever has read an abort comes back and reads this
+
+So a record that is damaged at any time, also after some have read it, leads nobody to another decision. One that only
+seems damaged, because another program is still copying it, costs an attempt and no more; it is given a moment.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hf_diloco.errors import ForgedError, StoreError
+from hf_diloco.membership.round_records import OutcomeRecord, PlanRecord
+from hf_diloco.store.log import R, RunLog
+from hf_diloco.utils.clock import REAL, Clock
+
+MAX_ATTEMPTS = 100
+"""Attempts of one round at most: their numbers have two digits."""
+_OUTCOMES = ("outcome.json", *(f"outcome-{number}.json" for number in range(2, 10)))
+SETTLE_SECONDS = 2.0
+"""How long what cannot be read is looked at again: another program may be copying it."""
+_LOOKS = 4
+_CLOSED = "closed: the outcome of an earlier attempt is damaged"
+
+
+class Decisions:
+    """One island's access to them; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        island: this island's number.
+        clock: by which it waits.
+    """
+
+    def __init__(self, log: RunLog, island: int, clock: Clock = REAL) -> None:
+        self._log = log
+        self._island = island
+        self._clock = clock
+
+    def plan(self, attempt: str) -> PlanRecord | None:
+        """The plan of the attempt in a folder, None if there is none yet.
+
+        Raises:
+            ForgedError: what lies there cannot be read.
+            StoreError: the store does not answer.
+        """
+        return self._read(f"{attempt}/plan.json", PlanRecord)
+
+    def outcome(self, attempt: str) -> OutcomeRecord | None:
+        """How the attempt in a folder was decided; None if it is not yet.
+
+        Raises:
+            StoreError: the store does not answer; or nine records are damaged.
+        """
+        for name in _OUTCOMES:
+            try:
+                return self._read(f"{attempt}/{name}", OutcomeRecord)
+            except ForgedError:
+                continue
+        raise self._too_many_damaged(attempt)
+
+    def decide(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
+        """Decides an attempt, unless it is decided: returns what counts for all islands, for ever.
+
+        Args:
+            attempt: its folder.
+            wish: what this island wants. To commit, it must have voted.
+
+        Raises:
+            StoreError: the store does not answer; or this cannot be decided now, as the outcome is damaged.
+        """
+        for name in _OUTCOMES:
+            path = f"{attempt}/{name}"
+            record = wish if name == _OUTCOMES[0] else self._allowed(attempt, wish)
+            if self._log.create(path, record):
+                return record
+            try:
+                found = self._read(path, OutcomeRecord)
+            except ForgedError:
+                continue
+            if found is None:
+                raise ForgedError(f"{path} was written and is gone: somebody deletes records of the running run")
+            return found
+        raise self._too_many_damaged(attempt)
+
+    def void(self, attempt: str, reason: str) -> OutcomeRecord:
+        """Aborts an attempt whose plan cannot be read, unless it is committed; returns what counts."""
+        return self.outcome(attempt) or self.decide(attempt, self._abort(reason))
+
+    def _allowed(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
+        """What an outcome in place of a damaged one may say; see this module's text."""
+        beside = self._log.list(attempt.rpartition("/")[0])
+        reason = f"{attempt}/{_OUTCOMES[0]} is damaged"
+        if any(self._has_plan(path) for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json")):
+            return self._abort(f"{reason}, and a later attempt has a plan")
+        if not any(path.startswith(f"{attempt}/votes/") for path in beside):
+            return self._abort(wish.reason or reason) if wish.kind == "commit" else wish
+        if wish.is_split:
+            return wish
+        if wish.kind == "abort":
+            raise StoreError(
+                f"{reason}, and an island that has voted for the average may have committed it: this is decided when "
+                f"one that holds the average comes back ({wish.reason})"
+            )
+        return self._abort(f"{reason}, and a later attempt is committed") if self._has_moved_on(attempt) else wish
+
+    def _has_moved_on(self, attempt: str) -> bool:
+        """Whether a later attempt is committed; if not, the one that others may be about to plan is closed."""
+        folder, _, number = attempt.rpartition("/")
+        for following in range(int(number) + 1, MAX_ATTEMPTS):
+            outcome = self.decide(f"{folder}/{following:02d}", self._abort(_CLOSED))
+            if outcome.kind == "commit":
+                return True
+            if outcome.reason == _CLOSED:
+                return False
+        raise self._too_many_damaged(attempt)
+
+    def _has_plan(self, path: str) -> bool:
+        return self._log.read_or_refuse(path, PlanRecord) is not None
+
+    def _abort(self, reason: str) -> OutcomeRecord:
+        return OutcomeRecord(by=self._island, kind="abort", reason=reason)
+
+    def _too_many_damaged(self, attempt: str) -> StoreError:
+        return StoreError(
+            f"too many records of {attempt} are damaged or forged: see `hf-diloco store check {self._log.store.url}`, "
+            "and keep others away from the store"
+        )
+
+    def _read(self, path: str, kind: type[R]) -> R | None:
+        """As `RunLog.read`; what cannot be read the first time is looked at again, and then reported."""
+        for look in range(_LOOKS + 1):
+            try:
+                return self._log.read(path, kind)
+            except ForgedError as error:
+                if path in self._log.refused or look == _LOOKS:
+                    self._log.refuse(path, error)
+                    raise
+            self._clock.sleep(SETTLE_SECONDS / _LOOKS)
+        raise AssertionError("the last look returns or raises")
+
+
+def is_outcome(path: str) -> bool:
+    """Whether a path is that of an outcome, or of one that takes a damaged one's place."""
+    return re.fullmatch(r"outcome(?:-[2-9])?\.json", path.rpartition("/")[2]) is not None

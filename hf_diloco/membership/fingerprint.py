@@ -1,0 +1,136 @@
+"""What islands must have in common before they train together, and the checkpoint that they all can resume from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import CheckpointError, RendezvousError
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts, compare_facts
+from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
+from hf_diloco.methods.outer import find_method, identify_method, make_method
+from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
+from hf_diloco.outer.digests import model_digest
+from hf_diloco.utils.own_files import identify_own, is_own
+
+PROTOCOL = 7
+"""Raised when what islands tell each other changes its form or meaning."""
+
+_AGREED_SETTINGS = (
+    "sync_every",
+    "outer_lr",
+    "outer_momentum",
+    "nesterov",
+    "weight_by",
+    "num_fragments",
+    "fragment_order",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "connections",
+)
+
+
+def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict[str, Any]:
+    """What must be equal on all islands, by the name that an error message gives it."""
+    return {
+        "protocol": PROTOCOL,
+        "algorithm": identify_method(config.method),
+        **_agreed_by_method(config, shards),
+        **{name: getattr(config, name) for name in _AGREED_SETTINGS},
+        "payload": identify_own(config.payload) if is_own(config.payload) else config.payload,
+        "error_feedback": config.feedback_decay,
+        "fragment_patterns": " ".join(config.fragment_patterns),
+        **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
+        "trainable parameters": shards.num_parameters,
+        "model (names and sizes)": model_digest(shards),
+        **facts,
+    }
+
+
+def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
+    """The method's own settings, and the parameter groups whose learning rates it takes."""
+    agreed = {f"options.{name}": value for name, value in config.options.items()}
+    if not find_method(config.method).wants_rates:
+        return agreed
+    listing = "\n".join(f"{name} {shards.inner.groups.get(name, 0)}" for name in shards.sizes)
+    if make_method(config).buffers(shards.inner.kind) == "average":
+        agreed["inner buffers"] = " ".join(shards.inner.buffers)
+    return {**agreed, "parameter groups": xxhash.xxh3_128_hexdigest(listing.encode())}
+
+
+def _agreed_in_store(config: DiLoCoConfig) -> dict[str, Any]:
+    return {"max_islands": config.num_shares, "exchange": "mesh" if config.is_direct else "bucket"}
+
+
+def check_fingerprints(records: Sequence[JoinRecord]) -> None:
+    """Raises `FingerprintError`, with all islands' values, for the first fact that differs."""
+    compare_facts([record.fingerprint for record in records])
+
+
+def check_folders(records: Sequence[JoinRecord]) -> None:
+    """Raises `RendezvousError` if two islands write to one folder of one machine."""
+    seen: dict[tuple[str, str], int] = {}
+    for island, record in enumerate(records):
+        other = seen.setdefault((record.host, record.folder), island)
+        if other != island:
+            raise RendezvousError(
+                f"islands {other} and {island} both write to {record.folder} on {record.host} and would overwrite "
+                "each other's checkpoints: give each its own output_dir"
+            )
+
+
+def find_common(
+    output_dir: Path, island: IslandGroup, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+) -> Path | None:
+    """This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+
+    All its files have been read: one that is damaged is told, and an older round is taken. Collective over the
+    island's ranks.
+
+    Args:
+        output_dir: where this island's checkpoints are.
+        island: its ranks.
+        share: posts this island's record under a topic and returns all islands'; called on the leader.
+
+    Raises:
+        CheckpointError: the islands hold checkpoints, but of no common round.
+    """
+    mine = whole_checkpoints(output_dir, island)
+    for attempt in itertools.count():
+        held = {number for _, number in mine}
+        common = island.on_leader(partial(_common_round, share, f"checkpoints{attempt or ''}", sorted(held)))
+        if common is None:
+            return None
+        newest = [path for path, number in mine if number == common][-1:]
+        sound = newest_sound(newest, island)
+        votes = island.on_leader(partial(share, f"sound{attempt or ''}", {"sound": sound is not None}))
+        if all(record.sound for record in parse_records(SoundRecord, votes)):
+            return sound
+        mine = [(path, number) for path, number in mine if sound is not None or path not in newest]
+    return None
+
+
+def _common_round(
+    share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: list[int]
+) -> int | None:
+    """The newest round that all islands hold."""
+    held = share(topic, {"rounds": mine})
+    rounds = [set(record.rounds) for record in parse_records(CheckpointsRecord, held)]
+    common = set.intersection(*rounds)
+    if common:
+        return max(common)
+    if any(rounds):
+        listing = ", ".join(f"island {island}: {sorted(some) or 'none'}" for island, some in enumerate(rounds))
+        raise CheckpointError(
+            f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back, or "
+            "start anew in another run folder"
+        )
+    return None

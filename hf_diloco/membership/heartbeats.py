@@ -1,0 +1,321 @@
+"""Who is there: processes claim an island's number, and give signs of life.
+
+No clock of another machine is ever read: an island lives as long as its beat *changes*, seen with this machine's own
+clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import Field
+
+from hf_diloco.errors import DuplicateIslandError, StoreError
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.waiting import WaitNotes
+
+logger = logging.getLogger("hf_diloco")
+
+BEAT_SECONDS = 2.0
+LEASE_SECONDS = 12.0
+"""An island whose beat has not changed for so long counts as gone."""
+_LOOK_SECONDS = 0.5
+
+_BEAT_PATH = re.compile(r"beats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
+_CLAIM_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
+
+Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
+
+
+class ClaimRecord(Record):
+    """A process that runs as an island.
+
+    Attributes:
+        host: its host's name, for people.
+        machine: the space of process numbers it lives in; "" if unknown.
+        pid: its number there.
+        folder: where it writes.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    folder: str
+
+
+class BeatRecord(Record):
+    """An island's sign of life.
+
+    Attributes:
+        count: goes up with every beat.
+        phase: "joining" until it holds the run's state; "passing" while it then lets a round pass, for which nobody is
+            to wait for it; "left" and "finished" are last words.
+        round: rounds completed.
+        steps: inner steps since it last took part in one.
+        num_ranks: processes of the island.
+        tokens_per_second: recent speed of the whole island; 0 if unknown.
+    """
+
+    count: int = Field(ge=0)
+    phase: Phase
+    round: int = Field(ge=0)
+    steps: int = Field(ge=0)
+    num_ranks: int = Field(ge=1)
+    tokens_per_second: float = Field(ge=0)
+
+
+@dataclass
+class Standing:
+    """Where this island stands: what its next beat will say."""
+
+    phase: Phase = "joining"
+    round: int = 0
+    steps: int = 0
+    num_ranks: int = 1
+    tokens_per_second: float = 0.0
+
+
+class Members:
+    """The islands as this one sees them; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        island: this island's number.
+        folder: where it writes.
+        lease: seconds after which an island whose beat stands still counts as gone.
+        clock: by which it waits.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        island: int,
+        folder: str = "",
+        lease: float | None = None,
+        clock: Clock = REAL,
+    ) -> None:
+        self.island = island
+        self.claim = 0
+        self.standing = Standing()
+        self._log = log
+        self._folder = folder
+        self._lease = LEASE_SECONDS if lease is None else lease
+        self._clock = clock
+        self._seen: dict[int, tuple[int, BeatRecord, float]] = {}
+        self._claims: set[str] = set()
+        self._count = 0
+        self._is_cut_off = False
+        self._reached_at = -math.inf
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._nudged = clock.event()
+        self._thread: threading.Thread | None = None
+
+    # This island
+
+    def enter(self) -> int:
+        """Claims this island's number for this process; returns how often it has been claimed.
+
+        Raises:
+            DuplicateIslandError: the process that claimed it before is alive.
+        """
+        while True:
+            newest = self.newest_claim(self.island)
+            if newest and self._lives(newest):
+                raise DuplicateIslandError(
+                    f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
+                    "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
+                )
+            record = ClaimRecord(host=socket.gethostname(), machine=_machine(), pid=os.getpid(), folder=self._folder)
+            for number in itertools.count(newest + 1):
+                if self._log.create(path := claim_path(self.island, number), record):
+                    self.claim = number
+                    return number
+                if self._is_claim(path):  # another process was faster
+                    break
+
+    def newest_claim(self, island: int) -> int:
+        """The number of the newest process of an island; 0 if there was none. What is no claim does not count."""
+        names = [path.rpartition("/")[2] for path in self._log.list(f"claims/{island}/")]
+        numbers = sorted((int(name[:-5]) for name in names if _CLAIM_NAME.fullmatch(name)), reverse=True)
+        return next((number for number in numbers if self._is_claim(claim_path(island, number))), 0)
+
+    def _is_claim(self, path: str) -> bool:
+        if path not in self._claims and self._log.read_or_refuse(path, ClaimRecord) is not None:
+            self._claims.add(path)
+        return path in self._claims
+
+    def check_claim(self) -> None:
+        """Raises `DuplicateIslandError` if a newer process has taken this island's number."""
+        newest = self.newest_claim(self.island)
+        if newest > self.claim:
+            raise DuplicateIslandError(
+                f"another process ({self._where(newest)}) has taken over as island {self.island} while this one did "
+                "not answer: this one ends; nothing of it is lost that was synchronised"
+            )
+
+    def beat(self) -> None:
+        """Gives one sign of life."""
+        with self._lock:
+            self._count += 1
+            record = BeatRecord(count=self._count, **asdict(self.standing))
+            # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
+            self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record, is_lasting=False)
+
+    def start_beating(self, refresh: Callable[[], None] = lambda: None) -> None:
+        """Beats in a thread until `leave`. A store that does not answer is tried again at the next beat.
+
+        Args:
+            refresh: called before each beat, to bring `standing` up to date.
+        """
+        self.beat()
+
+        def run() -> None:
+            while True:
+                self._nudged.wait(BEAT_SECONDS)
+                self._nudged.clear()
+                if self._ended.is_set():
+                    return
+                try:
+                    refresh()
+                    self.beat()
+                except StoreError as error:
+                    self._is_cut_off = True
+                    logger.info("no sign of life could be given: %s", error)
+                    continue
+                if self._is_cut_off:
+                    self._reached_at = self._clock.now()
+                    self._is_cut_off = False
+
+        self._thread = threading.Thread(target=run, name="hf-diloco-beat", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """The next beat comes at once."""
+        self._nudged.set()
+
+    def stop_beating(self) -> None:
+        """Gives no further sign of life by itself."""
+        self._ended.set()
+        self._nudged.set()
+        if self._thread:
+            self._thread.join(timeout=5)
+
+    def leave(self, phase: Phase) -> None:
+        """Stops beating and says so, so that nobody waits."""
+        self.stop_beating()
+        self.standing.phase = phase
+        try:
+            self.beat()
+        except StoreError as error:
+            logger.info("left without a last word: %s", error)
+
+    # All islands
+
+    def look(self) -> dict[int, BeatRecord]:
+        """The newest beat of every island that has given one."""
+        paths: dict[int, list[tuple[int, str]]] = {}
+        for path in self._log.list("beats"):
+            if match := _BEAT_PATH.fullmatch(path):
+                paths.setdefault(int(match[1]), []).append((int(match[2]), path))
+        newest = {island: max(of_island) for island, of_island in paths.items()}
+        read = self._log.read_all((path for _, path in newest.values()), BeatRecord)
+        for island, of_island in paths.items():
+            known = self._seen.get(island)
+            for claim, path in sorted(of_island, reverse=True):
+                if known and claim < known[0]:
+                    break
+                beat = read.get(path) if path == newest[island][1] else self._log.read_or_refuse(path, BeatRecord)
+                if beat is None:
+                    continue  # what lies there is no sign of life, but an earlier process may have given one
+                if known is None or known[:2] != (claim, beat):
+                    self._seen[island] = claim, beat, self._clock.now()
+                break
+        return {island: beat for island, (_, beat, _) in self._seen.items()}
+
+    def alive(self) -> dict[int, BeatRecord]:
+        """The beats of islands that take part or are about to; this one always among them.
+
+        While the store did not answer, no other island could give a sign of life either: their lease begins anew.
+        """
+        now = self._clock.now()
+        return {
+            island: beat
+            for island, beat in self.look().items()
+            if beat.phase not in ("left", "finished")
+            and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self._lease)
+        }
+
+    def are_under_way(self) -> bool:
+        """Whether another island takes inner steps, or synchronises."""
+        others = (beat for island, beat in self.alive().items() if island != self.island)
+        return any(beat.phase in ("training", "syncing") for beat in others)
+
+    def _last_chance(self, island: int) -> float:
+        """When an island's last sign of life was seen; or when the store answered again, if that was later."""
+        return max(self._seen[island][2], self._reached_at)
+
+    def claim_of(self, island: int) -> int:
+        """The newest process of an island that has given a sign of life; 0 if none has."""
+        return self._seen[island][0] if island in self._seen else 0
+
+    def _lives(self, claim: int) -> bool:
+        """Whether the process of an earlier claim gives signs of life; may take as long as the lease."""
+        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
+        if record and record.machine and record.machine == _machine() and not _runs(record.pid):
+            return False
+        path = f"beats/{self.island}/{claim:06d}.json"
+        first = self._log.read_or_refuse(path, BeatRecord)
+        if first and first.phase in ("left", "finished"):
+            return False
+        logger.info(
+            "island %d was taken before: looking for %g s whether that process lives", self.island, self._lease
+        )
+        deadline = self._clock.now() + self._lease
+        wait = WaitNotes(self.island, clock=self._clock).begin(self._lease, "start")
+        while self._clock.now() < deadline:
+            wait.look(f"a sign of life of the process that had this number before ({self._where(claim)})")
+            self._clock.sleep(_LOOK_SECONDS)
+            beat = self._log.read_or_refuse(path, BeatRecord)
+            if beat and beat.phase in ("left", "finished"):
+                return False
+            if beat != first:
+                return True
+        return False
+
+    def _where(self, claim: int) -> str:
+        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
+        return f"process {record.pid} on {record.host}" if record else "unknown"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _machine() -> str:
+    """Equal exactly for processes that see each other's numbers: one boot of one kernel, one container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def claim_path(island: int, number: int) -> str:
+    """Where the claim of an island's process lies."""
+    return f"claims/{island}/{number:06d}.json"

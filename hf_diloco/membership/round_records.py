@@ -1,0 +1,87 @@
+"""What islands write down of a round: what each brings, who takes part, and whether it happened."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hf_diloco.store.log import Record
+
+Digest = str
+Rate = Annotated[float, Field(ge=0)]
+
+
+class OfferRecord(Record):
+    """What an island brings to a round.
+
+    Attributes:
+        island, claim: who it is.
+        serial: counts what this process has offered.
+        steps: inner steps in it.
+        weight: how much its pseudo-gradient counts.
+        norm: its Euclidean norm; None if it is not finite.
+        state: digest of the outer parameters that it starts from.
+        objects: one entry a rank: where the pseudo-gradient is (see `transport.object_info`), or, where islands
+            exchange directly, which range of it the rank owns.
+        links: names the direct connections that this island holds.
+        rates: the inner learning rate of each parameter group at its last step, where the method wants them.
+    """
+
+    island: int = Field(ge=0)
+    claim: int = Field(ge=1)
+    serial: int = Field(ge=0)
+    steps: int = Field(ge=0)
+    weight: float = Field(ge=0)
+    norm: float | None = Field(ge=0)
+    state: str = Field(pattern="^[0-9a-f]{1,64}$")
+    objects: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
+    links: str = ""
+    rates: list[Rate] = Field(default_factory=list)
+
+
+class Participant(Record):
+    """An offer that a plan takes: by its path, with the island's weight and norm."""
+
+    offer: str
+    island: int = Field(ge=0)
+    weight: float = Field(gt=0)
+    norm: float = Field(ge=0)
+
+
+class PlanRecord(Record):
+    """Who takes part in an attempt.
+
+    Attributes:
+        by: the island that wrote it.
+        state: digest of the outer parameters before the round.
+        participants: in the order of the sum.
+        left_out: islands that offered, but whose pseudo-gradient does not count, with the reason.
+        rates: the inner learning rates with which all take the outer step, where the method wants them.
+    """
+
+    by: int = Field(ge=0)
+    state: str
+    participants: list[Participant] = Field(min_length=1)
+    left_out: dict[str, str] = Field(default_factory=dict)
+    rates: list[Rate] = Field(default_factory=list)
+
+
+class OutcomeRecord(Record):
+    """Whether an attempt happened.
+
+    Attributes:
+        by: the island that wrote it.
+        kind: for all islands, for ever.
+        mean: digest of the average, if committed.
+        unusable: the offer whose objects could not be used, if aborted.
+        reason: why aborted.
+        is_split: it was aborted because those who voted disagree, so that nobody can have committed it.
+    """
+
+    by: int = Field(ge=0)
+    kind: Literal["commit", "abort"]
+    mean: str = ""
+    unusable: str = ""
+    reason: str = ""
+    is_split: bool = False

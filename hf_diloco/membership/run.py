@@ -1,0 +1,146 @@
+"""The first record of a run in an object store: what all its islands share."""
+
+from __future__ import annotations
+
+import secrets
+
+from pydantic import Field
+
+from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
+from hf_diloco.membership.facts import Facts, differ, remedy_for
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.signing import Seal
+from hf_diloco.utils.clock import REAL, Clock
+
+PATH = "run.json"
+_NO_RUN = "-"  # what seals the record that names the run
+_PARTS = ("start.json", "claims", "beats", "rounds", "links", "snapshots", "payloads")
+_LOOKS, _LOOK_SECONDS = 5, 1.0
+
+
+class RunRecord(Record):
+    """What all islands of a run share.
+
+    Attributes:
+        run: random; seals all other records, so that none of another run is taken for one of this.
+        by: the island that wrote it.
+        parent: the run that its first state comes from; "" if it began from fresh weights or another rendezvous.
+        num_rounds: rounds after which the run is over; None: each island ends by itself.
+        fingerprint: what must be equal on all islands.
+    """
+
+    run: str = Field(pattern="^[0-9a-f]{32}$")
+    by: int = Field(ge=0)
+    parent: str
+    num_rounds: int | None = Field(ge=0)
+    fingerprint: dict[str, str | int | float | bool | None]
+
+
+def enter_run(
+    store: ObjectStore,
+    key: bytes,
+    island: int,
+    parent: str,
+    num_rounds: int | None,
+    fingerprint: Facts,
+    clock: Clock = REAL,
+) -> tuple[RunRecord, bool]:
+    """Finds the run in the store, or begins one.
+
+    Returns:
+        Its record, and whether this island began it.
+
+    Raises:
+        FingerprintError: the run trains something else, or in another way.
+        RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone; or islands
+            cannot agree in this store.
+    """
+    log = RunLog(store, Seal(key, _NO_RUN))
+    mine = RunRecord(
+        run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
+    )
+    found = find_run(log) or _find_again(log, clock)
+    if found is None:
+        store.check_creation()
+        try:
+            found = log.decide(PATH, mine)
+        except ForgedError as error:
+            raise _not_ours(store, error) from None
+    _check(found, fingerprint, island, store.url)
+    return found, found == mine
+
+
+def find_run(log: RunLog) -> RunRecord | None:
+    """The record of the run, or None before it has begun.
+
+    Raises:
+        RendezvousError: there is one that was not begun with this key.
+    """
+    try:
+        return log.read(PATH, RunRecord)
+    except ForgedError as error:
+        raise _not_ours(log.store, error) from None
+
+
+def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
+    """The run whose other records are there already; None if there are none.
+
+    `run.json` is written before all others. Whoever sees others, but not it, has looked too early, or reads it from a
+    network file system that remembers for a while that there was none.
+
+    Raises:
+        RendezvousError: it is gone.
+    """
+    paths = [path for path, _ in log.store.list()]
+    others = [path for path in paths if path.partition("/")[0] in _PARTS]
+    if not others:
+        return None
+    for look in range(_LOOKS):
+        if found := find_run(log):
+            return found
+        if PATH not in paths:
+            break
+        clock.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
+    raise RendezvousError(
+        f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {PATH}, which names "
+        f"that run, is gone: a second run in the same place would mix with them. Bring {PATH} back from a copy; or "
+        "stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
+    )
+
+
+def open_log(store: ObjectStore, key: bytes, run: RunRecord) -> RunLog:
+    """The log of a run."""
+    return RunLog(store, Seal(key, run.run))
+
+
+def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:
+    """The run in a store, to look at it.
+
+    Raises:
+        RendezvousError: there is none, or it was begun with another key.
+    """
+    found = find_run(RunLog(store, Seal(key, _NO_RUN)))
+    if found is None:
+        found = _find_again(RunLog(store, Seal(key, _NO_RUN)), clock)
+    if found is None:
+        raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
+    return found, open_log(store, key, found)
+
+
+def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
+    for name in dict.fromkeys([*run.fingerprint, *fingerprint]):
+        theirs, mine = run.fingerprint.get(name), fingerprint.get(name)
+        if differ(name, theirs, mine):
+            raise FingerprintError(
+                f"this island does not train what the run at {url} trains: {name} differs (the run, begun by island "
+                f"{run.by}: {theirs}; island {island}: {mine}); {remedy_for(name)}, or choose another rendezvous"
+            )
+
+
+def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
+    return RendezvousError(
+        f"the run at {store.url} was begun with another key, or is none of this package ({error}): give all islands "
+        "the same key (HF_DILOCO_KEY or key_file); if run.json is damaged, bring it back from a copy; or choose "
+        "another rendezvous"
+    )

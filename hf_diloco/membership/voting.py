@@ -1,0 +1,165 @@
+"""A round is committed by more than half of those who vote; two that disagree commit nothing.
+
+An island takes its own values from memory and not from the store, so it would not see that they are damaged there; and
+one whose memory is bad would decide for all others if it came first. Each participant of an attempt therefore has one
+place for its vote, which is written once:
+
+    rounds/R/A/votes/I.json     the digest of the average that island I holds; or "", an abstention
+
+Whoever has waited long enough for another, or sees that it is gone, writes the abstention in its place: a vote that
+comes later does not count. So what was counted once stays true, and two islands that count at different times never
+find two winners:
+
+    commit      more than half of those that have not abstained hold one digest
+    split       no digest can come to that any more: the attempt is aborted, and the round is taken again
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
+from functools import partial
+
+from pydantic import Field
+
+from hf_diloco.membership.decisions import Decisions, is_outcome
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.waiting import Wait
+
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
+_ABSTENTION = ""
+
+
+class VoteRecord(Record):
+    """An island holds an average, or has no vote.
+
+    Attributes:
+        island: which.
+        mean: digest of the average; "" for an abstention.
+    """
+
+    island: int = Field(ge=0)
+    mean: str
+
+
+class Verdict(Enum):
+    """What an island may write after a vote."""
+
+    DECIDED = auto()
+    """Nothing: there is an outcome."""
+    AGREED = auto()
+    """That the attempt is committed, with this island's average."""
+    SPLIT = auto()
+    """That it is aborted, because those who voted disagree."""
+    OUTVOTED = auto()
+    """That it is aborted, because those who agree on another average are gone and have not committed it."""
+
+
+def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
+    """The digest that more than half hold of all who have not abstained; "" if none can any more; None if one may yet.
+
+    Args:
+        participants: who has a vote.
+        votes: what each that has voted holds; "" for an abstention.
+    """
+    counts = Counter(votes[island] for island in participants if votes.get(island))
+    num_voters = sum(votes.get(island) != _ABSTENTION for island in participants)
+    digest, count = counts.most_common(1)[0] if counts else (_ABSTENTION, 0)
+    if 2 * count > num_voters:
+        return digest
+    num_silent = num_voters - counts.total()
+    return None if 2 * (count + num_silent) > num_voters else _ABSTENTION
+
+
+class Voting:
+    """One island's part in votes; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        decisions: of the run.
+        members: this island and the others.
+        patience: seconds to wait for another island's vote.
+        should_stop: polled while waiting; true ends the wait.
+        clock: by which it waits.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        decisions: Decisions,
+        members: Members,
+        patience: float,
+        should_stop: Callable[[], bool],
+        clock: Clock = REAL,
+    ) -> None:
+        self._log = log
+        self._decisions = decisions
+        self._members = members
+        self._patience = patience
+        self._should_stop = should_stop
+        self._clock = clock
+
+    def vote(
+        self, folder: str, participants: Collection[int], mean: str, wait: Wait, is_unanimous: bool = False
+    ) -> Verdict:
+        """Says that this island holds an average, if it has a vote; returns when it is known what it may write.
+
+        Others that have not voted are waited for while they are at it and the patience lasts.
+
+        Args:
+            folder: of the attempt.
+            participants: islands whose pseudo-gradients are in it; they have a vote.
+            mean: digest of the average.
+            wait: says for whom this waits.
+            is_unanimous: wait for all who are at it, also where more than half agree.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        own = self._members.island
+        if own in participants:
+            self._place(folder, own, mean)
+        deadline = self._clock.now() + self._patience
+        pause = _MIN_POLL_SECONDS
+        while True:
+            is_over = self._should_stop() or self._clock.now() >= deadline
+            votes, at_it = self._log.store.ask_together(partial(self._look, folder), set if is_over else self._at_it)
+            if votes is None:
+                return Verdict.DECIDED
+            at_it.discard(own)
+            won_by = winner(participants, votes)
+            silent = set(participants) - votes.keys()
+            if won_by is None and not silent & at_it:
+                for island in silent:
+                    self._place(folder, island, _ABSTENTION)
+                continue
+            if won_by is not None and not (is_unanimous and silent & at_it):
+                if won_by == mean:
+                    return Verdict.AGREED
+                if won_by == _ABSTENTION:
+                    return Verdict.SPLIT
+                if not any(votes.get(island) == won_by for island in at_it):
+                    return Verdict.OUTVOTED
+            others = set(participants) - {own}
+            wait.look(silent & others or others)
+            self._clock.sleep(pause)
+            pause = min(_MAX_POLL_SECONDS, pause * 1.3)
+
+    def _place(self, folder: str, island: int, mean: str) -> None:
+        self._log.place(f"{folder}/votes/{island:05d}.json", VoteRecord(island=island, mean=mean))
+
+    def _look(self, folder: str) -> dict[int, str] | None:
+        """What each island that has voted holds; None if the attempt is decided."""
+        paths = self._log.list(f"{folder}/")
+        if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
+            return None
+        votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
+        return {
+            vote.island: vote.mean for path, vote in votes.items() if path == f"{folder}/votes/{vote.island:05d}.json"
+        }
+
+    def _at_it(self) -> set[int]:
+        return {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}

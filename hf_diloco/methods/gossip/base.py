@@ -1,0 +1,453 @@
+"""What all decentralised methods share: flat vectors, parameter groups, weight decay, LARS, and what is saved.
+
+A node's parameters lie in one flat vector, of which each parameter is a view, and so do its gradients and each part of
+a method's state. Hence a neighbour gets one message a step without packing, an operation on all parameters is one
+kernel, and a method reads like its equation. `torch._foreach` operations would leave the parameters where they are,
+but what is sent would have to be packed at every step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.errors import CheckpointError, UnsupportedError
+from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.config import SlowMoSettings
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.slow_momentum import SlowMomentum
+from hf_diloco.methods.gossip.checks import check_group, common_kind
+from hf_diloco.methods.topology import Topology
+from hf_diloco.transport.base import Traffic
+
+_CHUNK_VALUES = 1 << 18
+"""Values that an update handles at a time on a processor: its four vectors then stay in the cache, and calls cost
+little beside the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the flat vectors with its parameter group's settings.
+
+    Attributes:
+        where: which values.
+        lr: γ of this step.
+        momentum: β; 0 for methods without.
+    """
+
+    where: slice
+    lr: float
+    momentum: float
+
+
+class GossipOptimizer(torch.optim.Optimizer, ABC):
+    """One node's optimizer: `step()` takes a step and averages with the neighbours. Collective over the nodes.
+
+    All nodes must begin with equal parameters, in the same order. Move the model to its device before: parameters
+    become views of one vector; their values and memory formats stay. A gradient that is None counts as zero, since
+    neighbours wait for all of the vector; weight decay is applied to that parameter all the same. For that reason a
+    gradient scaler for fp16, which skips steps where it likes, does not go with these methods.
+
+    Settings, each of which a parameter group may have its own of:
+
+    - `lr`: γ. May be changed at any step, by torch's schedulers too; a method says what that means for its state.
+    - `momentum`: β, in methods that have it.
+    - `weight_decay`: λ of the L2 penalty: λx is added to the gradient, as `torch.optim.SGD` does, not decoupled.
+    - `lars`: η of layer-wise scaling (LARS, arXiv 1708.03888); 0 is without. Each tensor's gradient is replaced by
+      η‖x‖ / (‖g‖ + λ‖x‖) (g + λx), or g + λx where a norm is 0, before anything else. Usually 0 for biases and norms.
+
+    Attributes:
+        name: what the setting calls the method.
+        num_vectors: vectors of d values that each neighbour is sent in a step.
+        is_in_step: nodes take their steps together, none more than a few ahead of another.
+        state_names: the vectors that are kept from one step to the next, besides the parameters: d values each.
+        neighbours: this node's end of the graph.
+        traffic: what the last step moved.
+    """
+
+    name: ClassVar[str]
+    num_vectors: ClassVar[int] = 1
+    is_in_step: bool = True
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: ParamsT, neighbours: Neighbours, lr: float, **settings: float) -> None:
+        """
+        Args:
+            params: as for any torch optimizer: parameters, or groups of them; all fp32 or all fp64, on one device.
+            neighbours: this node's end of the graph.
+            lr: γ.
+            settings: the other settings of a group.
+
+        Raises:
+            ConfigError: a setting is out of its range, or the method does not converge on the graph.
+            UnsupportedError: parameters of other or several types or devices.
+        """
+        super().__init__(params, {"lr": lr, **settings, "num_steps": 0})
+        self.neighbours = neighbours
+        self.traffic = Traffic()
+        for group in self.param_groups:
+            check_group(group)
+        self.check_graph()
+        self._has_begun = False
+        self._slow: SlowMomentum | None = None
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        dtype, device = common_kind(self._parameters)
+        size = sum(parameter.numel() for parameter in self._parameters)
+        self._x, self._g = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self._vectors = {name: torch.zeros_like(self._x) for name in self.state_names}
+        like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
+        self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
+        self._views_of_x, self._views_of_g = self._views(self._x), self._views(self._g)
+        self._adopt()
+        self._show_state()
+
+    def check_graph(self) -> None:
+        """Raises `ConfigError` if the method, with its settings, does not converge on the graph."""
+
+    def add_slow_momentum(self, settings: SlowMoSettings) -> None:
+        """Has an outer step of SlowMo follow every `sync_every` steps; to be called before the first step.
+
+        Raises:
+            ConfigError: SlowMo does not go with the method.
+            UnsupportedError: the nodes cannot average such parameters.
+        """
+        self.check_slow_momentum(settings)
+        if settings.average:
+            self.neighbours.check_average(self._x)
+        sizes = [sum(parameter.numel() for parameter in group["params"]) for group in self.param_groups]
+        self._slow = SlowMomentum(settings, sizes)
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        """Raises `ConfigError` if these settings of SlowMo do not go with the method."""
+
+    @abstractmethod
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Takes the step; all vectors are flat, of d values.
+
+        Args:
+            x: the parameters, changed in place.
+            g: the gradients with weight decay and LARS; may be overwritten.
+        """
+
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
+        """What `update` will mix, and where to, in a method that knows it before the gradient; None in others.
+
+        Args:
+            x: the parameters, flat.
+        """
+        return None
+
+    @cached_property
+    def received(self) -> torch.Tensor:
+        """A buffer of d values for what comes from the neighbours; made when a method first needs it."""
+        return torch.empty_like(self._x)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far; which weights a graph that changes has next."""
+        return int(self.param_groups[0]["num_steps"])
+
+    @torch.no_grad()
+    def begin_exchange(self) -> None:
+        """Starts what of this step's exchange is known before the gradient; call before the forward pass.
+
+        It then goes on behind forward and backward, and `step` waits for what is left of it. Every bit is the same
+        with it and without. The parameters must stay as they are until `step`; inside `averaged_weights` they are
+        others, which is allowed. Does nothing where what is sent depends on the gradient, or where it has begun. What
+        goes wrong in the exchange is raised by `step`.
+        """
+        vectors_and_outs = self.sent_ahead(self._x)
+        if vectors_and_outs is None or self._has_begun:
+            return
+        self._adopt()
+        self.neighbours.offer(self._x, self.num_steps)
+        self.neighbours.begin(*vectors_and_outs, self.num_steps)
+        self._has_begun = True
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes a step on this node, with the others.
+
+        Args:
+            closure: evaluates the model anew, and returns the loss.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            IslandLostError: a node did not come in time. The parameters are undefined.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.traffic = Traffic()
+        self._adopt()
+        if self._slow and not self._slow.has_begun:
+            self._slow.begin(self._x, is_late=self.num_steps > 0)
+        if not self._has_begun:
+            self.neighbours.offer(self._x, self.num_steps)
+        self._read_gradients()
+        self.average_gradient(self._g)
+        self._decay()
+        self._has_begun = False
+        self.update(self._x, self._g)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+        if self._slow and self._slow.is_due(self.num_steps):
+            self._take_outer_step(self._slow)
+        return loss
+
+    def _take_outer_step(self, slow: SlowMomentum) -> None:
+        buffers = slow.settings.inner_buffers
+        averaged = [self.vector(name) for name in self.state_names] if buffers == "average" else []
+        self.traffic += slow.step(
+            self._x, [float(group["lr"]) for group in self.param_groups], averaged, self.neighbours
+        )
+        if buffers == "zero":
+            self.begin_state(self._x)
+        self.neighbours.rekey()  # parameters went too far for codes of differences
+
+    @property
+    def flat_parameters(self) -> torch.Tensor:
+        """All parameters as one vector, in the order in which nodes send them; to be read.
+
+        Raises:
+            UnsupportedError: an exchange has begun.
+        """
+        self._check_nothing_begun()
+        self._adopt()
+        return self._x
+
+    @torch.no_grad()
+    def begin_at(self, enter: Callable[[torch.Tensor], int]) -> int:
+        """Begins anew in the midst of a run that went on without this node.
+
+        Args:
+            enter: overwrites the flat parameters with those to begin from, and returns the step that is next.
+
+        Returns:
+            That step. The method's state is as at its first step.
+
+        Raises:
+            UnsupportedError: the method's state cannot begin anew on one node, or an exchange has begun.
+        """
+        self._check_nothing_begun()
+        self.check_entry()
+        self._adopt()
+        step = enter(self._x)
+        self._begin_anew(step)
+        return step
+
+    @torch.no_grad()
+    def begin_training(self) -> None:
+        """Goes on from the parameters as they are with a first step; to be called on all nodes.
+
+        Raises:
+            UnsupportedError: an exchange has begun.
+        """
+        self._check_nothing_begun()
+        self._adopt()
+        self._begin_anew(0)
+
+    def check_entry(self) -> None:
+        """Raises `UnsupportedError` if the method's state cannot begin anew on one node."""
+
+    def _begin_anew(self, step: int) -> None:
+        self.begin_state(self._x)
+        if self._slow:
+            self._slow.begin(self._x, is_late=True)
+        for group in self.param_groups:
+            group["num_steps"] = step
+
+    def begin_state(self, x: torch.Tensor) -> None:
+        """Makes the state that of a first step from `x`, flat: momentum is 0."""
+        for vector in self._vectors.values():
+            vector.zero_()
+
+    def average_gradient(self, g: torch.Tensor) -> None:
+        """Averages the gradient over all nodes, in a method that does."""
+
+    def mix(self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None) -> torch.Tensor:
+        """Σ_j w_ij vector_j with this step's weights, in `out`, which must not overlap `vector`.
+
+        Args:
+            vector: what this node gives.
+            out: of its size.
+            topology: whose weights; see `Neighbours.mix`.
+        """
+        self.traffic += self.neighbours.mix((vector,), (out,), self.num_steps, topology=topology)
+        return out
+
+    def mix_together(self, vectors: Vectors, outs: Vectors) -> None:
+        """As `mix` for several vectors, which travel together."""
+        self.traffic += self.neighbours.mix(vectors, outs, self.num_steps)
+
+    def accumulate(self, g: torch.Tensor, nesterov: bool) -> None:
+        """Momentum as `torch.optim.SGD` has it: m ← βm + g; then g becomes m, or g + βm with Nesterov."""
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():
+            m, gradient = momentum[part.where], g[part.where]
+            m.mul_(part.momentum).add_(gradient)
+            if nesterov:
+                gradient.add_(m, alpha=part.momentum)
+            else:
+                gradient.copy_(m)
+
+    def vector(self, name: str) -> torch.Tensor:
+        """One of `state_names`: flat, of d values."""
+        return self._vectors[name]
+
+    def replace_vector(self, name: str, vector: torch.Tensor) -> torch.Tensor:
+        """Puts another in the place of one of `state_names`; returns the one that was there."""
+        old, self._vectors[name] = self._vectors[name], vector
+        self._show_state()
+        return old
+
+    def parts(self) -> Iterator[Part]:
+        """The flat vectors, cut where settings change; on a processor also into what stays in its cache."""
+        start = 0
+        for group in self.param_groups:
+            end = start + sum(parameter.numel() for parameter in group["params"])
+            chunk = _CHUNK_VALUES if self._x.device.type == "cpu" else max(1, end - start)
+            lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
+            for low in range(start, end, chunk):
+                yield Part(slice(low, min(low + chunk, end)), lr, momentum)
+            start = end
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[float]:
+        """The parameters are the mean over all nodes inside, to evaluate or save. Collective over the nodes.
+
+        Yields:
+            ‖x_i - x̄‖² / ‖x̄‖², how far this node's own are from the mean.
+
+        Raises:
+            IslandLostError: a node did not come in time. The parameters are what they were.
+        """
+        self._adopt()
+        self.neighbours.settle()
+        own = self._x.clone()
+        try:
+            with torch.no_grad():
+                self.neighbours.average(self._x)
+                distance = float((own - self._x).square().sum() / self._x.square().sum())
+            yield distance
+        finally:
+            self._adopt()
+            self._x.copy_(own)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: all nodes would have to begin to send more at the same step."""
+        if hasattr(self, "_parameters"):
+            raise UnsupportedError(f"{self.name}: parameters cannot be added; give all when the optimizer is made")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the outer state of SlowMo."""
+        state = super().state_dict()
+        return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. With the parameters, which the model saves, a run goes on bit for bit.
+
+        Raises:
+            CheckpointError: the state is another method's, or was saved with SlowMo and there is none, or conversely.
+            UnsupportedError: an exchange has begun.
+        """
+        self._check_nothing_begun()
+        if ("slowmo" in state_dict) != (self._slow is not None):
+            was, is_now = ("with", "without") if self._slow is None else ("without", "with")
+            raise CheckpointError(
+                f"{self.name}: the state was saved {was} slowmo, and training goes on {is_now} it: set slowmo as it "
+                "was, or start anew in another run folder"
+            )
+        if self._slow:
+            self._slow.load_state_dict(state_dict["slowmo"], self._x)
+        super().load_state_dict(state_dict)
+        for name, vector in self._vectors.items():
+            for parameter, view in zip(self._parameters, self._views(vector), strict=True):
+                if name not in self.state[parameter]:
+                    raise CheckpointError(f"{self.name}: the state holds no {name}; it is another method's")
+                view.copy_(self.state[parameter][name])
+        self._show_state()
+
+    def _check_nothing_begun(self) -> None:
+        """Raises `UnsupportedError` between `begin_exchange` and `step`: neighbours have been sent this state."""
+        if self._has_begun:
+            raise UnsupportedError(
+                f"{self.name}: neighbours have been sent the parameters of step {self.num_steps}: take that step "
+                "before another state is loaded, or start all nodes again from their checkpoints"
+            )
+
+    def _show_state(self) -> None:
+        """Lets `state_dict` see the vectors, cut into parameters; they stay the same memory."""
+        for name, vector in self._vectors.items():
+            for parameter, view in zip(self._parameters, self._views(vector), strict=True):
+                self.state[parameter][name] = view
+
+    def _views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """`vector` cut into tensors of the parameters' shapes and memory formats."""
+        pieces = vector.split([shape.numel() for shape, _ in self._formats])
+        return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
+
+    def _adopt(self) -> None:
+        """Makes parameters views of the flat vector; again if somebody has given them other memory."""
+        for parameter, view in zip(self._parameters, self._views_of_x, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
+                raise UnsupportedError(
+                    f"{self.name}: a parameter went from {view.dtype} on {view.device} to {parameter.dtype} on "
+                    f"{parameter.device}; move the model before the optimizer is made"
+                )
+            self.neighbours.settle()
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    def _read_gradients(self) -> None:
+        present, gradients = [], []
+        for parameter, view in zip(self._parameters, self._views_of_g, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.is_sparse:
+                raise UnsupportedError(f"{self.name}: a sparse gradient; make the embedding with sparse=False")
+            else:
+                present.append(view)
+                gradients.append(parameter.grad)
+        if present:
+            torch._foreach_copy_(present, gradients)
+
+    def _decay(self) -> None:
+        """Weight decay and LARS, in the gradient's place."""
+        first, start = 0, 0
+        for group in self.param_groups:
+            last = first + len(group["params"])
+            end = start + sum(parameter.numel() for parameter in group["params"])
+            decay = float(group["weight_decay"])
+            scales = self._trust(slice(first, last), group["lars"], decay) if group["lars"] else None
+            if decay:
+                self._g[start:end].add_(self._x[start:end], alpha=decay)
+            if scales is not None:
+                torch._foreach_mul_(self._views_of_g[first:last], list(scales.unbind()))
+            first, start = last, end
+
+    def _trust(self, which: slice, coefficient: float, decay: float) -> torch.Tensor:
+        """LARS: each tensor's factor, from its norms before weight decay; nothing waits for an accelerator."""
+        norm_x = torch.stack(torch._foreach_norm(self._views_of_x[which]))
+        norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
+        trust = coefficient * norm_x / (norm_g + decay * norm_x)
+        return torch.where((norm_x > 0) & (norm_g > 0), trust, torch.ones_like(trust))

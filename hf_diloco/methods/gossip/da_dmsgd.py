@@ -1,0 +1,49 @@
+"""DA-DmSGD: decentralised SGD whose momentum is averaged as well, "double averaging" (arXiv 1905.03817).
+
+    m̂_i = β m_i + g_i
+    x_i ← Σ_j w_ij (x_j - γ m̂_j)
+    m_i ← Σ_j w_ij m̂_j
+
+Sends 2d values to each neighbour, in one message. In the limit m̂ = (I - βW)⁻¹ g, so that momentum amplifies what the
+gradients have in common, as it should, and what they differ in less than DmSGD does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+
+
+class DADmSGD(GossipOptimizer):
+    """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once."""
+
+    name = "da-dmsgd"
+    num_vectors = 2
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+        """
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        momentum, ahead = self.vector("momentum_buffer"), self.received
+        for part in self.parts():
+            where = part.where
+            torch.add(g[where], momentum[where], alpha=part.momentum, out=ahead[where])
+            torch.add(x[where], ahead[where], alpha=-part.lr, out=g[where])
+        self.mix_together((g, ahead), (x, momentum))

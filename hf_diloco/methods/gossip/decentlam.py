@@ -1,0 +1,73 @@
+"""DecentLaM: decentralised momentum without the bias that momentum adds (arXiv 2104.11981).
+
+    y_i = x_i - γ g_i
+    g̃_i = (x_i - Σ_j w_ij y_j) / γ
+    m_i ← β m_i + g̃_i
+    x_i ← x_i - γ m_i
+
+DSGD is gradient descent with the gradient g̃; DecentLaM is momentum SGD with it. Sends y: d values to each neighbour.
+The limit is where g̃ = 0: DSGD's, for any β; with β = 0 it is DSGD. At constant γ it equals the heavy ball
+x⁺ = W (x - γ g) + β (x - x⁻).
+
+Directed graphs need small β (see `hf_diloco.methods.topology.stability`); a pair that diverges is refused. There is no
+Nesterov: the source defines none, and momentum that looks ahead on g̃, x⁺ = x - γ (g̃ + β m), diverges as γ → 0 for
+eigenvalues of W from -1 / (1 + 2β) down, as a hypercube of 8 nodes has (-½) for β = 0.9.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+
+
+class DecentLaM(GossipOptimizer):
+    """Equations and source above.
+
+    m is in units of gradients, and each step divides and multiplies by its own γ: so the heavy ball's β is β γ / γ⁻ at
+    a step where γ changes. Where γ is 0, as at the first step of a warm-up, nothing can be divided: the nodes average,
+    m only decays, and x does not move by it.
+    """
+
+    name = "decentlam"
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+
+        Raises:
+            ConfigError: it diverges on the graph with this momentum.
+        """
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    def check_graph(self) -> None:
+        from hf_diloco.methods.topology import check_decentlam
+
+        for beta in {float(group["momentum"]) for group in self.param_groups}:
+            check_decentlam(self.neighbours.topology, beta)
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():
+            torch.add(x[part.where], g[part.where], alpha=-part.lr, out=g[part.where])
+        mixed = self.mix(g, out=self.received)
+        for part in self.parts():
+            mine, m = x[part.where], momentum[part.where].mul_(part.momentum)
+            if part.lr:
+                m.add_(mixed[part.where].sub_(mine), alpha=-1 / part.lr)
+                mine.add_(m, alpha=-part.lr)
+            else:
+                mine.copy_(mixed[part.where])

@@ -1,0 +1,62 @@
+"""DmSGD: decentralised SGD with each node's own momentum (as in arXiv 2104.11981).
+
+    m_i ← β m_i + g_i
+    adapt-then-combine   x_i ← Σ_j w_ij (x_j - γ m_j)
+    combine-then-adapt   x_i ← Σ_j w_ij x_j - γ m_i
+
+Nesterov puts g_i + β m_i in the place of m_i, as `torch.optim.SGD` does. Sends d values to each neighbour. Momentum
+amplifies what the nodes' data differ in: the limit is DSGD's at γ / (1 - β), whose squared distance from the solution
+is 1 / (1 - β)² times that at γ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.dsgd import DSGD
+
+
+class DmSGD(DSGD):
+    """Equations and sources above. m is in units of gradients: a γ that changes acts on all of it at once."""
+
+    name = "dmsgd"
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        combine_first: bool = False,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+            nesterov: whether the momentum looks ahead.
+            combine_first: combine-then-adapt.
+        """
+        self.combine_first = combine_first
+        self.nesterov = nesterov
+        settings = {"momentum": momentum, "weight_decay": weight_decay, "lars": lars}
+        GossipOptimizer.__init__(self, params, neighbours, lr, **settings)
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        if self.combine_first:
+            self.accumulate(g, self.nesterov)
+            self.descend(x, g)
+            return
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():  # as `accumulate` and `descend`, while a part is in the cache, without a copy of m
+            gradient = g[part.where]
+            m = momentum[part.where].mul_(part.momentum).add_(gradient)
+            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
+            torch.add(x[part.where], direction, alpha=-part.lr, out=gradient)
+        self.mix(g, out=x)

@@ -1,0 +1,59 @@
+"""DSGD: decentralised SGD without momentum.
+
+    adapt-then-combine   x_i ← Σ_j w_ij (x_j - γ g_j)           (diffusion, arXiv 1111.0034)
+    combine-then-adapt   x_i ← Σ_j w_ij x_j - γ g_i             (D-PSGD, arXiv 1705.09056)
+
+Sends d values to each neighbour. Where nodes' data differ, a constant γ leaves it at a distance from the solution,
+whose square is O(γ² b² / (1 - ρ)²) with b² = mean_i ‖∇f_i(x*)‖². In the second form what is sent is known before the
+gradient, so that it travels while that is computed (`begin_exchange`); its bias is larger.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+
+
+class DSGD(GossipOptimizer):
+    """Equations and sources above. If γ changes nothing else does: there is no state."""
+
+    name = "dsgd"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        combine_first: bool = False,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, weight_decay, lars: see `GossipOptimizer`.
+            combine_first: combine-then-adapt.
+        """
+        self.combine_first = combine_first
+        super().__init__(params, neighbours, lr, weight_decay=weight_decay, lars=lars)
+
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
+        return ((x,), (self.received,)) if self.combine_first else None
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        self.descend(x, g)
+
+    def descend(self, x: torch.Tensor, direction: torch.Tensor) -> None:
+        """The equation above, in place of x; overwrites `direction`, which stands for g."""
+        if self.combine_first:
+            mixed = self.mix(x, out=self.received)
+            for part in self.parts():
+                torch.add(mixed[part.where], direction[part.where], alpha=-part.lr, out=x[part.where])
+            return
+        for part in self.parts():
+            torch.add(x[part.where], direction[part.where], alpha=-part.lr, out=direction[part.where])
+        self.mix(direction, out=x)

@@ -1,0 +1,74 @@
+"""QG-DmSGD: decentralised SGD with quasi-global momentum (arXiv 2102.04761).
+
+    x_i⁺ = Σ_j w_ij (x_j - γ (β m_j + g_j))
+    m_i ← μ m_i + (1 - μ) (x_i - x_i⁺) / γ
+
+Momentum is of where the nodes went together, not of a node's own gradients. Sends d values to each neighbour. In the
+limit nothing moves, so m = 0 and the limit is DSGD's, for any β. Stable on directed graphs, too.
+
+Nesterov, as in the authors' code, puts g + β (β m + g) in the place of β m + g. In the limit that is (1 + β) g: the
+limit is then DSGD's at γ (1 + β), not at γ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.checks import check_below_1
+
+
+class QGDmSGD(GossipOptimizer):
+    """Equations and source above.
+
+    m is in units of gradients; each step divides by its own γ. Where γ is 0, as at the first step of a warm-up,
+    nothing can be divided: the nodes average, and m only decays.
+    """
+
+    name = "qg-dmsgd"
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        average_momentum: float | None = None,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+            average_momentum: μ, how slowly m follows; default: as `momentum`, also when that changes.
+            nesterov: whether the momentum looks ahead.
+        """
+        self.average_momentum = average_momentum
+        self.nesterov = nesterov
+        if average_momentum is not None:
+            check_below_1("average_momentum", average_momentum)
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():
+            gradient, m = g[part.where], momentum[part.where]
+            beta = part.momentum
+            if self.nesterov:
+                gradient.mul_(1 + beta).add_(m, alpha=beta * beta)
+            else:
+                gradient.add_(m, alpha=beta)
+            torch.add(x[part.where], gradient, alpha=-part.lr, out=gradient)
+        mixed = self.mix(g, out=self.received)
+        for part in self.parts():
+            mine, new = x[part.where], mixed[part.where]
+            mu = part.momentum if self.average_momentum is None else self.average_momentum
+            m = momentum[part.where].mul_(mu)
+            if part.lr:
+                m.add_(mine.sub_(new), alpha=(1 - mu) / part.lr)
+            mine.copy_(new)

@@ -1,0 +1,82 @@
+"""All methods by name; a new one is a file and a line here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.d2 import D2
+from hf_diloco.methods.gossip.da_dmsgd import DADmSGD
+from hf_diloco.methods.gossip.decentlam import DecentLaM
+from hf_diloco.methods.gossip.dmsgd import DmSGD
+from hf_diloco.methods.gossip.dsgd import DSGD
+from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
+from hf_diloco.methods.gossip.pmsgd import PmSGD
+from hf_diloco.methods.gossip.qg_dmsgd import QGDmSGD
+from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
+from hf_diloco.utils.text import nearest
+
+_ALL: list[type[GossipOptimizer]] = [
+    PmSGD,
+    DSGD,
+    DmSGD,
+    DADmSGD,
+    DecentLaM,
+    QGDmSGD,
+    D2,
+    MomentumConsensus,
+    SwarmSGD,
+]
+
+METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
+
+
+def make_optimizer(
+    name: str,
+    params: ParamsT,
+    neighbours: Neighbours,
+    lr: float,
+    *,
+    slowmo: SlowMoSettings | None = None,
+    **settings: Any,
+) -> GossipOptimizer:
+    """The optimizer of that name for one node.
+
+    Args:
+        name: one of `METHODS` (with - or _).
+        params, neighbours, lr: see `GossipOptimizer`.
+        slowmo: of a slow momentum over the method; None: there is none.
+        settings: the method's own.
+
+    Raises:
+        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph;
+            SlowMo does not go with it.
+    """
+    known = name.lower().replace("_", "-")
+    if known not in METHODS:
+        raise ConfigError(f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}")
+    method = METHODS[known]
+    accepted = _settings(method)
+    for setting in settings:
+        if setting not in accepted:
+            raise ConfigError(
+                f"{setting}: method {known} has no such setting{nearest(setting, accepted)}; it has "
+                f"{', '.join(accepted)}"
+            )
+    make: Any = method
+    optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
+    if slowmo is not None:
+        optimizer.add_slow_momentum(slowmo)
+    return optimizer
+
+
+def _settings(method: type[GossipOptimizer]) -> dict[str, object]:
+    """The method's own settings and their defaults."""
+    parameters = inspect.signature(method.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

@@ -1,0 +1,255 @@
+"""SwarmSGD: local steps, then an average with one random neighbour (arXiv 1910.12308).
+
+    H times   m_i ← β m_i + g_i;  x_i ← x_i - γ m_i
+    then      x_i ← (x_i + x̂_j) / 2                       j: a neighbour, drawn uniformly
+
+Nesterov puts g_i + β m_i in the place of m_i, as `torch.optim.SGD` does. x̂_j is what j published last: each node does
+so before its first step and after each average. Nobody waits, and only i changes. In the blocking form the nodes pair
+off at random, and both of a pair average what they have. Momentum and buffers stay a node's own.
+
+Sends d values an average: d / H a step, in the lattice code (`hf_diloco.codecs.lattice`) a half or a quarter of the
+bytes of fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.codecs.lattice import CHECK_VALUES, LatticeCodec
+from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
+from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.published import Published
+from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.topology import RandomMatching, Topology
+from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
+
+logger = logging.getLogger("hf_diloco")
+
+CODE_BYTES = {"none": 0, "lattice-16": 2, "lattice-8": 1}
+"""Values of `quantization`, and bytes a value; none: as the parameters are."""
+
+DEFAULT_STEPS = {"lattice-16": 2.0**-15, "lattice-8": 2.0**-10}
+"""ε where none is given: models may then be 1 and 1/8 apart, in each value."""
+
+
+class SwarmSGD(GossipOptimizer):
+    """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once.
+
+    Steps are collective in the blocking form only. In the other one a node may step at any pace, and what it gets
+    depends on the others' pace; one thread that steps all nodes in turns gives the same bits each time. The mean of
+    all nodes stays where it is in the blocking form; in the other one in expectation, on graphs whose nodes have
+    equally many neighbours. On a directed graph links count both ways.
+
+    An average is left out, for this time, where a partner has not published yet or is lost. A node that returns begins
+    at once, from the mean of its neighbours as they are, at the largest of their steps. In the lattice code it is
+    left out for blocks of 4,096 values in which the two models are too far apart to decode: what would be taken
+    instead is wrong by whole multiples of 256 or 65,536 steps of the lattice. Those values stay the node's own.
+
+    What a node published last is saved with the optimizer's state, d values, so that a resumed run goes on bit for
+    bit, if the nodes step in the same order; counts begin anew.
+
+    Attributes:
+        num_left_out: averages that were left out since this object was made.
+        num_out_of_range: blocks of values that could not be decoded since this object was made.
+    """
+
+    name = "swarm-sgd"
+    num_vectors = 1
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        neighbours: Neighbours,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        local_steps: int = 2,
+        blocking: bool = False,
+        quantization: str = "none",
+        lattice_step: float | None = None,
+        seed: int = 0,
+        weight_decay: float = 0.0,
+        lars: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
+            nesterov: whether the momentum looks ahead.
+            local_steps: H, steps from one average to the next.
+            blocking: whether both of a pair average, and wait for each other.
+            quantization: how models travel: none, lattice-16 or lattice-8 (2 or 1 bytes a value).
+            lattice_step: ε of the lattice code, the same on all nodes. Decoded values are within ε / 2 while models
+                are not farther apart than 32,768 ε (lattice-16; default: that is 1) or 128 ε (lattice-8; 1/8).
+            seed: of the partners; the same on all nodes.
+
+        Raises:
+            ConfigError: a setting is out of its range, or does not go with another.
+            UnsupportedError: the transport lets nodes take nothing from each other unasked (not blocking).
+        """
+        if local_steps < 1:
+            raise ConfigError(f"local_steps={local_steps}: give the number of steps between averages, at least 1")
+        self.nesterov = nesterov
+        self.local_steps = local_steps
+        self.blocking = blocking
+        self.is_in_step = blocking
+        self.seed = seed
+        self.num_left_out = 0
+        self.num_out_of_range = 0
+        self._codec = _make_codec(quantization, lattice_step, blocking)
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+        node = neighbours.node
+        pairs = links(neighbours.topology)
+        self._partners = [i + j - node for i, j in pairs if node in (i, j)]
+        self._matching = _matching(neighbours.topology, len(pairs), seed)
+        self._published: Published | None = None
+        if not blocking and neighbours.num_nodes > 1:
+            self._published = neighbours.published()
+        self._has_published = False
+        self._payload = torch.empty(self._codec.num_bytes(self._x.numel()) if self._codec else 0, dtype=torch.uint8)
+
+    def check_slow_momentum(self, settings: SlowMoSettings) -> None:
+        if not self.blocking:
+            raise ConfigError(
+                f"slowmo does not go with {self.name} whose nodes wait for nobody: there is no step at which all have "
+                "taken equally many, and neighbours would average with models from before an outer step; set options: "
+                "{blocking: true}, or remove slowmo"
+            )
+
+    def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        if not self._has_published:
+            self._publish(x)
+        number, rest = divmod(self.num_steps, self.local_steps)
+        is_last = rest == self.local_steps - 1 and bool(self._partners)
+        if is_last and self.blocking:
+            self._descend(x, g, out=g)
+            self.traffic += self.neighbours.mix((g,), (x,), number, topology=self._matching)
+            return
+        self._descend(x, g, out=x)
+        if is_last:
+            self._take(x, self.partner(number))
+            self._publish(x)
+
+    def begin_state(self, x: torch.Tensor) -> None:
+        """As `GossipOptimizer.begin_state`; publishes before the first step."""
+        super().begin_state(x)
+        self._has_published = False
+
+    def partner(self, number: int) -> int:
+        """With whose model this node averages, not blocking.
+
+        Args:
+            number: of the average, from 0.
+        """
+        # Not a generator of NumPy or torch: theirs may change from one version to the next.
+        text = f"{self.seed} {self.neighbours.node} {number}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return self._partners[int.from_bytes(digest, "little") % len(self._partners)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with what this node published last, as uint8."""
+        state = super().state_dict()
+        own = self._published.own() if self._published else None
+        return state if own is None else {**state, "published": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `GossipOptimizer.load_state_dict`; publishes again what was published last, unless others went on since.
+
+        Raises:
+            CheckpointError: the state is another method's, or was published with another quantization.
+        """
+        super().load_state_dict(state_dict)
+        payload = state_dict.get("published")
+        if payload is None or self._published is None or self.neighbours.is_returning:
+            return
+        expected = self._payload.numel() if self._codec else self._x.nbytes
+        if payload.numel() != expected:
+            raise CheckpointError(
+                f"{self.name}: the state holds a published model of {payload.numel():,} bytes, not {expected:,}: "
+                "resume with the quantization of the run that was saved"
+            )
+        self._published.publish(payload)
+        self._has_published = True
+
+    def _descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
+        """The local step, from x and g to `out`, which is either; as `accumulate`, without a copy of the momentum."""
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():
+            gradient = g[part.where]
+            m = momentum[part.where].mul_(part.momentum).add_(gradient)
+            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
+            torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])
+
+    def _publish(self, x: torch.Tensor) -> None:
+        """Shows this node's model to all."""
+        if self._published is None:
+            return
+        if self._codec:
+            self._codec.encode(x, self._payload)
+            self._published.publish(self._payload)
+        else:
+            self._published.publish(x.view(torch.uint8))
+        self._has_published = True
+
+    def _take(self, x: torch.Tensor, partner: int) -> None:
+        """Averages with what the partner published last."""
+        assert self._published is not None
+        payload, traffic = self._published.pull(partner)
+        self.traffic += traffic
+        if payload is None:
+            self.num_left_out += 1
+            return
+        other = self._decode(payload, x, partner)
+        for part in self.parts():
+            x[part.where].add_(other[part.where]).mul_(0.5)
+
+    def _decode(self, payload: torch.Tensor, x: torch.Tensor, partner: int) -> torch.Tensor:
+        """The partner's model; this node's own, x, where it cannot be decoded."""
+        if not self._codec:
+            other = payload.view(x.dtype)
+            return other if x.device == other.device else self.received.copy_(other)
+        num_failed = self._codec.decode(payload, x, self.received)
+        if num_failed and not self.num_out_of_range:
+            logger.warning(
+                "the models of nodes %d and %d are more than %.3g apart in %d of %d blocks of %d values, which are "
+                "not averaged; a larger lattice_step or fewer local_steps help. Said once; num_out_of_range counts",
+                self.neighbours.node,
+                partner,
+                self._codec.reach,
+                num_failed,
+                -(-x.numel() // CHECK_VALUES),
+                CHECK_VALUES,
+            )
+        self.num_out_of_range += num_failed
+        return self.received
+
+
+def _make_codec(quantization: str, step: float | None, blocking: bool) -> LatticeCodec | None:
+    if quantization not in CODE_BYTES:
+        raise ConfigError(f"quantization={quantization!r}: give one of {', '.join(CODE_BYTES)}")
+    code_bytes = CODE_BYTES[quantization]
+    if not code_bytes:
+        if step is not None:
+            raise ConfigError(f"lattice_step={step}: has no effect without quantization; give lattice-16 or lattice-8")
+        return None
+    if blocking:
+        raise ConfigError(
+            f"quantization={quantization!r} does not go with blocking=True, where pairs send values as they are; "
+            "leave out one of them"
+        )
+    return LatticeCodec(code_bytes, DEFAULT_STEPS[quantization] if step is None else step)
+
+
+def _matching(graph: Topology, num_links: int, seed: int) -> Topology:
+    """Who averages with whom at each blocking average."""
+    num_nodes = graph.num_nodes
+    if num_links == num_nodes * (num_nodes - 1) // 2:
+        return RandomMatching(num_nodes, seed)
+    return RandomEdgeMatching(graph, seed)

@@ -1,0 +1,133 @@
+"""What a graph is to decentralised training: the weights with which each node averages its neighbours' vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.methods.topology.checks import TOLERANCE, check_mixing, check_weights
+
+Weights = NDArray[np.float64]
+
+
+class Topology(ABC):
+    """A graph of nodes, which may be another one at each step.
+
+    After step t node i has x_i = Σ_j w_ij(t) x_j. Every W(t) is doubly stochastic: rows sum to 1, so that nodes that
+    are equal stay equal; columns sum to 1, so that averaging leaves the mean of all nodes where it is.
+
+    Attributes:
+        name: what messages call it.
+        num_nodes: n; nodes are numbered from 0.
+        period: steps after which the weights come again; 1 if they never change; None if they never come again, but
+            are drawn at each step.
+        is_symmetric: W(t) is symmetric at every step: who receives also sends, with equal weight.
+    """
+
+    name: str
+    num_nodes: int
+    period: int | None
+    is_symmetric: bool
+
+    @abstractmethod
+    def weights(self, step: int = 0) -> Weights:
+        """W at a step, equal on all nodes that ask.
+
+        Args:
+            step: from 0.
+
+        Returns:
+            float64 [num_nodes, num_nodes], read-only; entry (i, j) is the weight that node i gives to node j's vector.
+        """
+
+    @property
+    @abstractmethod
+    def rho(self) -> float:
+        """The factor by which a step of averaging shrinks the nodes' distance from their mean: 0 best, below 1.
+
+        Of weights with a period: the spectral radius of the product of one period, less the average, to the power
+        1 / period; so it is the mean factor of a step, in the long run. Without changes that is the second largest
+        modulus of W's eigenvalues. Of weights that are drawn: the root mean square over the draws.
+        """
+
+    @property
+    def spectral_gap(self) -> float:
+        """1 - rho."""
+        return 1.0 - self.rho
+
+    @property
+    def is_static(self) -> bool:
+        """The weights are the same at every step."""
+        return self.period == 1
+
+    def neighbours(self, node: int, step: int = 0) -> tuple[int, ...]:
+        """From whom a node receives at a step, in order, without itself."""
+        return self._others(self.weights(step)[node], node)
+
+    def receivers(self, node: int, step: int = 0) -> tuple[int, ...]:
+        """To whom a node sends at a step, in order, without itself; on a symmetric graph its neighbours."""
+        return self._others(self.weights(step)[:, node], node)
+
+    def check(self) -> None:
+        """Raises `ConfigError` unless the weights are doubly stochastic, and bring all nodes to their mean."""
+        matrices = [self.weights(step) for step in range(self.period or 1)]
+        for matrix in matrices:
+            check_weights(matrix, self.name)
+        if self.period is not None:
+            check_mixing(matrices, self.rho, self.name)
+
+    def _others(self, weights: Weights, node: int) -> tuple[int, ...]:
+        return tuple(int(other) for other in np.flatnonzero(weights) if other != node)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.num_nodes} nodes>"
+
+
+class PeriodicTopology(Topology):
+    """Weights that come again after some steps, or never change.
+
+    Attributes:
+        matrices: float64 [period, num_nodes, num_nodes], read-only: the weights of each step.
+    """
+
+    period: int
+
+    def __init__(self, name: str, matrices: Weights) -> None:
+        """
+        Args:
+            name: see `Topology`.
+            matrices: as the attribute, or [num_nodes, num_nodes] for weights that never change. Not checked: `check`.
+        """
+        self.name = name
+        self.matrices = np.array(matrices, dtype=np.float64, ndmin=3)
+        self.matrices.setflags(write=False)
+        self.period, self.num_nodes, _ = self.matrices.shape
+        self.is_symmetric = np.allclose(self.matrices, self.matrices.transpose(0, 2, 1), rtol=0, atol=TOLERANCE)
+
+    def weights(self, step: int = 0) -> Weights:
+        weights: Weights = self.matrices[step % self.period]
+        return weights
+
+    @cached_property
+    def rho(self) -> float:
+        product = np.eye(self.num_nodes)
+        for matrix in self.matrices:
+            product = matrix @ product
+        distance = product - 1 / self.num_nodes
+        is_symmetric = np.allclose(distance, distance.T, rtol=0, atol=TOLERANCE)
+        eigenvalues = np.linalg.eigvalsh(distance) if is_symmetric else np.linalg.eigvals(distance)
+        radius = float(np.abs(eigenvalues).max())
+        return 0.0 if radius < _ROUNDING else radius ** (1 / self.period)
+
+
+_ROUNDING = 1e-12  # below it a product is the exact average: a root would make much of rounding errors
+
+
+def check_num_nodes(num_nodes: int, name: str) -> None:
+    """Raises `ConfigError` unless it is a count."""
+    if num_nodes < 1:
+        raise ConfigError(f"num_nodes={num_nodes}: a graph ({name}) has at least one node; give how many take part")

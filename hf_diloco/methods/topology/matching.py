@@ -1,0 +1,125 @@
+"""Random matchings: at each step nodes pair off anew, and each pair averages."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cached_property
+
+import numpy as np
+
+from hf_diloco.methods.topology.base import Topology, Weights, check_num_nodes
+
+
+class RandomMatching(Topology):
+    """½, ½ for a node and its partner of the step. If their number is odd, one node has none, and keeps its vector.
+
+    The pairs of a step follow from `seed`, the step and the number of nodes alone: nodes are sorted by a hash, and the
+    first two are a pair, the next two, and so on. So nodes need not agree, whatever their machines and versions are.
+    All matchings are equally likely. There is no period.
+
+    `rho` is the root mean square factor of a step, √‖E[WᵀW] - 11ᵀ/n‖: W is a projection, so WᵀW = W, and E[W] has the
+    weight 1 / (2 (n - 1)) for every other node (n odd: 1 / (2n)).
+    """
+
+    name = "random-matching"
+    period = None
+    is_symmetric = True
+
+    def __init__(self, num_nodes: int, seed: int = 0) -> None:
+        """
+        Args:
+            num_nodes: n, at least 1.
+            seed: any number; other seeds give other pairs.
+
+        Raises:
+            ConfigError: no nodes.
+        """
+        check_num_nodes(num_nodes, self.name)
+        self.num_nodes = num_nodes
+        self.seed = seed
+
+    def pairs(self, step: int = 0) -> list[tuple[int, int]]:
+        """Who averages with whom at a step; n // 2 pairs."""
+        order = sorted(range(self.num_nodes), key=lambda node: self._hash(step, node))
+        return list(zip(order[::2], order[1::2], strict=False))  # the last of an odd number is left over
+
+    def weights(self, step: int = 0) -> Weights:
+        return _pair_weights(self.num_nodes, self.pairs(step))
+
+    @property
+    def rho(self) -> float:
+        if self.num_nodes == 1:
+            return 0.0
+        weight = 1 / (2 * (self.num_nodes - 1 + self.num_nodes % 2))  # of E[W], for each other node
+        return math.sqrt(1 - self.num_nodes * weight)
+
+    def _hash(self, step: int, node: int) -> bytes:
+        # Not NumPy's generators: their permutations may change from one version to the next.
+        return hashlib.blake2b(f"{self.seed} {step} {node}".encode(), digest_size=16).digest()
+
+
+class RandomEdgeMatching(Topology):
+    """As `RandomMatching`, of neighbours in a graph only: who finds no free neighbour keeps its vector.
+
+    The links of the graph are sorted by a hash of `seed`, the step and their ends, and each is taken whose ends are
+    free yet. So no two neighbours are both left over, yet more nodes may be than need be. Links count both ways, also
+    on a directed graph; where a graph changes, those of all its steps count.
+
+    `rho` is that of `RandomMatching`, with E[W] the mean over the first 1,000 steps.
+    """
+
+    period = None
+    is_symmetric = True
+
+    def __init__(self, graph: Topology, seed: int = 0) -> None:
+        """
+        Args:
+            graph: who may be a pair.
+            seed: any number; other seeds give other pairs.
+        """
+        self.name = f"random matching on {graph.name}"
+        self.num_nodes = graph.num_nodes
+        self.seed = seed
+        self._links = links(graph)
+
+    def pairs(self, step: int = 0) -> list[tuple[int, int]]:
+        """Who averages with whom at a step; the lower number first."""
+        taken: set[int] = set()
+        pairs = []
+        for one, other in sorted(self._links, key=lambda link: self._hash(step, link)):
+            if one not in taken and other not in taken:
+                taken |= {one, other}
+                pairs.append((one, other))
+        return pairs
+
+    def weights(self, step: int = 0) -> Weights:
+        return _pair_weights(self.num_nodes, self.pairs(step))
+
+    @cached_property
+    def rho(self) -> float:
+        mean = sum(self.weights(step) for step in range(_NUM_DRAWS)) / _NUM_DRAWS
+        return math.sqrt(float(np.linalg.norm(mean - 1 / self.num_nodes, 2)))
+
+    def _hash(self, step: int, link: tuple[int, int]) -> bytes:
+        return hashlib.blake2b(f"{self.seed} {step} {link[0]} {link[1]}".encode(), digest_size=16).digest()
+
+
+_NUM_DRAWS = 1000
+
+
+def links(graph: Topology) -> list[tuple[int, int]]:
+    """All pairs of nodes between which something is sent, in either direction, at any step; the lower one first."""
+    pairs = [(one, other) for one in range(graph.num_nodes) for other in range(one + 1, graph.num_nodes)]
+    if graph.period is None:
+        return pairs
+    matrices = [graph.weights(step) for step in range(graph.period)]
+    return [(i, j) for i, j in pairs if any(matrix[i, j] or matrix[j, i] for matrix in matrices)]
+
+
+def _pair_weights(num_nodes: int, pairs: list[tuple[int, int]]) -> Weights:
+    weights = np.eye(num_nodes)
+    for one, other in pairs:
+        weights[one, one] = weights[other, other] = weights[one, other] = weights[other, one] = 0.5
+    weights.setflags(write=False)
+    return weights

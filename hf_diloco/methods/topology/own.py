@@ -1,0 +1,105 @@
+"""A user's own weights: an array, a file, or a networkx graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.methods.topology.base import PeriodicTopology, Weights
+from hf_diloco.methods.topology.checks import check_weights
+from hf_diloco.methods.topology.undirected import metropolis
+
+if TYPE_CHECKING:
+    from networkx import Graph
+
+SUFFIXES = (".npy", ".csv", ".json")
+"""Files that `from_file` reads."""
+
+
+def from_weights(weights: ArrayLike, name: str = "own weights") -> PeriodicTopology:
+    """Weights as they are given.
+
+    Args:
+        weights: numbers [num_nodes, num_nodes], or [period, num_nodes, num_nodes] for weights that change; see
+            `Topology.weights`.
+        name: what messages call them.
+
+    Raises:
+        ConfigError: no such numbers; or they are not doubly stochastic, or do not bring all nodes to their mean.
+    """
+    try:
+        matrices = np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: no matrix of numbers ({error}); give rows of equal length") from None
+    if matrices.ndim not in (2, 3) or not matrices.size:
+        raise ConfigError(
+            f"{name}: weights of shape {matrices.shape}: give a matrix, or a stack of them for weights that change"
+        )
+    for matrix in matrices.reshape(-1, *matrices.shape[-2:]):
+        check_weights(matrix, name)
+    topology = PeriodicTopology(name, matrices)
+    topology.check()
+    return topology
+
+
+def from_file(path: str | Path) -> PeriodicTopology:
+    """Weights from a file: .npy (an array of numbers), .csv (a row a line, commas) or .json (lists of numbers).
+
+    Raises:
+        ConfigError: the file is missing or is none of these; or as `from_weights`.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path}: weights are read from files that end in {', '.join(SUFFIXES)}")
+    try:
+        weights = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; give a file of weights, or a graph's name") from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not read as {path.suffix[1:]} ({reason}); write the numbers anew") from None
+    return from_weights(weights, str(path))
+
+
+def from_graph(graph: Graph, name: str = "own graph") -> PeriodicTopology:
+    """Metropolis weights of a networkx graph.
+
+    Args:
+        graph: undirected and connected. Nodes are numbered in its order, unless their labels are 0 to n - 1.
+        name: what messages call it.
+
+    Raises:
+        ConfigError: the graph is directed, empty or not connected.
+    """
+    if graph.is_directed():
+        raise ConfigError(
+            f"{name}: a directed graph has no Metropolis weights; give graph.to_undirected(), or a matrix of weights"
+        )
+    if not len(graph):
+        raise ConfigError(f"{name}: a graph without nodes; add one for each that takes part")
+    weights = metropolis(graph)
+    labels = list(graph)
+    if set(labels) == set(range(len(labels))):
+        order = np.argsort(labels)
+        weights = weights[np.ix_(order, order)]
+    return from_weights(weights, name)
+
+
+def _read(path: Path) -> ArrayLike:
+    if path.suffix == ".npy":
+        with path.open("rb") as file:
+            array: Weights = np.lib.format.read_array(file, allow_pickle=False)
+        return array
+    if path.suffix == ".json":
+        loaded: ArrayLike = json.loads(path.read_text())
+        return loaded
+    return np.array([_numbers(line) for line in path.read_text().splitlines() if line.strip()])
+
+
+def _numbers(line: str) -> list[float]:
+    return [float(word) for word in line.split(",")]

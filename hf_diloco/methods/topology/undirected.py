@@ -1,0 +1,114 @@
+"""Graphs that never change and whose links go both ways, with Metropolis weights: ring, grid, star and others."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.methods.topology.base import PeriodicTopology, Weights, check_num_nodes
+
+if TYPE_CHECKING:
+    from networkx import Graph
+
+
+def metropolis(graph: Graph) -> Weights:
+    """The weights of Metropolis and Hastings: symmetric and doubly stochastic on any graph.
+
+        w_ij = 1 / max(d_i, d_j) for neighbours i, j;  w_ii = 1 - Σ_j w_ij
+
+    with degrees d that count the node itself. So a node of a regular graph gives all in its neighbourhood, itself
+    too, the same weight. Loops, parallel edges and weights of edges do not count.
+
+    Args:
+        graph: undirected; nodes are numbered in its order.
+
+    Returns:
+        float64 [num_nodes, num_nodes].
+    """
+    number = {node: index for index, node in enumerate(graph)}
+    degrees = {node: len({node, *graph[node]}) for node in graph}
+    weights = np.zeros((len(number), len(number)))
+    for one, other in graph.edges():
+        if one != other:
+            weight = 1 / max(degrees[one], degrees[other])
+            weights[number[one], number[other]] = weights[number[other], number[one]] = weight
+    np.fill_diagonal(weights, 1 - weights.sum(axis=1))
+    return weights
+
+
+def ring(num_nodes: int) -> PeriodicTopology:
+    """Each node and the one on either side: ⅓ each. rho approaches 1 with the square of the number of nodes."""
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "ring")
+    return _metropolis("ring", nx.cycle_graph(num_nodes))
+
+
+def grid(num_nodes: int) -> PeriodicTopology:
+    """Rows and columns, as near to a square as the factors of `num_nodes` allow, numbered row by row; a prime: a line.
+
+    Nodes on the border have fewer neighbours: 2 to 4.
+    """
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "grid")
+    return _metropolis("grid", nx.grid_2d_graph(*grid_shape(num_nodes)))
+
+
+def grid_shape(num_nodes: int) -> tuple[int, int]:
+    """Rows and columns of the grid: the two factors that are closest, the smaller one first."""
+    rows = next(rows for rows in range(math.isqrt(num_nodes), 0, -1) if num_nodes % rows == 0)
+    return rows, num_nodes // rows
+
+
+def star(num_nodes: int) -> PeriodicTopology:
+    """Node 0 and all others, 1/n a link. Node 0 sends and receives n - 1 vectors."""
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "star")
+    return _metropolis("star", nx.star_graph(num_nodes - 1))
+
+
+def hypercube(num_nodes: int) -> PeriodicTopology:
+    """Nodes whose numbers differ in one bit, and itself: 1/(τ + 1) each.
+
+    Raises:
+        ConfigError: `num_nodes` is no power of two, 2^τ.
+    """
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "hypercube")
+    dimension = num_nodes.bit_length() - 1
+    if num_nodes != 2**dimension:
+        raise ConfigError(
+            f"num_nodes={num_nodes}: a hypercube has a power of two: take {2**dimension} or {2 ** (dimension + 1)}, "
+            "or symmetric-exponential, which has any number"
+        )
+    return _metropolis("hypercube", nx.hypercube_graph(dimension) if dimension else nx.empty_graph(1))
+
+
+def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
+    """Each node, and those 1, 2, 4, … below `num_nodes` away on either side: equal weights."""
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "symmetric-exponential")
+    offsets = [2**k for k in range((num_nodes - 1).bit_length())]
+    return _metropolis("symmetric-exponential", nx.circulant_graph(num_nodes, offsets))
+
+
+def full(num_nodes: int) -> PeriodicTopology:
+    """Every node and every other: 1/n each, the exact average after each step, for n - 1 vectors a node."""
+    import networkx as nx
+
+    check_num_nodes(num_nodes, "full")
+    return _metropolis("full", nx.complete_graph(num_nodes))
+
+
+def _metropolis(name: str, graph: Graph) -> PeriodicTopology:
+    """Nodes are numbered as they sort: of a grid by row and column, of a hypercube as bits are read."""
+    import networkx as nx
+
+    return PeriodicTopology(name, metropolis(nx.convert_node_labels_to_integers(graph, ordering="sorted")))

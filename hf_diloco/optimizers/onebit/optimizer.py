@@ -1,0 +1,311 @@
+"""What 1-bit LAMB and 1-bit Adam share: two stages, the exchange of momentum, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
+
+logger = logging.getLogger("hf_diloco")
+
+State = dict[str, torch.Tensor]
+MASK = "exp_avg_mask"
+ERRORS = "onebit_errors"
+
+
+class Tensor(NamedTuple):
+    """One trained tensor: the parameter, its group's settings, its state, and its part of the exchanged vector."""
+
+    parameter: torch.nn.Parameter
+    group: dict[str, Any]
+    state: State
+    exchanged: torch.Tensor
+
+
+class OneBitOptimizer(Optimizer):
+    """An optimizer with a warm-up at full precision, and then a momentum that is averaged in one bit a value.
+
+    In the warm-up, the first `freeze_step` steps, gradients must come averaged over the ranks, as DDP has them. Then
+    the second moments are frozen, and gradients must come as each rank has computed them: `average_gradients` is
+    DDP's communication hook that does both.
+
+    Values whose second moment is zero at the freeze have had no gradient in the warm-up: their update would be
+    divided by `eps` alone. Their momentum stays zero, unless `freeze_unseen` is false.
+
+    A group may have `exp_avg_mask`, which multiplies the momentum of each of its parameters: zero where gradients are
+    always zero (position embeddings beyond the sequence length), since one bit cannot stand for zero.
+
+    If a rank has a value that is not finite, the others' mean is taken; if all have, the step is left out.
+
+    Args:
+        params: parameters or groups, all fp32 and on one device.
+        defaults: of the groups; `lr`, `betas`, `eps` and `weight_decay` among them.
+        freeze_step: steps of the warm-up, at least 2; None: all steps.
+        bias_correction: divide the moments by 1 - beta^t. The second moment's stays that of the freeze.
+        freeze_unseen: see above.
+        process_group: the ranks; None: all.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+        UnsupportedError: a parameter is not fp32.
+
+    Attributes:
+        num_steps: steps taken.
+        bytes_sent: by this rank in the compressed stage, since it was made.
+        num_left_out: contributions of ranks that were left out, since they were not finite.
+        saves_errors: whether `state_dict` holds this rank's errors. They differ between ranks: false where one rank's
+            state is saved for all, and the errors beside it (`errors`, `load_errors`).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        freeze_step: int | None,
+        bias_correction: bool,
+        freeze_unseen: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        if freeze_step is not None and freeze_step < 2:
+            raise ConfigError(
+                f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 15 % of "
+                "all steps, or null for no compression"
+            )
+        _check_range("lr", defaults["lr"], 0.0)
+        _check_range("eps", defaults["eps"], 0.0)
+        _check_range("weight_decay", defaults["weight_decay"], 0.0)
+        for number, beta in enumerate(defaults["betas"], 1):
+            _check_range(f"beta {number}", beta, 0.0, 1.0)
+        super().__init__(params, defaults)
+        self.freeze_step = freeze_step
+        self.bias_correction = bias_correction
+        self.freeze_unseen = freeze_unseen
+        self.process_group = process_group
+        self.num_steps = 0
+        self.num_left_out = 0
+        self.bytes_sent = 0
+        self.saves_errors = True
+        self._exchanged: torch.Tensor | None = None
+        self._exchange: OneBitAllReduce | None = None
+        self._pending: dict[str, Any] | None = None  # errors that were loaded before there was an exchange
+        self._lost_errors = ""  # why errors begin at zero, to be said if they do
+        for parameter in self._parameters():
+            if parameter.dtype != torch.float32:
+                raise UnsupportedError(
+                    f"a parameter of type {parameter.dtype} cannot be trained by a 1-bit optimizer: load the model in "
+                    "fp32, and set bf16 to compute in bf16"
+                )
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the next step exchanges one bit a value."""
+        return self.freeze_step is not None and self.num_steps >= self.freeze_step
+
+    @property
+    def exchange(self) -> OneBitAllReduce:
+        """The all-reduce of the compressed stage."""
+        if self._exchange is None:
+            device = next(self._parameters()).device
+            size = sum(parameter.numel() for parameter in self._parameters())
+            self._exchange = OneBitAllReduce(size, self.process_group, device)
+            if self._pending is not None:
+                self.load_errors(self._pending)
+        return self._exchange
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Takes a step; collective over the ranks in the compressed stage."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tensors = list(self._tensors())
+        if self.is_compressed:
+            self._step_compressed(tensors)
+        else:
+            self._step_in_warm_up(tensors)
+        self.num_steps += 1
+        if self.num_steps == self.freeze_step:
+            self._freeze(tensors)
+            logger.info("step %d: the second moments are frozen; the momentum travels in 1 bit", self.num_steps)
+        return loss
+
+    # What methods differ in
+
+    @abstractmethod
+    def _new_state(self, parameter: torch.nn.Parameter) -> State:
+        """The state of a tensor besides its moments."""
+
+    @abstractmethod
+    def _update_in_warm_up(self, tensor: Tensor) -> None:
+        """Moves the parameter, by moments that are up to date; may overwrite `exchanged`."""
+
+    @abstractmethod
+    def _update_compressed(self, tensor: Tensor) -> None:
+        """Makes `exchanged` the momentum and moves the parameter; may overwrite `exchanged`."""
+
+    def _freeze(self, tensors: list[Tensor]) -> None:
+        """Ends the warm-up."""
+
+    # The two stages
+
+    def _step_in_warm_up(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            gradient = tensor.parameter.grad
+            if gradient is None:
+                continue
+            beta1, beta2 = tensor.group["betas"]
+            tensor.state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            tensor.state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self._update_in_warm_up(tensor)
+
+    def _step_compressed(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            beta1, _ = tensor.group["betas"]
+            torch.mul(tensor.state["exp_avg"], beta1, out=tensor.exchanged)
+            if tensor.parameter.grad is not None:
+                tensor.exchanged.add_(tensor.parameter.grad, alpha=1 - beta1)
+            if "scale" in tensor.state:
+                tensor.exchanged.mul_(tensor.state["scale"])
+        exchange = self.exchange
+        if self._lost_errors:
+            logger.warning("1-bit errors begin at zero: %s", self._lost_errors)
+            self._lost_errors = ""
+        assert self._exchanged is not None
+        num_finite = exchange.mean_(self._exchanged)
+        self.bytes_sent += exchange.bytes_sent
+        if num_finite < exchange.num_ranks:
+            self.num_left_out += exchange.num_ranks - num_finite
+            what = "they are left out of the mean" if num_finite else "the step is left out"
+            logger.warning(
+                "step %d: the gradients of %d of %d ranks are not finite: %s",
+                self.num_steps + 1,
+                exchange.num_ranks - num_finite,
+                exchange.num_ranks,
+                what,
+            )
+        if not num_finite:
+            return
+        for tensor in tensors:
+            if "scale" in tensor.state:
+                tensor.exchanged.div_(tensor.state["scale"])
+            if MASK in tensor.group:
+                tensor.exchanged.mul_(tensor.group[MASK].to(tensor.exchanged.device))
+            if self.freeze_unseen:
+                tensor.exchanged.masked_fill_(tensor.state["exp_avg_sq"] == 0, 0.0)
+            self._update_compressed(tensor)
+
+    def _direction(self, tensor: Tensor, momentum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """m / (sqrt(v) + eps), bias-corrected if that is wanted; `out` may be `momentum`."""
+        beta1, _ = tensor.group["betas"]
+        torch.div(momentum, self._denominator(tensor, "exp_avg_sq"), out=out)
+        return out.div_(1 - beta1 ** (self.num_steps + 1)) if self.bias_correction else out
+
+    def _denominator(self, tensor: Tensor, name: str) -> torch.Tensor:
+        """sqrt(v) + eps of the second moment of that name."""
+        root = tensor.state[name].sqrt()
+        if self.bias_correction:
+            step = self.num_steps + 1
+            if name == "exp_avg_sq" and self.freeze_step is not None:
+                step = min(step, self.freeze_step)
+            root.div_((1 - tensor.group["betas"][1] ** step) ** 0.5)
+        return root.add_(tensor.group["eps"])
+
+    # State
+
+    @property
+    def errors(self) -> dict[str, torch.Tensor]:
+        """This rank's errors, see `OneBitAllReduce.errors`; empty in the warm-up."""
+        return self.exchange.errors if self.is_compressed else {}
+
+    def load_errors(self, errors: dict[str, Any]) -> None:
+        """Takes back what `errors` was on this rank of as many ranks; nothing leaves them at zero."""
+        self._lost_errors = ""
+        if self._exchange is None:
+            self._pending = errors
+            return
+        self._pending = None
+        if errors:
+            self._exchange.load_errors(errors)
+
+    def lose_errors(self, reason: str) -> None:
+        """Has the errors begin at zero; the reason is said if there should have been some."""
+        self._exchange, self._pending, self._lost_errors = None, None, reason if self.is_compressed else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; besides, the number of steps and this rank's errors. Masks are not in it."""
+        state = super().state_dict()
+        groups = [{name: value for name, value in group.items() if name != MASK} for group in state["param_groups"]]
+        more: dict[str, Any] = {"num_steps": self.num_steps, "freeze_step": self.freeze_step}
+        if self.saves_errors and (errors := self.errors):
+            more[ERRORS] = {"rank": self.exchange.rank, "num_ranks": self.exchange.num_ranks, **errors}
+        return {**state, "param_groups": groups, **more}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; masks stay as they are. The errors of another rank are not taken.
+
+        Raises:
+            ConfigError: the checkpoint's second moments were frozen after another number of steps.
+        """
+        num_steps, frozen = int(state_dict.get("num_steps", 0)), state_dict.get("freeze_step")
+        was_compressed = frozen is not None and num_steps >= frozen
+        if frozen != self.freeze_step and (was_compressed or num_steps >= (self.freeze_step or num_steps + 1)):
+            raise ConfigError(
+                f"freeze_step={self.freeze_step}, but the checkpoint of step {num_steps} was written with "
+                f"freeze_step={frozen}: set it to that"
+            )
+        masks = [group.get(MASK) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            if mask is not None:
+                group[MASK] = mask
+        self.num_steps = num_steps
+        self._load_errors_of(state_dict.get(ERRORS) or {})
+
+    def _load_errors_of(self, errors: dict[str, Any]) -> None:
+        in_world = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(self.process_group) if in_world else 0
+        num_ranks = dist.get_world_size(self.process_group) if in_world else 1
+        if not errors:
+            self.lose_errors("the checkpoint holds none")
+        elif errors["num_ranks"] != num_ranks:
+            self.lose_errors(f"the checkpoint is of {errors['num_ranks']} ranks, and this run has {num_ranks}")
+        elif errors["rank"] != rank:
+            self.lose_errors(f"the checkpoint holds those of rank {errors['rank']}, and this is rank {rank}")
+        else:
+            self.load_errors({"worker": errors["worker"], "server": errors["server"]})
+
+    def _tensors(self) -> Iterator[Tensor]:
+        size = sum(parameter.numel() for parameter in self._parameters())
+        if self._exchanged is None:
+            self._exchanged = torch.zeros(size, device=next(self._parameters()).device)
+        begin = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                    state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+                    state.update(self._new_state(parameter))
+                part = self._exchanged[begin : begin + parameter.numel()].view(parameter.shape)
+                begin += parameter.numel()
+                yield Tensor(parameter, group, state, part)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def _check_range(name: str, value: float, least: float, below: float = float("inf")) -> None:
+    if not least <= value < below:
+        raise ConfigError(f"{name}={value}: must be at least {least:g}" + (f" and below {below:g}" * (below < 1e9)))
+
+
+__all__ = ["OneBitOptimizer", "Tensor"]

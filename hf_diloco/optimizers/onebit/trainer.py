@@ -1,0 +1,160 @@
+"""1-bit optimizers under the Trainer: DDP's own all-reduce, and the errors in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.errors import CheckpointError, UnsupportedError
+from hf_diloco.inner import unwrap_optimizer
+from hf_diloco.optimizers.onebit.adam import OneBitAdam
+from hf_diloco.optimizers.onebit.hook import average_gradients, average_gradients_in_fp16
+from hf_diloco.optimizers.onebit.lamb import OneBitLamb
+from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer
+from hf_diloco.trainer.arguments import folder_of
+from hf_diloco.trainer.frames import find_trainer, move_before_trackers
+from hf_diloco.trainer.refusals import refuse
+from hf_diloco.utils.files import is_write_failure, reason_of
+
+logger = logging.getLogger("hf_diloco")
+
+METHODS: dict[str, type[OneBitOptimizer]] = {"onebit_lamb": OneBitLamb, "onebit_adam": OneBitAdam}
+_FILE = re.compile(r"onebit_errors_(\d+)_of_(\d+)\.safetensors")
+
+
+def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **settings: Any) -> OneBitOptimizer:
+    """A 1-bit optimizer with the learning rate, betas, eps and weight decay of `args`; moves the model to its device.
+
+    As the Trainer does, it decays weights, but neither biases nor norms.
+
+    Args:
+        name: of `METHODS`.
+        model: what is trained.
+        args: the Trainer's.
+        **settings: the method's own.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+        UnsupportedError: a parameter is not fp32.
+    """
+    model.to(args.device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in trained if one.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (args.adam_beta1, args.adam_beta2)
+    kind: Any = METHODS[name]
+    filled = [group for group in groups if group["params"]]
+    return cast(OneBitOptimizer, kind(filled, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **settings))
+
+
+class OneBitCallback(TrainerCallback):
+    """What a 1-bit optimizer needs of a Trainer under DDP.
+
+        optimizer = make_onebit("onebit_lamb", model, args, freeze_step=1000)
+        trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[OneBitCallback(optimizer)])
+
+    After the warm-up DDP's own all-reduce is off. Every rank's errors are saved beside the Trainer's checkpoint and
+    restored from it: a resumed run equals an uninterrupted one. Another number of ranks begins with none, and says so.
+
+    Args:
+        optimizer: the Trainer's.
+        resume_from_checkpoint: where training resumes from, if not `output_dir/checkpoint-N`.
+        warmup_payload: number format of the gradients that ranks exchange in the warm-up.
+    """
+
+    def __init__(
+        self,
+        optimizer: OneBitOptimizer,
+        resume_from_checkpoint: str | Path | None = None,
+        warmup_payload: Literal["fp32", "fp16"] = "fp32",
+    ) -> None:
+        self.optimizer = optimizer
+        self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
+        self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._hooked: Any = None
+        self._bytes_told = 0
+        optimizer.saves_errors = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks the settings, takes over DDP's all-reduce, and restores the errors.
+
+        Raises:
+            ConfigError: a setting of `REFUSALS` is used.
+            UnsupportedError: several ranks train without DDP, or the Trainer has another optimizer.
+        """
+        refuse({**vars(args), "optim": None}, "onebit")  # the Trainer has a default for that
+        trainer = find_trainer()
+        move_before_trackers(self)  # and before who makes checkpoints whole
+        if unwrap_optimizer(kwargs["optimizer"]) is not self.optimizer:
+            raise UnsupportedError(
+                "OneBitCallback: the Trainer has another optimizer; give it optimizers=(optimizer, None)"
+            )
+        self._hook(trainer, args.world_size)
+        if state.global_step:
+            self._load(self._resume_path or folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
+        logs, since = kwargs.get("logs"), self.optimizer.bytes_sent - self._bytes_told
+        if logs is None or "eval_loss" in logs or not since:
+            return
+        self._bytes_told += since
+        logs["onebit/bytes_sent"] = since * self.optimizer.exchange.num_ranks
+        if state.log_history:
+            state.log_history[-1]["onebit/bytes_sent"] = logs["onebit/bytes_sent"]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts this rank's errors beside the Trainer's checkpoint."""
+        errors = self.optimizer.errors
+        checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if errors and checkpoint.is_dir():
+            exchange = self.optimizer.exchange
+            path = checkpoint / f"onebit_errors_{exchange.rank}_of_{exchange.num_ranks}.safetensors"
+            try:
+                save_file({name: error.cpu() for name, error in errors.items()}, path)
+            except Exception as error:
+                if not is_write_failure(error):
+                    raise
+                path.unlink(missing_ok=True)
+                logger.error("%s cannot be written (%s): a run from here begins without", path, reason_of(error))
+
+    def _hook(self, trainer: Trainer | None, num_ranks: int) -> None:
+        wrapped = trainer.model_wrapped if trainer else None
+        if num_ranks == 1 or (wrapped is self._hooked and wrapped is not None):
+            return
+        if not isinstance(wrapped, DistributedDataParallel):
+            raise UnsupportedError(
+                f"a 1-bit optimizer on {num_ranks} ranks needs DDP, whose all-reduce it takes over, but the Trainer "
+                f"made a {type(wrapped).__name__}: leave DeepSpeed, FSDP and torch_compile out"
+            )
+        wrapped.register_comm_hook(self.optimizer, self._warmup)
+        self._hooked = wrapped
+
+    def _load(self, checkpoint: Path) -> None:
+        if not self.optimizer.is_compressed:
+            return
+        rank, num_ranks = self.optimizer.exchange.rank, self.optimizer.exchange.num_ranks
+        path = checkpoint / f"onebit_errors_{rank}_of_{num_ranks}.safetensors"
+        if path.is_file():
+            try:
+                self.optimizer.load_errors(load_file(path))
+            except (SafetensorError, KeyError, RuntimeError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
+            return
+        sizes = {int(match[2]) for one in checkpoint.glob("onebit_errors_*") if (match := _FILE.fullmatch(one.name))}
+        others = " and ".join(map(str, sorted(sizes - {num_ranks})))
+        reason = f"is of {others} ranks, and this run has {num_ranks}" if others else "holds none of this rank"
+        self.optimizer.lose_errors(f"{checkpoint} {reason}")

@@ -1,0 +1,371 @@
+"""Outer state on disk, beside the Trainer's checkpoint that it belongs to.
+
+    checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum", "residual")
+                                                 and, in fp64, numbers that are the same on all ranks
+    checkpoint-N/diloco/fragment-00001-rank-...  its part of a further fragment, where the model is cut into fragments
+    checkpoint-N/diloco/outer.json               round, steps since it, each file's intervals; size and digest of every
+                                                 file of the checkpoint, the Trainer's and DeepSpeed's too
+
+Files are written under another name, flushed, then renamed. `outer.json` comes last, when all else is on the disk: a
+checkpoint is whole that has it, and the files that it lists. Each file of the outer state says which intervals of the
+canonical index space it holds, so that an island of another number of ranks can read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.manifest import FileRecord, find_damage, first_sound, lacks_files, record_files, recover_replaced
+from hf_diloco.utils.files import flush, telling, write_whole
+
+logger = logging.getLogger("hf_diloco")
+
+FOLDER = "diloco"
+_INDEX = "outer.json"
+_FORMAT = 2
+_READ_FORMATS = (1, 2)  # 1: without the Trainer's files
+
+Interval = tuple[int, int]
+
+
+class OuterFile(BaseModel):
+    """One rank's file: its name, size in bytes, digest, and the canonical (start, length) runs of its tensors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    num_bytes: int
+    digest: str
+    intervals: list[Interval]
+
+
+class FragmentIndex(BaseModel):
+    """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
+
+    `install_in` is after how many steps the masters take the outer parameters of its last round; None: they have.
+    `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
+    is one of their names and sizes.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int = Field(ge=0)
+    weight: float
+    install_in: int | None = None
+    digest: str = ""
+    parameters: str = ""
+
+
+class OuterPart(NamedTuple):
+    """One fragment's tensors on one rank, each 1-D fp32, and what of the canonical index space they hold in order."""
+
+    tensors: Mapping[str, torch.Tensor]
+    intervals: Sequence[Interval]
+
+
+class OuterIndex(BaseModel):
+    """The contents of `outer.json`.
+
+    Attributes:
+        round: rounds completed.
+        steps_since_sync: inner steps since the last of them; `sync_every` means that the next was due but failed.
+        weight_since_sync: examples or tokens behind the next pseudo-gradient.
+        global_step: optimizer steps of the Trainer.
+        num_parameters: trainable parameters of the whole model.
+        model: digest of the trainable parameters' names and sizes.
+        outer_digest: digest of the outer parameters of the island.
+        run: id of the run in its object store; empty without one.
+        settings: the outer loop's settings when it was written.
+        data: how far the island had read.
+        fragments: how far each is; for the one whose round is next, the same as above.
+        files: what each rank wrote.
+        checkpoint: every file of the checkpoint; empty where others write it, who call `save_state` of a loop.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int = _FORMAT
+    round: int
+    steps_since_sync: int
+    weight_since_sync: float
+    global_step: int
+    num_parameters: int
+    model: str
+    outer_digest: str
+    run: str = ""
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    fragments: list[FragmentIndex] = []
+    files: list[OuterFile] = []
+    checkpoint: list[FileRecord] = []
+
+
+def save_outer(
+    checkpoint: Path, island: IslandGroup, parts: Sequence[OuterPart], index: OuterIndex, is_last: bool = True
+) -> None:
+    """Writes outer state into the folder of a checkpoint. Collective over the island's ranks.
+
+    Args:
+        checkpoint: the Trainer's `checkpoint-N`.
+        island: the ranks that write.
+        parts: this rank's outer state, one a fragment.
+        index: everything but `files` and `checkpoint`.
+        is_last: everything else is there already: all files are recorded.
+
+    Raises:
+        CheckpointError: a rank cannot write, or the disk is full; on every rank. The checkpoint is not whole.
+    """
+    folder = checkpoint / FOLDER
+    parts_files = island.on_all(lambda: _write_parts(folder, island.rank, parts))
+    files = island.gather([file.model_dump() for file in parts_files])  # all have written before any old file goes
+    island.on_leader(lambda: _forget_index(checkpoint))
+    island.on_all(lambda: _give_names(checkpoint, parts_files))
+    everything = record_files(checkpoint, island, [f"{FOLDER}/{_INDEX}"]) if is_last else []
+    all_files = [OuterFile(**file) for rank in files for file in rank]
+    whole = index.model_copy(update={"files": all_files, "checkpoint": everything})
+    island.on_leader(lambda: _write_index(checkpoint, whole))
+
+
+def _write_parts(folder: Path, rank: int, parts: Sequence[OuterPart]) -> list[OuterFile]:
+    """Writes one rank's files under their temporary names."""
+    paths = [folder / _file_name(number, rank) for number in range(len(parts))]
+    try:
+        with telling(folder.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            return [_write_part(path, part) for path, part in zip(paths, parts, strict=True)]
+    except CheckpointError:
+        for path in paths:
+            _temporary(path).unlink(missing_ok=True)  # its space may be what others lack
+        raise
+
+
+def _forget_index(checkpoint: Path) -> None:
+    """From here until `_write_index` the checkpoint counts as incomplete."""
+    with telling(checkpoint):
+        (checkpoint / FOLDER / _INDEX).unlink(missing_ok=True)
+
+
+def _give_names(checkpoint: Path, files: Sequence[OuterFile]) -> None:
+    with telling(checkpoint):
+        for file in files:
+            path = checkpoint / FOLDER / file.name
+            os.replace(_temporary(path), path)
+
+
+def _write_index(checkpoint: Path, index: OuterIndex) -> None:
+    with telling(checkpoint):
+        write_whole(checkpoint / FOLDER / _INDEX, index.model_dump_json(indent=1))
+
+
+def _file_name(fragment: int, rank: int) -> str:
+    return f"{f'fragment-{fragment:05d}-' if fragment else ''}rank-{rank:05d}.safetensors"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_suffix(".partial")
+
+
+def _write_part(path: Path, part: OuterPart) -> OuterFile:
+    """Writes one file under its temporary name."""
+    temporary = _temporary(path)
+    save_file(dict(part.tensors), temporary)
+    flush(temporary)
+    return OuterFile(
+        name=path.name,
+        num_bytes=temporary.stat().st_size,
+        digest=_digest(part.tensors),
+        intervals=list(part.intervals),
+    )
+
+
+def read_index(checkpoint: Path) -> OuterIndex:
+    """The index of a checkpoint's outer state.
+
+    Raises:
+        CheckpointError: there is none, or it is not whole.
+    """
+    path = checkpoint / FOLDER / _INDEX
+    try:
+        index = OuterIndex.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package, or the "
+            "run was killed while writing it. Resume from an earlier checkpoint"
+        ) from None
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
+        ) from None
+    if index.format not in _READ_FORMATS:
+        raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads up to {_FORMAT}")
+    for file in index.files:
+        part = checkpoint / FOLDER / file.name
+        if not part.is_file() or part.stat().st_size != file.num_bytes:
+            raise CheckpointError(f"{part} is missing or cut short: resume from an earlier checkpoint")
+    if lack := lacks_files(checkpoint, index.checkpoint):
+        raise CheckpointError(f"{lack}: resume from an earlier checkpoint")
+    return index
+
+
+def check_checkpoint(checkpoint: Path, island: IslandGroup) -> None:
+    """Reads every file of a checkpoint. Collective over the island's ranks.
+
+    Raises:
+        CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+    """
+    index = island.on_all(lambda: read_index(checkpoint))
+    if damage := find_damage(checkpoint, index.checkpoint, island):
+        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+
+
+def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | None:
+    """The last of some checkpoints whose files all hold what was written to them; damaged ones are told.
+
+    Collective over the island's ranks; what the leader passes counts.
+    """
+    return first_sound(checkpoints[::-1], lambda path: read_index(path).checkpoint, island)
+
+
+def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval]) -> dict[str, torch.Tensor]:
+    """Reads this rank's outer state, from whichever files hold its intervals.
+
+    Raises:
+        CheckpointError: a file's contents are not what was written, or the intervals are not covered.
+    """
+    folder = checkpoint / FOLDER
+    mine = list(intervals)
+    for file in index.files:
+        if file.intervals == mine:
+            # A copy: what was read is mapped from the file, which goes when newer checkpoints come.
+            return {name: stored.clone() for name, stored in _read_file(folder / file.name, file).items()}
+    return _assemble(folder, index, mine)
+
+
+def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
+    """All whole checkpoints of a run, oldest first. Their files are there and as long as they were; none is read."""
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        try:
+            index = read_index(path)
+        except CheckpointError:
+            continue
+        if (path / "trainer_state.json").is_file():
+            found.append((path, index))
+    return sorted(found, key=lambda item: item[1].global_step)
+
+
+def find_complete(folder: Path) -> list[Path]:
+    """The folders of `complete_checkpoints`."""
+    return [path for path, _ in complete_checkpoints(folder)]
+
+
+def last_of_earlier_round(folder: Path) -> list[Path]:
+    """The newest checkpoint of a round before the newest one's: what all islands can go back to.
+
+    Others may have been ended before they had written one of the newest round.
+    """
+    found = complete_checkpoints(folder)
+    return [path for path, index in found if index.round < found[-1][1].round][-1:]
+
+
+def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, int]]:
+    """Path and round of the whole checkpoints that a run may go on from, oldest first, on every rank.
+
+    As `complete_checkpoints`; newer ones that are not whole are told.
+    """
+
+    def look() -> list[tuple[str, int]]:
+        recover_replaced(output_dir, find_complete)
+        found = [(str(path), index.round) for path, index in complete_checkpoints(output_dir)]
+        for text in _broken_after(output_dir, found[-1][0] if found else ""):
+            logger.warning("%s", text)
+        return found
+
+    return [(Path(path), number) for path, number in island.on_leader(look)]
+
+
+def _broken_after(output_dir: Path, newest: str) -> Iterator[str]:
+    """What is wrong with checkpoints of later steps than `newest`."""
+    numbered = [path for path in output_dir.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    last = int(newest.rpartition("-")[2]) if newest else -1
+    for path in numbered:
+        if int(path.name.rpartition("-")[2]) > last:
+            try:
+                read_index(path)
+                reason = f"{path} has no trainer_state.json"
+            except CheckpointError as error:
+                reason = str(error).partition(": ")[0]
+            yield f"{reason}: {path.name} is passed over"
+
+
+def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:
+    """One rank's tensors, checked against what was written."""
+    try:
+        with safe_open(path, "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
+    if _digest(tensors) != file.digest:
+        raise CheckpointError(f"{path} does not hold what was written to it: resume from an earlier checkpoint")
+    return tensors
+
+
+def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dict[str, torch.Tensor]:
+    """Puts `intervals` together from files that are cut in another way."""
+    length = sum(size for _, size in intervals)
+    tensors: dict[str, torch.Tensor] = {}
+    covered = 0
+    for file in index.files:
+        matches = match_intervals(file.intervals, intervals)
+        if not matches and tensors:
+            continue
+        for name, stored in _read_file(folder / file.name, file).items():
+            if stored.dtype == torch.float64:  # a few numbers, equal on all ranks, not a part of a vector
+                tensors[name] = stored.clone()
+                continue
+            if name not in tensors:
+                tensors[name] = torch.empty(length)
+            for source, target, count in matches:
+                tensors[name][target : target + count] = stored[source : source + count]
+        covered += sum(count for _, _, count in matches)
+    if covered != length:
+        raise CheckpointError(
+            f"{folder} holds {covered:,} of the {length:,} outer values that this rank needs: it belongs to another "
+            "model, or to one with other frozen parameters"
+        )
+    return tensors
+
+
+def match_intervals(stored: Sequence[Interval], wanted: Sequence[Interval]) -> list[tuple[int, int, int]]:
+    """(position in the stored vector, position in the wanted one, length) of all that the two share."""
+    found = []
+    source = 0
+    for stored_start, stored_length in stored:
+        target = 0
+        for start, length in wanted:
+            low, high = max(start, stored_start), min(start + length, stored_start + stored_length)
+            if low < high:
+                found.append((source + low - stored_start, target + low - start, high - low))
+            target += length
+        source += stored_length
+    return found
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

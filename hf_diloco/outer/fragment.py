@@ -1,0 +1,242 @@
+"""One rank's part of the outer state of the parameters that are synchronised together: all, or one fragment's.
+
+    masters -> pseudo_gradient (+ what was left out before) -> (average over the islands) -> step -> masters
+
+With one fragment (DiLoCo) the masters take the outer parameters at once. In Streaming DiLoCo (arXiv 2501.18512) the
+average may come `fragment_sync_delay` inner steps later; the outer step still starts from the old outer parameters,
+and the masters become alpha * local + (1 - alpha) * outer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hf_diloco.codecs import find_codec
+from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import Interval, Partition
+from hf_diloco.methods.outer import Groups, make_method
+from hf_diloco.outer.digests import digest_vector
+
+
+class ScratchPool:
+    """fp32 host vectors for what is on its way in or out: as many as are in use at a time, and kept.
+
+    Args:
+        size: values in each.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:  # asked first, another thread could take the last one in between
+            return torch.empty(self.size)
+
+    def give(self, vector: torch.Tensor) -> None:
+        self._free.append(vector)
+
+
+class Fragment:
+    """Outer parameters, momentum and residual of one fragment, and its inner steps since its last round.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        partition: which part of the fragment is this rank's.
+        intervals: the same part in the canonical index space of the whole model.
+        pool: of vectors at least as long.
+        due_at: inner steps before its first round.
+        groups: the inner optimizer's parameter groups, where the method wants its learning rates.
+
+    Attributes:
+        method: holds the outer parameters and all else that it keeps, and takes the outer step.
+        codec: how pseudo-gradients travel.
+        steps: inner steps since the last round.
+        weight: examples or tokens since then.
+        due_at: inner steps since then at which the next round is due.
+        install_in: inner steps until the masters take the outer parameters of a round that is under way; None: no
+            round is.
+        digest: of the whole island's outer parameters of the fragment; empty before there are any.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        island: IslandGroup,
+        partition: Partition,
+        intervals: list[Interval],
+        pool: ScratchPool,
+        due_at: int,
+        groups: Groups | None = None,
+    ) -> None:
+        self.config = config
+        self.partition = partition
+        self.intervals = intervals
+        self.method = make_method(config, groups)
+        self.codec = find_codec(config.payload)
+        self.steps = 0
+        self.weight = 0.0
+        self.due_at = due_at
+        self.install_in: int | None = None
+        self.digest = ""
+        self._island = island
+        self._pool = pool
+        self._vector: torch.Tensor | None = None
+        self._fed_at: int | None = None  # inner steps behind what `feedback` holds ready
+        is_alone = config.num_islands == 1 and not config.meets_in_store  # nothing is encoded, so nothing is left out
+        decay = 0.0 if is_alone else config.feedback_decay
+        self.feedback = ErrorFeedback(self.codec, decay, partition.numel) if decay else None
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """fp32 host vector of this rank's part, until it is released."""
+        if self._vector is None:
+            self._vector = self._pool.take()
+        return self._vector[: self.partition.numel]
+
+    def release(self) -> None:
+        """Lets other fragments have the scratch vector."""
+        if self._vector is not None:
+            self._pool.give(self._vector)
+            self._vector = None
+
+    def lend(self) -> torch.Tensor:
+        """Another such vector, until it is given back."""
+        return self._pool.take()[: self.partition.numel]
+
+    def take_back(self, vector: torch.Tensor) -> None:
+        """Lets others have a vector that was lent."""
+        self._pool.give(vector.as_strided((self._pool.size,), (1,), 0))
+
+    def begin(self) -> None:
+        """Takes the master weights as the first outer parameters. Collective over the island's ranks."""
+        self.partition.gather(self.scratch)
+        self.method.start(self.scratch)
+
+    def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
+        """What this island contributes to the next round. Neither the masters nor the outer state are changed.
+
+        With error feedback, what was left out of its earlier ones is added. Collective over the island's ranks.
+
+        Args:
+            with_residual: False for what was trained only; what is known of the last pseudo-gradient stays known.
+
+        Returns:
+            This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
+            exactly if some value is not, or is beyond all reason.
+        """
+        own_square = self.take_progress()
+        if with_residual and self.feedback is not None:
+            own_square = self.feedback.add_(self.scratch)
+            self._fed_at = self.steps
+        (square,) = self._island.sum([own_square])
+        return self.scratch, square
+
+    def take_progress(self) -> float:
+        """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
+        self.partition.gather(self.scratch)
+        return self.method.pseudo_gradient_(self.scratch)
+
+    def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
+        """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
+
+        Args:
+            mean: this rank's part of it.
+            took_part: it was made with what `pseudo_gradient` returned last.
+            rates: see `OuterMethod.step`.
+        """
+        if took_part:
+            self.commit_feedback()
+        self.method.step(mean, rates)
+
+    def commit_feedback(self) -> None:
+        """What `pseudo_gradient` returned last was used: what it left out counts from now on."""
+        if self.feedback is not None:
+            self.feedback.commit()
+            self._fed_at = None
+
+    def take_out(self, progress: torch.Tensor, sent: torch.Tensor, num_steps: int) -> None:
+        """Takes out of `progress` what an earlier pseudo-gradient of this island has brought into a round.
+
+        With error feedback, what that one left out becomes the residual. If another was made since, it is not known
+        any more and stays in `progress`; together with the residual that is as much.
+
+        Args:
+            progress: since the last round, this rank's part.
+            sent: what the others have read of the pseudo-gradient.
+            num_steps: inner steps behind it.
+        """
+        progress.sub_(sent)
+        if self.feedback is not None and self._fed_at == num_steps:
+            self.feedback.commit_beside(progress)
+        self._fed_at = None
+
+    def commit_share(self, num_steps: int) -> None:
+        """As `commit_feedback`, for the pseudo-gradient after `num_steps`; an estimate if another was made since.
+
+        Collective over the island's ranks.
+        """
+        if self.feedback is None:
+            return
+        if self._fed_at != num_steps:
+            self.take_progress()
+            self.feedback.add_(self.scratch.mul_(num_steps / max(self.steps, 1)))
+        self.commit_feedback()
+
+    def encode_alone(self, mean: torch.Tensor) -> None:
+        """Makes what one participant had, which went nowhere, what others would have read; else it counted twice."""
+        if self.feedback is not None:
+            self.codec.round_trip(mean, mean)
+
+    def write_masters(self, alpha: float = 0.0) -> None:
+        """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island.
+
+        Masters that are not finite are not kept, not even a share of them.
+        """
+        if alpha:
+            self.partition.gather(self.scratch)
+            (square,) = self._island.sum([float(torch.dot(self.scratch, self.scratch))])
+            if math.isfinite(square):
+                self.partition.scatter(self.scratch.mul_(alpha).add_(self.method.parameters, alpha=1 - alpha))
+                return
+        self.partition.scatter(self.method.parameters)
+
+    def start_anew(self, due_at: int) -> None:
+        """The inner steps of the next round begin."""
+        self.steps = 0
+        self.weight = 0.0
+        self.due_at = due_at
+        self._fed_at = None
+
+    def count_down(self, num_steps: int) -> None:
+        """Takes inner steps that a round has used from what is this island's own."""
+        self.weight *= 1 - num_steps / self.steps
+        self.steps -= num_steps
+
+    def make_digest(self, island: IslandGroup | None = None) -> None:
+        """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
+        self.digest = digest_vector(self.method.parameters, self.partition, island or self._island)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All of this rank's outer state by name, not copied."""
+        state = self.method.state_dict()
+        if self.feedback is not None:
+            state["residual"] = self.feedback.residual
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes back what `state_dict` gave, under these settings or others, without copying."""
+        state = dict(state)
+        residual = state.pop("residual", None)
+        if self.feedback is not None:
+            self.feedback.load(residual)
+            self._fed_at = None
+        self.method.load_state_dict(state)

@@ -1,0 +1,219 @@
+"""Size and digest of every file of a checkpoint, by which a damaged one is told from a whole one.
+
+The ranks of an island share the work: each reads back, and flushes to the disk, its part of the files. Where ranks are
+on machines without a common disk, each sees its own machine's files, and those of all machines are recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.utils.files import flush, telling
+
+_CHUNK_BYTES = 1 << 22
+_REPLACED = "replaced-"
+
+logger = logging.getLogger("hf_diloco")
+
+
+class FileRecord(BaseModel):
+    """One file of a checkpoint.
+
+    Attributes:
+        name: its path in the checkpoint, with "/".
+        num_bytes: its size.
+        digest: xxh3_128 of its contents.
+        elsewhere: the island's leader does not see it: it is on the disk of another machine.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    num_bytes: int = Field(ge=0)
+    digest: str
+    elsewhere: bool = False
+
+
+def record_files(checkpoint: Path, ranks: IslandGroup, leave_out: Iterable[str] = ()) -> list[FileRecord]:
+    """Flushes every file of a checkpoint to the disk and takes its size and digest. Collective over the ranks.
+
+    Args:
+        checkpoint: the folder.
+        ranks: who share the work.
+        leave_out: names of files that are not part of it.
+
+    Raises:
+        CheckpointError: a file cannot be flushed or read; on every rank.
+    """
+    skipped = set(leave_out)
+
+    def look() -> dict[str, int]:
+        with telling(checkpoint):
+            return {name: size for name, size in _sizes(checkpoint).items() if name not in skipped}
+
+    seen = _share_seen(ranks.on_all(look), ranks)
+    mine = _share_out(seen)[ranks.rank]
+
+    def take() -> list[FileRecord]:
+        with telling(checkpoint):
+            records = [_record(checkpoint, name, elsewhere=name not in seen[0][1]) for name in mine]
+            for folder in [checkpoint.parent, checkpoint, *(path for path in checkpoint.rglob("*") if path.is_dir())]:
+                flush(folder)
+            return records
+
+    taken = ranks.gather([record.model_dump() for record in ranks.on_all(take)])
+    return sorted((FileRecord(**record) for part in taken for record in part), key=lambda record: record.name)
+
+
+def lacks_files(checkpoint: Path, files: Sequence[FileRecord]) -> str | None:
+    """What the island's leader sees at a glance to be missing or cut short; None if nothing is. Reads no contents."""
+    for file in files:
+        if not file.elsewhere and _size(checkpoint / file.name) != file.num_bytes:
+            return _describe_size(checkpoint / file.name, file)
+    return None
+
+
+def first_sound(
+    checkpoints: Sequence[Path], read: Callable[[Path], list[FileRecord]], ranks: IslandGroup
+) -> Path | None:
+    """The first of some checkpoints whose files hold what was written to them; each that does not is told.
+
+    Collective over the ranks; what the leader passes counts.
+
+    Args:
+        checkpoints: in the order in which they are preferred.
+        read: the record of one.
+        ranks: who share the work.
+    """
+    for name in ranks.from_leader([str(path) for path in checkpoints]):
+        path = Path(name)
+        damage = find_damage(path, ranks.on_all(lambda path=path: read(path)), ranks)  # type: ignore[misc]
+        if damage is None:
+            return path
+        if ranks.is_leader:
+            logger.warning("%s: %s is passed over, an earlier checkpoint is used", damage, path.name)
+    return None
+
+
+def find_damage(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> str | None:
+    """Reads every file of a checkpoint; returns what is wrong with the first that is damaged, None if all are whole.
+
+    Collective over the ranks, which share the work; all get the same answer.
+    """
+    right = {file.name: file.num_bytes for file in files if _size(checkpoint / file.name) == file.num_bytes}
+    seen = _share_seen(right, ranks)
+    mine = set(_share_out(seen)[ranks.rank])
+    found = [_describe_contents(checkpoint / file.name, file) for file in files if file.name in mine]
+    if ranks.is_leader:
+        anywhere = {name for _, sizes in seen for name in sizes}
+        found += [_describe_size(checkpoint / file.name, file) for file in files if file.name not in anywhere]
+    damages = [text for texts in ranks.gather([text for text in found if text]) for text in texts]
+    return min(damages, default=None)
+
+
+def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]]) -> None:
+    """Puts checkpoints back in their place that were about to be replaced when the process was killed."""
+    for aside in folder.glob(f"{_REPLACED}checkpoint-*"):
+        checkpoint = folder / aside.name.removeprefix(_REPLACED)
+        with suppress(OSError):
+            if checkpoint in find_whole(folder):
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+                aside.rename(checkpoint)
+
+
+def set_aside_name(checkpoint: Path) -> Path:
+    """Where a whole checkpoint lies while another of the same step is written."""
+    return checkpoint.with_name(_REPLACED + checkpoint.name)
+
+
+# Who reads which file
+
+_Seen = list[tuple[str, dict[str, int]]]  # of each rank: its machine, and name and size of the files that it sees
+
+
+def _share_seen(sizes: dict[str, int], ranks: IslandGroup) -> _Seen:
+    return [(host, seen) for host, seen in ranks.gather([socket.gethostname(), sizes])]
+
+
+def _share_out(seen: _Seen) -> list[list[str]]:
+    """For each rank the files that it reads: the largest first, to whoever has least so far.
+
+    A file that several machines hold is read on the first of them, when it is recorded as when it is checked.
+    """
+    shares: list[list[str]] = [[] for _ in seen]
+    loads = [0] * len(seen)
+    sizes = {name: size for _, of_rank in reversed(seen) for name, size in of_rank.items()}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        host = next(host for host, of_rank in seen if name in of_rank)
+        able = [rank for rank, (where, of_rank) in enumerate(seen) if where == host and name in of_rank]
+        rank = min(able, key=lambda rank: loads[rank])
+        shares[rank].append(name)
+        loads[rank] += sizes[name]
+    return shares
+
+
+# Files
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Name and size of all files below a folder, without what a killed process left under another name."""
+    paths = (p for p in checkpoint.rglob("*") if p.is_file() and p.suffix not in (".tmp", ".partial"))
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _record(checkpoint: Path, name: str, elsewhere: bool) -> FileRecord:
+    path = checkpoint / name
+    flush(path)
+    return FileRecord(name=name, num_bytes=path.stat().st_size, digest=_digest(path), elsewhere=elsewhere)
+
+
+def _describe_size(path: Path, file: FileRecord) -> str:
+    size = _size(path)
+    if size is None:
+        return f"{path} is missing"
+    return f"{path} has {size:,} of the {file.num_bytes:,} bytes that were written"
+
+
+def _describe_contents(path: Path, file: FileRecord) -> str | None:
+    try:
+        return None if _digest(path) == file.digest else f"{path} does not hold what was written to it"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror or error})"
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(min(_CHUNK_BYTES, max(1, path.stat().st_size)))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
+
+
+__all__ = [
+    "FileRecord",
+    "find_damage",
+    "first_sound",
+    "lacks_files",
+    "record_files",
+    "recover_replaced",
+    "set_aside_name",
+]

@@ -1,0 +1,234 @@
+"""Islands that come and go and exchange directly: connections for each membership, and each average kept in the store.
+
+Whoever takes part in a round must be there, so an attempt in which one is lost is aborted, its connections are dropped
+at once, and the next attempt has new ones among those that are left, with the same pseudo-gradients. After the outcome
+the island that wrote it puts the average into the store, behind its next inner steps: that is what an island catches
+up with that was away, or joins.
+
+    links/R-A/...                       how the participants of attempt A of round R find each other
+    rounds/R/A/mean/rank-K.json         one rank's part of the average, once it is in the store
+    payloads/R/mean-I-N/rank-K.bin      its values, fp32
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from hf_diloco.codecs import CODECS, find_codec
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, IslandLostError, PayloadError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
+from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.torch_store import RecordStore
+from hf_diloco.transport.base import Observer, Traffic
+from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.object_info import ObjectInfo, read_info
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges
+from hf_diloco.utils.waiting import WaitNotes
+
+logger = logging.getLogger("hf_diloco")
+
+
+class RangeRecord(Record):
+    """What an offer says of one rank: which values it owns."""
+
+    start: int = Field(ge=0)
+    length: int = Field(ge=0)
+
+
+class MeanRecord(Record):
+    """One rank's part of an average."""
+
+    rank: int = Field(ge=0)
+    num_ranks: int = Field(ge=1, le=4096)
+    object: dict[str, Any]
+
+
+class DirectEngine(Engine):
+    """One rank's connections to the participants of the last round.
+
+    Args:
+        config: the outer loop's settings.
+        ranks: of the island.
+        log: of the run.
+        bucket: this rank's range of the object store.
+        size: values of the whole model.
+        author: names the island and its process, as "00001-000002".
+        address: local address to listen on, as the other islands see it.
+        key: of the run.
+        rate_limit: for all that this rank sends.
+    """
+
+    needs_presence = True
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        ranks: IslandGroup,
+        log: RunLog,
+        bucket: BucketExchange,
+        size: int,
+        author: str,
+        address: str,
+        key: bytes,
+        rate_limit: RateLimit,
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._log = log
+        self._bucket = bucket
+        self._codec = find_codec(config.payload)
+        self._size = size
+        self._author = author
+        self._address = address
+        self._key = key
+        self._rate_limit = rate_limit
+        self._mesh: SegmentedMesh | None = None
+        self._members: list[tuple[int, int]] = []
+        self._notes = WaitNotes(config.island)
+        self._upload: threading.Thread | None = None
+
+    def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
+        return {"start": self._bucket.start, "length": self._bucket.length}, Traffic()
+
+    def average(
+        self,
+        planned: PlannedRound,
+        mean: torch.Tensor,
+        own: int | None,
+        own_values: torch.Tensor | None,
+        observe: Observer,
+    ) -> Traffic:
+        if own is None or own_values is None or planned.is_committed:
+            return self._bucket.fetch(self._need_mean(planned), mean)
+        if mean.data_ptr() != own_values.data_ptr():
+            mean.copy_(own_values)
+        ranges = [self._ranges_of(offer) for offer in planned.offers]
+        try:
+            mesh = self._connect(planned, own, ranges)
+            return mesh.average(mean, planned.weights, self._codec, observe)
+        except DamagedTransferError as error:  # by place, as all that a mesh knows
+            raise DamagedTransferError([planned.offers[place].island for place in error.islands]) from None
+        except IslandLostError as error:
+            lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
+            raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None
+
+    def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
+        return None
+
+    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
+        if outcome.kind == "abort":
+            self.close()
+        elif mean is not None and outcome.by == self._config.island and not planned.is_committed:
+            self._upload = threading.Thread(
+                target=self._keep, args=(planned, mean), name="hf-diloco-mean", daemon=True
+            )
+            self._upload.start()
+
+    def rest(self) -> None:
+        if self._upload:
+            self._upload.join()
+            self._upload = None
+
+    def close(self) -> None:
+        if self._mesh:
+            self._mesh.close()
+        self._mesh = None
+        self.links = ""
+
+    # Connections
+
+    def _connect(self, planned: PlannedRound, own: int, ranges: list[list[Range]]) -> SegmentedMesh:
+        """Keeps the connections that stand if all participants have the same, and nobody else has; else makes new."""
+        members = [(offer.island, offer.claim) for offer in planned.offers]
+        if self._mesh and {offer.links for offer in planned.offers} == {self.links} and members == self._members:
+            return self._mesh
+        self.close()
+        name = f"{planned.number:08d}-{planned.attempt:02d}"
+        outcome = f"rounds/{planned.number:08d}/{planned.attempt:02d}/outcome.json"
+        store = RecordStore(
+            self._log,
+            min(self._config.grace, self._config.exchange_timeout),
+            should_give_up=lambda: self._log.read_or_refuse(outcome, OutcomeRecord) is not None,
+        )
+        own_range = Range(self._bucket.start, self._bucket.length)
+        timeout = self._config.exchange_timeout
+        others = [island for place, (island, _) in enumerate(members) if place != own]
+        wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
+        with wait.blocking(others):
+            self._mesh = SegmentedMesh(
+                store,
+                name,
+                own,
+                own_range,
+                ranges,
+                self._address,
+                timeout,
+                self._key,
+                self._config.connections,
+                self._rate_limit,
+                lambda: self._notes.watch(timeout, "exchange", others),
+            )
+        self._members = members
+        self.links = name
+        return self._mesh
+
+    def _ranges_of(self, offer: OfferRecord) -> list[Range]:
+        try:
+            records = [RangeRecord.model_validate(record) for record in offer.objects]
+            ranges = [Range(record.start, record.length) for record in records]
+            check_ranges(ranges, self._size)
+        except (ValidationError, PayloadError) as error:
+            raise IslandLostError(f"island {offer.island} announces what cannot be: {error}", [offer.island]) from None
+        return ranges
+
+    def _absent(self, planned: PlannedRound, own: int) -> list[int]:
+        """Participants that have not said where they listen."""
+        there = {
+            path.rpartition("/")[2]
+            for path in self._log.list(f"links/mesh/{planned.number:08d}-{planned.attempt:02d}")
+        }
+        return [
+            offer.island for place, offer in enumerate(planned.offers) if place != own and f"{place}.json" not in there
+        ]
+
+    # Averages in the store
+
+    def _keep(self, planned: PlannedRound, mean: torch.Tensor) -> None:
+        folder = f"payloads/{planned.number:08d}/mean-{self._author}"
+        try:
+            info, _ = self._bucket.publish(mean, f"{folder}/rank-{self._ranks.rank:05d}.bin", CODECS["fp32"])
+            record = MeanRecord(rank=self._ranks.rank, num_ranks=self._ranks.size, object=info.model_dump())
+            self._log.put(f"{_mean_folder(planned)}/rank-{self._ranks.rank:05d}.json", record)
+        except DiLoCoError as error:
+            logger.warning("the average of round %d is not in the store: %s", planned.number, error)
+
+    def _need_mean(self, planned: PlannedRound) -> list[ObjectInfo]:
+        found = self._find_mean(planned)
+        if found is None:
+            raise PayloadError(f"the average of round {planned.number} is not in the store", _mean_folder(planned))
+        return found
+
+    def has_average(self, planned: PlannedRound) -> bool:
+        return self._find_mean(planned) is not None
+
+    def _find_mean(self, planned: PlannedRound) -> list[ObjectInfo] | None:
+        """Where a round's average is, once all of it is in the store."""
+        records = [self._log.read_or_refuse(path, MeanRecord) for path in self._log.list(f"{_mean_folder(planned)}/")]
+        whole = [record for record in records if record is not None]
+        if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
+            return None
+        return [read_info(record.object) for record in whole]
+
+
+def _mean_folder(planned: PlannedRound) -> str:
+    return f"rounds/{planned.number:08d}/{planned.attempt:02d}/mean"

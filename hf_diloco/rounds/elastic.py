@@ -1,0 +1,501 @@
+"""Islands that meet in an object store and come and go.
+
+    pseudo-gradient -> publish -> offer -> plan -> average what the plan names -> vote
+        -> outcome -> outer step -> masters
+
+What a plan names lies in the store, so every island carries out every round by itself, at its own time: in the round,
+late, or after it was away. Therefore catching up is the same loop as taking part: as long as there is a plan for the
+next round, carry it out; when there is none, offer. An island without a part in a round keeps its own progress on top
+of the new outer parameters, and brings it to a later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import (
+    CheckpointError,
+    DiLoCoError,
+    IslandLostError,
+    MissedRoundError,
+    StopRequested,
+    StoreError,
+    StoreFullError,
+)
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import LanePartition
+from hf_diloco.inner.validate_partition import check_cover
+from hf_diloco.membership.facts import Facts
+from hf_diloco.membership.fingerprint import make_fingerprint
+from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.quorum import Council, Rules, author_of
+from hf_diloco.membership.run import RunRecord, enter_run, open_log
+from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
+from hf_diloco.outer.fragment import Fragment
+from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.flights import Flight
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.open import open_engines
+from hf_diloco.rounds.pace import Pace
+from hf_diloco.rounds.round_plan import PlannedRound, RoundPassed, SyncClock
+from hf_diloco.rounds.rounds import Rounds
+from hf_diloco.rounds.session import BaseSession
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.rounds.wait_for_islands import LOOK_SECONDS, await_islands, find_snapshot
+from hf_diloco.store.host import StoreHost
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import warn_if_exposed
+from hf_diloco.store.signing import load_key
+from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.urls import split_server_url
+from hf_diloco.utils.waiting import WaitNotes
+
+logger = logging.getLogger("hf_diloco")
+
+NUM_LANES = 64
+"""The canonical index space is cut in as many lanes on all islands, whatever their ranks: digests are per lane."""
+
+_STORE_SECONDS = 30.0
+"""After so long without an answer the store counts as lost; sooner, if an exchange may not take as long."""
+
+
+class ElasticSession(BaseSession):
+    """One rank's part in a run whose islands meet in an object store.
+
+    Args:
+        config: the outer loop's settings; `rendezvous` names the store.
+        island: the ranks of this island.
+        should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+        clock: by which it waits for them, and tells whether they live.
+        host: keeps the store on this rank, for as long as others take part.
+
+    Attributes:
+        store: where the islands meet.
+        rounds: offers and carries them out; this and the next since `join`.
+        engines: how values get from island to island, one a fragment.
+        council: decides rounds; this and the next on the leader.
+        members: the islands.
+    """
+
+    rounds: Rounds
+    engines: list[Engine]
+    council: Council | None = None
+    members: Members | None = None
+    _run: RunRecord
+    _pace: Pace
+    _snapshots: Snapshots
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        island: IslandGroup,
+        should_stop: Callable[[], bool] = lambda: False,
+        clock: Clock = REAL,
+        host: StoreHost | None = None,
+    ) -> None:
+        super().__init__(config, island)
+        assert config.rendezvous is not None
+        self._clock = clock
+        self._host = host
+        self._is_training = False
+        self._is_closing = False
+        self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
+        self._key = island.on_all(lambda: load_key(config.key_file))
+        server = split_server_url(config.rendezvous)
+        if island.is_leader and not self._key and server and server[0] == "http":
+            warn_if_exposed(server[1])
+        url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
+        island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
+        self.store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
+        self._rate_limit = RateLimit(config.bytes_per_second(island.size))
+        self._went_on = time.monotonic(), 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_training and self._has_last_round
+
+    @property
+    def has_common_end(self) -> bool:
+        return self._run.num_rounds is not None
+
+    @property
+    def _has_last_round(self) -> bool:
+        return self._run.num_rounds is not None and self.outer.round >= self._run.num_rounds
+
+    @property
+    def _has_begun_all(self) -> bool:
+        return self._run.num_rounds is not None and self.outer.num_begun >= self._run.num_rounds
+
+    # Joining
+
+    def common_checkpoint(self, output_dir: Path) -> Path | None:
+        found = whole_checkpoints(Path(output_dir), self.island)
+        self.outer.checked = newest_sound([path for path, _ in found], self.island)
+        return self.outer.checked
+
+    def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
+        with self._leave_on_error():
+            check_cover(shards, self.island)
+            self._choose()
+            self.outer.open(shards, [(part, self._lanes_of(part)) for part in self._cut(shards)])
+            if checkpoint is not None:
+                self.outer.restore(checkpoint)
+            else:
+                self.outer.begin()
+            parent = self.outer.run
+            is_new = self._enter(shards, folder, facts or {})
+            replaced = self._take_state(is_new, parent, from_checkpoint=checkpoint is not None)
+            self._await_islands()
+            self._let_round_pass()
+            if self._is_late:
+                self._pace.align_to_others()
+            self._is_training = True
+            self._stand("training")
+        self._go_on()
+        return replaced
+
+    def _lanes_of(self, shards: Shards) -> LanePartition:
+        return LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
+
+    def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
+        """Finds or begins the run, and takes this island's number in it."""
+        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **facts})
+
+        def enter() -> tuple[dict[str, Any], bool, int, bool]:
+            run, is_new = enter_run(
+                self.store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint, self._clock
+            )
+            if is_new and self.outer.run:
+                logger.warning(
+                    "%s is empty: beginning a new run from the checkpoint of run %s. If the other islands go on in "
+                    "that run, stop this one: is the right store given, and its file system mounted?",
+                    self.config.rendezvous,
+                    self.outer.run,
+                )
+            log = open_log(self.store, self._key, run)
+            self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
+            is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
+            self.members.enter()
+            self._refresh()
+            self.members.start_beating(self._refresh)
+            self.council = Council(
+                log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
+            )
+            return run.model_dump(), is_new, self.members.claim, is_late
+
+        raw, is_new, claim, self._is_late = self.island.on_leader(enter)
+        self._run = RunRecord.model_validate(raw)
+        buckets = [self._bucket_of(fragment) for fragment in self.outer.fragments]
+        log = open_log(self.store, self._key, self._run)
+        author = author_of(self.config.island, claim)
+        self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
+        self.engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
+        self.rounds = Rounds(
+            self.config, self.outer, self._talk, self.engines, self._snapshots, self.council, claim, self._clock
+        )
+        self._pace = Pace(self.config, self.outer, self.members)
+        return is_new
+
+    def _bucket_of(self, fragment: Fragment) -> BucketExchange:
+        intervals = fragment.partition.intervals
+        start = intervals[0][0] if intervals else 0
+        return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit)
+
+    def _rules(self) -> Rules:
+        config = self.config
+        return Rules(
+            config.quorum,
+            config.grace,
+            config.sync_timeout,
+            config.outlier_factor,
+            config.is_direct,
+            config.num_fragments,
+        )
+
+    def _take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
+        """Comes to the newest outer state of the run; returns whether the masters were replaced."""
+        before = self.outer.outer_hash
+        self.outer.run = self._run.run
+        if is_new:
+            self._offer_start()
+        if from_checkpoint and parent == self._run.run:
+            self._catch_up(is_resuming=True)
+        elif from_checkpoint and not is_new and parent != self._run.parent:
+            raise CheckpointError(
+                f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "
+                f"{self._run.run}: resume with the rendezvous of that run, or start in another run folder"
+            )
+        else:
+            self._start_from_snapshot()
+        return self.outer.outer_hash != before
+
+    def _start_from_snapshot(self) -> None:
+        """As an island without a part in the run so far."""
+        before = self.outer.round, self.outer.outer_hash
+        if not self.rounds.recovery.take_over(self._find_snapshot):
+            self._offer_start()
+            self.rounds.recovery.take_over(self._snapshots.start)
+        if (self.outer.round, self.outer.outer_hash) != before:
+            self.outer.write_masters()
+        self._catch_up()
+
+    def _catch_up(self, is_resuming: bool = False) -> None:
+        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own.
+
+        One that the others have not decided yet, or whose average they have not put into the store, is tried again.
+
+        Raises:
+            IslandLostError: that stays so for `join_timeout` seconds.
+        """
+        last, since = -1, self._clock.now()
+        while True:
+            if self.outer.round != last:
+                last, since = self.outer.round, self._clock.now()
+            try:
+                planned = self.rounds.find(is_resuming)
+                if planned is None:
+                    return
+                self.rounds.carry_out(planned, SyncClock(), is_resuming)
+            except IslandLostError as error:
+                if not self.island.on_leader(partial(self._may_try_again, since)):
+                    raise
+                if self.island.is_leader:
+                    logger.info("still catching up: %s", error)
+
+    def _may_try_again(self, since: float) -> bool:
+        if self._should_stop():
+            raise StopRequested
+        self._clock.sleep(LOOK_SECONDS)
+        return self._clock.now() < since + self.config.join_timeout
+
+    def _offer_start(self) -> None:
+        """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
+        self._write_snapshot()
+        self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
+
+    def _write_snapshot(self) -> None:
+        states = self.outer.states
+        self._talk.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
+
+    def _await_islands(self) -> None:
+        """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
+        if not self._has_last_round:
+            self.island.on_leader(
+                lambda: await_islands(self.config, self._need_members(), self._should_stop, self._clock)
+            )
+
+    def _find_snapshot(self) -> str | None:
+        return find_snapshot(self._run, self._snapshots, self._need_members(), self._should_stop, self._clock)
+
+    # Rounds
+
+    def sync(self) -> SyncReport:
+        """Carries out all rounds that are planned; if this island has no part in them, it offers, and waits for one.
+
+        Afterwards the masters hold the outer parameters if `outer.on_boundary`; else this island's own progress on top
+        of them, which it brings to the next round.
+
+        Raises:
+            MissedRoundError: no quorum, or the store does not answer. Training may go on.
+            StopRequested: this island was asked to stop while it waited. The others may use what it has offered.
+            DivergedError, ForgedError, DuplicateIslandError: this island must end.
+        """
+        self._stand("syncing")
+        try:
+            return self._sync()
+        except (StoreError, IslandLostError) as error:
+            raise self._missed(error) from None
+        finally:
+            self._stand("training")
+            self._go_on()
+
+    def advance(self, is_last: bool = False) -> list[SyncReport]:
+        try:
+            return super().advance(is_last)
+        except RoundPassed:  # all under way have given back what they took
+            self._reports.append(self.sync())
+            return self._take_reports()
+        except (StoreError, IslandLostError) as error:
+            raise self._missed(error) from None
+
+    def _missed(self, error: DiLoCoError) -> MissedRoundError:
+        """Lets training go on after a round did not take place."""
+        if self.island.is_leader and isinstance(error, StoreFullError):
+            self._snapshots.make_room()
+        if isinstance(error, StoreError):  # which would not say either where the others are
+            self._pace.postpone()
+        else:
+            self._pace.align()
+        return MissedRoundError(
+            f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
+        )
+
+    def _carry_out(self, flight: Flight) -> None:
+        self._stand("syncing")
+        try:
+            self._rescue_average()
+            self._after_round(self.rounds.carry_flight(flight))
+        finally:
+            self._stand("training")
+
+    def _go_on(self) -> None:
+        """Training goes on."""
+        self._overlap.last_end = time.monotonic()
+        self._went_on = self._overlap.last_end, self.outer.num_steps
+
+    def _sync(self) -> SyncReport:
+        clock = SyncClock(self._overlap.last_end)
+        round_before = self.outer.round
+        report = None
+        while True:
+            planned = self.rounds.find()
+            if planned is None and (self._has_last_round or self._has_caught_up(round_before)):
+                if report is None:
+                    raise MissedRoundError(
+                        f"holds the outer parameters of round {self.outer.round} without a part in it"
+                    )
+                return report
+            captured = None
+            if planned is None:
+                self._rescue_average()
+                captured = self.rounds.capture()
+                offer = self.rounds.publish(captured, clock)
+                planned = clock.wait(lambda: self.rounds.convene(offer))  # noqa: B023 - called at once
+            fragment = self.outer.current
+            report = self.rounds.carry_out(planned, clock, captured=captured) or report
+            self.outer.rest(fragment)
+            if report is not None and not fragment.steps:
+                self._after_round(planned)
+                return report
+
+    def _rescue_average(self) -> None:
+        """Where nobody has put the last average into the store, a snapshot takes its place."""
+        self.rounds.rest()
+        if self._talk.on_leader(self.rounds.is_average_missing):
+            logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
+            self._snapshots.wait()
+            self._write_snapshot()
+
+    def _has_caught_up(self, round_before: int) -> bool:
+        """Whether this island has come to where the others are in the middle of their inner steps."""
+        return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
+
+    def _let_round_pass(self) -> None:
+        """Others that are about to plan a round would wait until an island that begins now has trained for it too."""
+        if self.outer.round == 0:  # where the run begins, all take part
+            return
+        deadline = self._clock.now() + self.config.grace  # after which they plan it anyway, if they can
+        notes = WaitNotes(self.config.island, clock=self._clock)
+        note = notes.begin(self.config.grace, f"round {self.outer.round + 1}")
+
+        def wait() -> bool:
+            while self._pace.others_convene() and self._clock.now() < deadline:
+                if self._need_members().standing.phase != "passing":
+                    self._stand("passing")
+                if self._need_council().current(self.outer.round + 1).plan:
+                    return True
+                if self._should_stop():
+                    raise StopRequested
+                note.look("the others, which begin it without this island")
+                self._clock.sleep(LOOK_SECONDS)
+            return self._need_council().current(self.outer.round + 1).plan is not None  # they were faster
+
+        while self.island.on_leader(wait):
+            self._catch_up()
+
+    # Between rounds
+
+    def _after_round(self, planned: PlannedRound) -> None:
+        first = min(participant.island for participant in planned.plan.participants)
+        if planned.number % self.config.snapshot_every == 0 and first == self.config.island:
+            self._snapshots.write_behind(
+                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
+            )
+
+    def _stand(self, phase: Phase) -> None:
+        """What the next sign of life says; it is given at once, because others may wait to hear it."""
+        if self.members is not None:
+            self.members.standing.phase = phase
+            self._refresh()
+            self.members.nudge()
+
+    def _refresh(self) -> None:
+        if self.members is None:
+            return
+        standing = self.members.standing
+        standing.round, standing.steps = self.outer.round, self.outer.steps
+        standing.num_ranks = self.island.size
+        standing.tokens_per_second = self._speed()
+
+    def _speed(self) -> float:
+        since, num_steps = self._went_on
+        elapsed = time.monotonic() - since
+        return (self.outer.num_steps - num_steps) * (self.tokens_per_step or 0) / elapsed if elapsed > 0 else 0.0
+
+    # Leaving
+
+    def leave(self, finished: bool) -> None:
+        """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
+        self._is_closing = not finished
+        self.settle()
+        self._is_closing = False
+        if not finished and self._is_training and self.outer.steps:
+            try:
+                self.rounds.bequeath()
+            except DiLoCoError as error:
+                logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
+        self.has_left = True
+        self.close()
+        if finished:
+            self._note_missing_rounds()
+        if self.members is not None:
+            self.members.leave("finished" if finished else "left")
+        if self._host is not None:
+            self._end_store(self._host, finished)
+
+    def _end_store(self, host: StoreHost, finished: bool) -> None:
+        """Others end the run with what lies in the store; then its port is free."""
+        wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")
+        deadline = self._clock.now() + self.config.sync_timeout
+        while finished and self.members is not None and self._clock.now() < deadline and not self._should_stop():
+            others = self.members.alive().keys() - {self.config.island}
+            if not others:
+                break
+            wait.look(others)
+            self._clock.sleep(LOOK_SECONDS)
+        host.close()
+
+    def _note_missing_rounds(self) -> None:
+        if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
+            logger.warning(
+                "this island's steps are done after round %d of the run's %d: it missed some, and brought their "
+                "steps to later ones",
+                self.outer.round,
+                self._run.num_rounds,
+            )
+
+    def close(self) -> None:
+        self._overlap.close()
+        if hasattr(self, "engines"):
+            self._snapshots.wait()
+            self.rounds.rest()
+            for engine in self.engines:
+                engine.close()
+
+    def _need_council(self) -> Council:
+        assert self.council is not None
+        return self.council
+
+    def _need_members(self) -> Members:
+        assert self.members is not None
+        return self.members

@@ -1,0 +1,300 @@
+"""A session of fixed membership: all islands are there from the first round to the last, or the run ends.
+
+    capture: read masters -> pseudo-gradient
+    carry out: arrive -> exchange -> vote -> (commit) outer step
+    land: write masters
+
+With `fragment_sync_delay`, a thread carries the round out behind the inner steps, and it lands as many steps after its
+capture. Rounds are carried out in their order.
+
+Among islands, a failed round changes nothing: the exchange works on a scratch vector, and parameters and outer state
+are touched only after the round was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.buffers import BufferShards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import Partition, choose_partition, layout_of
+from hf_diloco.membership.facts import Facts
+from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
+from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.records import (
+    JoinRecord,
+    LayoutRecord,
+    StateRecord,
+    parse_records,
+)
+from hf_diloco.membership.verdicts import states_are_equal
+from hf_diloco.rounds.carrier import Carrier
+from hf_diloco.rounds.eager_rounds import EagerRounds
+from hf_diloco.rounds.flights import Flight
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.round_plan import RoundRepeated
+from hf_diloco.rounds.session import BaseSession
+from hf_diloco.transport.base import Exchange, Traffic
+from hf_diloco.transport.open import Transport, open_transport
+from hf_diloco.utils.clock import REAL, Clock
+
+logger = logging.getLogger("hf_diloco")
+
+FAREWELL_SECONDS = {"finished": 60.0, "early": 5.0}
+_ENDED_BEFORE = (
+    "island %d ended after round %d, but other islands were to go on and have ended early: give all islands the same "
+    "number of steps, and start them again to train on"
+)
+
+
+class FixedSession(BaseSession):
+    """One rank's part in a run of `config.num_islands` islands, whose leaders share a store and meet in every round.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+        transport: how to reach the other islands; default: what `config.rendezvous` calls for.
+        clock: by which it waits for them.
+
+    Raises:
+        RendezvousError: the rendezvous cannot be reached.
+        DuplicateIslandError: another process has this island's number.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        island: IslandGroup,
+        should_stop: Callable[[], bool] = lambda: False,
+        transport: Transport | None = None,
+        clock: Clock = REAL,
+    ) -> None:
+        super().__init__(config, island)
+        self._exchanges: list[Exchange] = []
+        self._buffers: list[Partition] = []
+        self._is_closing = False
+        self._transport = self._connect(transport)
+        self._ledger = Ledger(
+            self._transport.records,
+            config.island,
+            config.num_islands,
+            lambda: self._is_closing or should_stop(),
+            self._find_broken,
+            where=config.rendezvous,
+            clock=clock,
+            links=self._exchanges,
+        )
+        self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
+        self._eager: EagerRounds | None = None
+        if config.anticipates:
+            self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)
+        island.on_leader(self._ledger.claim)
+
+    @property
+    def transport(self) -> Transport:
+        """This rank's access to the other islands; for another training it may be had `again`."""
+        return self._transport
+
+    def _connect(self, transport: Transport | None) -> Transport:
+        """The leader first: what keeps it from connecting is then known to all ranks."""
+        opened = [transport] if transport else []
+
+        def open_once() -> None:
+            if not opened:
+                opened.append(open_transport(self.config, self.island.is_leader, self.island.size))
+
+        self.island.on_leader(open_once)
+        self.island.on_all(open_once)
+        return opened[0]
+
+    # Joining
+
+    def common_checkpoint(self, output_dir: Path) -> Path | None:
+        """This island's newest checkpoint of the newest round that all islands hold; None if none holds any.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints, but of no common round.
+        """
+        with self._leave_on_error():
+            path = find_common(Path(output_dir), self.island, self._share)
+        self.outer.checked = path
+        return path
+
+    def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
+        with self._leave_on_error():
+            self._choose()
+            records = self._meet(shards, folder, facts or {})
+            layouts = [record.layout.model_dump() for record in records]
+            block_values = self.outer.codec.block_values
+            self.outer.open(
+                shards,
+                [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
+            )
+            self.island.on_all(self._open_lanes)
+            if self.outer.buffers == "average":
+                self._buffers = [
+                    choose_partition(BufferShards(shards, name), self.island, layouts, block_values)
+                    for name in shards.inner.buffers
+                ]
+            if checkpoint is not None:
+                self.outer.restore(checkpoint)
+            else:
+                self.outer.begin()
+            replaced = self._agree_on_start(resumed=checkpoint is not None)
+        self._overlap.last_end = time.monotonic()
+        return replaced
+
+    def _meet(self, shards: Shards, folder: Path, facts: Facts) -> list[JoinRecord]:
+        record = JoinRecord(
+            host=socket.gethostname(),
+            folder=os.path.realpath(folder),
+            fingerprint=make_fingerprint(self.config, shards, {**self._steps_fact(), **facts}),
+            layout=LayoutRecord.model_validate(layout_of(shards, self.island)),
+        )
+        records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
+        check_fingerprints(records)
+        check_folders(records)
+        return records
+
+    def _open_lanes(self) -> None:
+        for lane in self.outer.partition.lanes:
+            self._exchanges.append(self._transport.open(lane))
+
+    def _agree_on_start(self, resumed: bool) -> bool:
+        """All islands stand at one round with equal outer parameters, or island 0 sends its own to all."""
+        mine = StateRecord(round=self.outer.round, digest=self.outer.outer_hash, resumed=resumed)
+        raw = self.island.on_leader(lambda: self._share("state", mine.model_dump()))
+        states = parse_records(StateRecord, raw)
+        if states_are_equal(states):
+            return False
+        logger.info("islands start from different weights: island 0 sends its own to all")
+        self.island.on_all(self._broadcast_start)
+        for fragment in self.outer.fragments:
+            fragment.write_masters()
+            fragment.digest = ""
+            self.outer.update_digest(fragment)
+        return True
+
+    def _broadcast_start(self) -> None:
+        for fragment in self.outer.fragments:
+            parts = fragment.partition.split(fragment.method.parameters)
+            for exchange, part in zip(self._exchanges, parts, strict=True):
+                exchange.broadcast(part, source=0)
+
+    def _find_broken(self) -> set[int]:
+        return {island for exchange in self._exchanges for island in exchange.find_broken()}
+
+    def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return self._ledger.share(topic, record, self.config.join_timeout)
+        except IslandLostError as error:
+            if not error.islands or (error.islands == (0,) and self.config.island):
+                raise
+            raise RendezvousError(
+                f"islands {list(error.islands)} have not joined within {self.config.join_timeout:g} s (join_timeout): "
+                f"start them, with the same num_islands ({self.config.num_islands}) and rendezvous "
+                f"({self.config.rendezvous}) everywhere"
+            ) from None
+
+    # Rounds
+
+    def advance(self, is_last: bool = False) -> list[SyncReport]:
+        while True:
+            try:
+                if self._eager is None:
+                    return super().advance(is_last)
+                self._overlap.raise_failure()
+                return self._eager.advance(is_last)
+            except RoundRepeated:  # all under way have given back what they took
+                if self._eager is None:
+                    self._reports.append(self.sync())
+                    if not is_last:
+                        return self._take_reports()
+
+    def _carry_out(self, flight: Flight) -> None:
+        self._carrier.carry_out(flight, self._talk)
+
+    def _carry_out_now(self, flight: Flight) -> SyncReport:
+        try:
+            self._carrier.carry_out(flight, self.island)
+        except DiLoCoError:
+            flight.give_back()
+            self.outer.num_begun -= 1
+            raise
+        return self._overlap.report(flight, flight.seconds_stepping)
+
+    def sync(self) -> SyncReport:
+        while True:
+            flight = self._overlap.capture()
+            try:
+                self._carry_out_now(flight)
+                break
+            except RoundRepeated:
+                continue
+        landing = time.monotonic()
+        self.outer.restart(flight.fragment)
+        if self.outer.buffers == "average":
+            self._average_buffers(flight)
+        self.outer.rest(flight.fragment)
+        self._overlap.last_end = time.monotonic()
+        return self._overlap.report(flight, self._overlap.last_end - landing)
+
+    def _average_buffers(self, flight: Flight) -> None:
+        """Each of the inner optimizer's buffers becomes its mean over the islands that took part."""
+        vector, traffic = flight.fragment.scratch, Traffic()
+        for partition in self._buffers:
+            partition.gather(vector)
+            traffic += self.island.on_all(partial(self._average_vector, partition, vector, flight.weights))
+            partition.scatter(vector)
+        sent, received = self.island.sum([traffic.bytes_sent, traffic.bytes_received])
+        flight.traffic += Traffic(int(sent), int(received))
+
+    def _average_vector(self, partition: Partition, vector: torch.Tensor, weights: list[float]) -> Traffic:
+        traffic = Traffic()
+        for exchange, part in zip(self._exchanges, partition.split(vector), strict=True):
+            traffic += exchange.average(part, weights, CODECS["fp32"])
+        return traffic
+
+    # Leaving
+
+    def leave(self, finished: bool) -> None:
+        """Says goodbye: nobody will wait for this island, and island 0 stays until all have said so."""
+
+        self._is_closing = not finished
+        self.settle()
+
+        def farewell() -> None:
+            try:
+                self._ledger.leave(self.outer.round + 1, finished)
+                patience = FAREWELL_SECONDS["finished" if finished else "early"]
+                goodbye = {"round": self.outer.round, "finished": finished}
+                others = self._ledger.share("done", goodbye, patience, interruptible=False)
+                if finished and not all(other.get("finished") for other in others):
+                    logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
+            except DiLoCoError as error:
+                logger.info("left without the others' goodbye: %s", error)
+
+        self.island.on_leader(farewell)
+        self.has_left = True
+        self.close()
+
+    def close(self) -> None:
+        for exchange in self._exchanges:
+            exchange.close()
+        self._exchanges.clear()
+        self._is_closing = True
+        self._overlap.close()

@@ -1,0 +1,133 @@
+"""Which kind of session a run calls for, and which engine a session."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_diloco.codecs import find_codec
+from hf_diloco.config import DiLoCoConfig, need_number
+from hf_diloco.config.advice import tell_who_is_alone
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds.direct import DirectEngine
+from hf_diloco.rounds.engines import BucketEngine, Engine
+from hf_diloco.rounds.fixed import FixedSession
+from hf_diloco.rounds.session import BaseSession
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.rendezvous import find_address, warn_if_exposed
+from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.waiting import WaitNotes
+
+if TYPE_CHECKING:
+    from hf_diloco.store.host import StoreHost
+
+
+def open_session(
+    config: DiLoCoConfig,
+    island: IslandGroup,
+    should_stop: Callable[[], bool] = lambda: False,
+    after: BaseSession | None = None,
+    folder: Path | None = None,
+) -> BaseSession:
+    """Reaches the other islands in the way that the rendezvous calls for. Collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
+        after: of a training that these islands have finished, where this process trains once more: they meet in the
+            same place, and in a store below it, at `training-2`.
+        folder: where this island writes. Island 0 keeps the store there, in `rendezvous`, where islands that meet at
+            tcp:// may come and go; default: the current folder.
+
+    Raises:
+        ConfigError: there are several islands, and this one was given no number.
+        RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
+    """
+    need_number(config, config.num_shares)
+    if island.is_leader:
+        tell_who_is_alone(config)
+    if config.meets_in_store:
+        from hf_diloco.rounds.elastic import ElasticSession
+
+        config, host = (
+            _meet_at_island_0(config, island, folder or Path()) if config.meets_at_island_0 else (config, None)
+        )
+        return ElasticSession(next_training(config, after.config) if after else config, island, should_stop, host=host)
+    transport = after.transport.again() if isinstance(after, FixedSession) else None
+    return FixedSession(config, island, should_stop, transport)
+
+
+def _meet_at_island_0(
+    config: DiLoCoConfig, island: IslandGroup, folder: Path
+) -> tuple[DiLoCoConfig, StoreHost | None]:
+    """The settings with the address of the store that island 0 keeps; and, on its leader, what keeps it."""
+    from hf_diloco.store.host import StoreHost, address_towards, find_store, url_of
+
+    hosts: list[StoreHost] = []
+
+    def meet() -> None:
+        if config.island == 0:
+            hosts.append(StoreHost(config, folder / "rendezvous"))
+        else:
+            find_store(config, WaitNotes(config.island))
+
+    island.on_leader(meet)
+    assert config.rendezvous is not None
+    found = {
+        "rendezvous": url_of(config.rendezvous),
+        "bind_address": config.bind_address or address_towards(config.rendezvous),
+        "exchange": "mesh" if config.is_direct else "bucket",
+    }
+    return config.model_copy(update=found), next(iter(hosts), None)
+
+
+def next_training(config: DiLoCoConfig, last: DiLoCoConfig) -> DiLoCoConfig:
+    """The settings of one more training: below the place where the first one met.
+
+    Args:
+        config: of the first training.
+        last: of the last one.
+    """
+    first, before = str(config.rendezvous), str(last.rendezvous)
+    found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))
+    number = int(found[1]) + 1 if found else 2
+    return config.model_copy(update={"rendezvous": f"{first.rstrip('/')}/training-{number}"})
+
+
+def open_engines(
+    config: DiLoCoConfig,
+    island: IslandGroup,
+    log: RunLog,
+    buckets: Sequence[BucketExchange],
+    author: str,
+    key: bytes,
+    rate_limit: RateLimit,
+) -> list[Engine]:
+    """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        log: of the run.
+        buckets: this rank's range of each fragment in the object store.
+        author: names the island and its process, as "00001-000002".
+        key: of the run.
+        rate_limit: for all that this rank sends.
+
+    Raises:
+        RendezvousError: the address to listen on is a public one.
+    """
+    if not config.is_direct:
+        return [BucketEngine(bucket, find_codec(config.payload), island.rank) for bucket in buckets]
+    sizes = island.sum([bucket.length for bucket in buckets])
+    address = island.on_all(lambda: find_address(config))
+    if island.is_leader and not key:
+        warn_if_exposed(address)
+    return [
+        DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
+        for bucket, size in zip(buckets, sizes, strict=True)
+    ]

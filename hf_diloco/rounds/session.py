@@ -1,0 +1,224 @@
+"""What the Trainer's callback and the Accelerate loop ask of a run of several islands."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import MAX_STEPS, Facts
+from hf_diloco.methods.outer import find_method
+from hf_diloco.outer.checkpoint import check_checkpoint
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.flights import Flight
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.overlap import Overlap
+
+logger = logging.getLogger("hf_diloco")
+
+
+class BaseSession(ABC):
+    """One rank's part in the run: meeting the other islands, the rounds, leaving.
+
+    Every method is collective over the island's ranks. A round that fails changes nothing: parameters and outer state
+    are touched only after all who take part have agreed on the average.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+
+    Attributes:
+        outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
+        chosen: what `join` took for settings that are "auto", and where that comes from.
+        has_left: `leave` was called; figures stay readable.
+        num_steps: inner steps that this island is to take, if known; set before `join`.
+        num_rounds: rounds that the run is to have, if known; set before `join`.
+        tokens_per_step: of the whole island, if known; set before `join`.
+    """
+
+    def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
+        self.config = config
+        self.island = island
+        self.outer = OuterState(config, island)
+        # A thread's talk inside the island must not mix with the training's.
+        self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
+        self._overlap = Overlap(config, self.outer, self._carry_out)
+        self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
+        self.has_left = False
+        self.chosen = ""
+        self.num_steps: int | None = None
+        self.num_rounds: int | None = None
+        self.tokens_per_step: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other islands have ended the run: there will be no further round."""
+        return False
+
+    @property
+    def has_common_end(self) -> bool:
+        """Whether the run ends for all islands with a round that is known, whatever steps they have taken then."""
+        return False
+
+    @abstractmethod
+    def common_checkpoint(self, output_dir: Path) -> Path | None:
+        """The checkpoint in `output_dir` that this island is to resume from; None to start afresh.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints that do not go together.
+        """
+
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """Reads every file of a checkpoint that this island is to resume from.
+
+        Raises:
+            CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+        """
+        with self._leave_on_error():
+            check_checkpoint(checkpoint, self.island)
+        self.outer.checked = checkpoint
+
+    @abstractmethod
+    def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
+        """Meets the other islands, checks that all train the same thing, and makes their weights equal.
+
+        Args:
+            shards: this rank's master weights.
+            folder: where this island writes; no two islands may share it.
+            facts: further things that must be equal on all islands, by name.
+            checkpoint: continue from its outer state; the masters must have been restored already.
+
+        Returns:
+            Whether the masters were replaced by the run's.
+
+        Raises:
+            FingerprintError, RendezvousError, CheckpointError, IslandLostError.
+        """
+
+    @property
+    def _pulls(self) -> bool:
+        return find_method(self.config.method).pulls
+
+    @property
+    def _holds_up_training(self) -> bool:
+        """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
+        return self._pulls and self._overlap.is_landing
+
+    def _choose(self) -> None:
+        """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
+        chosen = find_method(self.config.method).choose(self.config, self.num_rounds)
+        self.chosen = chosen.source
+        self.config = self.outer.config = self.config.model_copy(update=dict(chosen.values))
+        if chosen.source and self.island.is_leader:
+            logger.info("chosen: %s", chosen.source)
+
+    def _steps_fact(self) -> dict[str, int]:
+        """The number of steps, which must be equal on all islands that know theirs."""
+        return {} if self.num_steps is None else {MAX_STEPS: self.num_steps}
+
+    def _cut(self, shards: Shards) -> list[Shards]:
+        """The shards of each fragment."""
+        if not self.config.is_streaming:
+            return [shards]
+        config = self.config
+        names = cut_into_fragments(shards.sizes, config.num_fragments, config.fragment_order, config.fragment_patterns)
+        if self.island.is_leader and len(names) > 1:
+            logger.info("%s", describe_fragments(names, shards.sizes))
+        return [FragmentShards(shards, part) for part in names]
+
+    def is_due(self, is_last: bool = False) -> bool:
+        """Whether `advance` is to be called after the inner step that was counted last.
+
+        Args:
+            is_last: it is the last step of the run.
+        """
+        if self._overlap.failure or self.outer.is_due or self._overlap.landing() is not None:
+            return True
+        return is_last and self.config.is_streaming and not self.outer.on_boundary
+
+    def advance(self, is_last: bool = False) -> list[SyncReport]:
+        """Begins the round that is due and ends those whose time has come, as `sync` does at once.
+
+        After the last step, what streams is synchronised to its end: the masters hold the outer parameters.
+
+        Returns:
+            The figures of the rounds that ended.
+
+        Raises:
+            As `sync`.
+        """
+        self._overlap.raise_failure()
+        if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
+            self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
+        while (fragment := self._overlap.landing(at_once=is_last)) is not None:
+            self._reports += self._overlap.land(fragment)
+        if is_last and self.config.is_streaming:
+            while self.outer.steps and not self.is_over:
+                self._reports.append(self.sync())
+        elif self.outer.is_due and self.config.overlaps:
+            if not self._has_begun_all:
+                self._overlap.take_off()
+        elif self.outer.is_due or is_last:  # steps of missed rounds may be left, and end before a round is due
+            self._reports.append(self.sync())
+        return self._take_reports()
+
+    @property
+    def _has_begun_all(self) -> bool:
+        """Whether the run's last round is under way: there is no other to begin."""
+        return False
+
+    def _take_reports(self) -> list[SyncReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    @abstractmethod
+    def _carry_out(self, flight: Flight) -> None:
+        """Averages over the islands and takes the outer step; called on a thread, where rounds overlap training."""
+
+    def settle(self) -> list[SyncReport]:
+        """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
+
+        Returns:
+            The figures of the rounds that ended. A failure is raised by the next `advance`.
+        """
+        self._reports += self._overlap.settle()
+        return self._take_reports()
+
+    @abstractmethod
+    def sync(self) -> SyncReport:
+        """Runs one round: afterwards the masters hold the new outer parameters, bit-identical on all islands.
+
+        Raises:
+            IslandLostError: an island did not come, left, or was lost on the way. Nothing was changed.
+            StopRequested: this island was asked to stop while it waited. Nothing was changed.
+            ExchangeError: the round was aborted for another reason. Nothing was changed.
+            DivergedError: islands that should be equal are not.
+        """
+
+    @abstractmethod
+    def leave(self, finished: bool) -> None:
+        """Says goodbye, so that nobody waits for this island, and lets go of all connections.
+
+        Args:
+            finished: this island has done all it was to do; otherwise it stops early.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all connections."""
+
+    @contextmanager
+    def _leave_on_error(self) -> Iterator[None]:
+        """Says goodbye before an error is raised: the others have then read what they, too, will find wrong."""
+        try:
+            yield
+        except DiLoCoError:
+            self.leave(finished=False)
+            raise

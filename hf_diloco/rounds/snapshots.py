@@ -1,0 +1,270 @@
+"""Outer state in the object store, from which islands join: written now and then by one island, rank by rank.
+
+    snapshots/R/I-N/rank-K-anchor.bin, rank-K-momentum.bin   rank K's part, fp32; of several fragments, each's, as
+                                                             rank-K-fragment-F-anchor.bin
+    snapshots/R/I-N/rank-K.json                              what they hold; a snapshot that has all ranks' is whole
+    start.json                                               create if absent: which of them the run starts from
+                                                             (start-2.json where that is damaged)
+
+Writing needs no copy: the outer state changes only at the end of a round, and a snapshot is written between two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
+from hf_diloco.membership.heartbeats import ClaimRecord, claim_path
+from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import Entry
+from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.object_info import read_info
+
+logger = logging.getLogger("hf_diloco")
+
+_KEPT = 2
+_STARTS = ("start.json", *(f"start-{number}.json" for number in range(2, 10)))
+_SNAPSHOT = re.compile(r"snapshots/\d{8,12}/(\d{5,6})-(\d{6,9})/rank-\d{5,6}(?:-[a-z0-9-]+\.bin|\.json)")
+_PAYLOAD = re.compile(r"payloads/\d{8,12}/(?:mean-)?(\d{5,6})-(\d{6,9})(?:-\d+)?/rank-\d{5,6}\.bin")
+
+
+class Snapshots:
+    """One rank's access to the run's snapshots.
+
+    Args:
+        log: of the run.
+        buckets: this rank's range of each fragment.
+        author: names the island and its process, as "00001-000002".
+        rank, num_ranks: of the island.
+    """
+
+    def __init__(self, log: RunLog, buckets: Sequence[BucketExchange], author: str, rank: int, num_ranks: int) -> None:
+        self._log = log
+        self._buckets = buckets
+        self._author = author
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._thread: threading.Thread | None = None
+        self._shunned: set[str] = set()
+        self._is_known: dict[tuple[str, str], bool] = {}
+        self._unfinished: set[Entry] = set()
+
+    def folder(self, round_number: int) -> str:
+        """Where this island's snapshot of a round is."""
+        return f"snapshots/{round_number:08d}/{self._author}"
+
+    def start(self) -> str | None:
+        """The folder of the snapshot that the run starts from, once that is decided.
+
+        Where the decision is damaged, and not taken anew, it is the newest snapshot; of several from which the run may
+        have started, the one of the lowest island.
+        """
+        for name in _STARTS:
+            try:
+                found = self._log.read(name, StartRecord)
+            except ForgedError as error:
+                self._log.refuse(name, error)
+                continue
+            if found is not None or name == _STARTS[0]:
+                return found.folder if found else None
+            break
+        whole = self._whole()
+        return (whole[-1] if round_of(whole[-1]) else whole[0]) if whole else None
+
+    def decide_start(self, round_number: int) -> None:
+        """Lets the run start from this island's snapshot, unless it starts from another's."""
+        for name in _STARTS:
+            record = StartRecord(folder=self.folder(round_number))
+            if self._log.create(name, record) or self._log.read_or_refuse(name, StartRecord):
+                return
+        raise StoreError("all start.json are damaged: keep others away from the store")
+
+    def write(self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Writes this rank's part.
+
+        Args:
+            round_number: rounds completed.
+            state: digest of the outer parameters.
+            parts: this rank's part of each fragment's tensors, by name; those of fp64 are the same on all ranks.
+
+        Raises:
+            StoreError: the store did not take it.
+        """
+        folder = self.folder(round_number)
+        infos, numbers = {}, {}
+        for number, (bucket, tensors) in enumerate(zip(self._buckets, parts, strict=True)):
+            for name, tensor in tensors.items():
+                if tensor.dtype == torch.float64:
+                    numbers[self._prefix(number) + name] = tensor.tolist()
+                    continue
+                path = f"{folder}/rank-{self._rank:05d}-{self._prefix(number)}{name}.bin"
+                info, _ = bucket.publish(tensor, path, CODECS["fp32"])
+                infos[self._prefix(number) + name] = info.model_dump()
+        record = SnapshotRecord(
+            round=round_number,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            state=state,
+            tensors=infos,
+            numbers=numbers,
+        )
+        self._log.put(f"{folder}/rank-{self._rank:05d}.json", record)
+
+    def write_behind(
+        self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], keep_rounds: int
+    ) -> None:
+        """Writes this rank's part in a thread; `wait` before the tensors change. The first rank clears up what is old.
+
+        Args:
+            round_number, state, parts: see `write`.
+            keep_rounds: rounds before the newest whole snapshot whose pseudo-gradients stay.
+        """
+
+        def run() -> None:
+            try:
+                self.write(round_number, state, parts)
+                if self._rank == 0:
+                    self.clear_up(keep_rounds)
+            except DiLoCoError as error:
+                logger.warning("no snapshot of round %d: %s", round_number, error)
+                if isinstance(error, StoreFullError):
+                    self.make_room(round_number)
+
+        self._thread = threading.Thread(target=run, name="hf-diloco-snapshot", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def newest(self, after: int = -1) -> Snapshot | None:
+        """The newest whole snapshot of a round later than `after`.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        for folder in sorted(self._folders() - self._shunned, reverse=True):
+            if round_of(folder) <= after:
+                return None
+            found = self._read(folder)
+            if found:
+                return found
+        return None
+
+    def shun(self, folder: str) -> bool:
+        """Has `newest` pass over a snapshot whose values are damaged; returns whether it did not do so before."""
+        is_new = folder not in self._shunned
+        self._shunned.add(folder)
+        return is_new
+
+    def at(self, folder: str) -> Snapshot:
+        """The whole snapshot in a folder.
+
+        Raises:
+            PayloadError: it is gone.
+            StoreError: the store does not answer.
+        """
+        found = self._read(folder)
+        if found is None:
+            raise PayloadError(f"the snapshot {folder} is gone: start again", folder)
+        return found
+
+    def fetch(self, snapshot: Snapshot) -> list[dict[str, torch.Tensor]]:
+        """This rank's range of every tensor of every fragment.
+
+        Raises:
+            PayloadError, StoreError: an object is gone or damaged, or the store does not answer.
+        """
+        return [self._fetch_part(snapshot, number) for number in range(len(self._buckets))]
+
+    def _fetch_part(self, snapshot: Snapshot, number: int) -> dict[str, torch.Tensor]:
+        bucket, prefix = self._buckets[number], self._prefix(number)
+        state = {}
+        for name in snapshot.parts[0].tensors:
+            if name.startswith(prefix):
+                infos = [read_info(part.tensors.get(name)) for part in snapshot.parts]
+                tensor = state[name.removeprefix(prefix)] = torch.empty(bucket.length)
+                bucket.fetch(infos, tensor)
+        for name, numbers in snapshot.parts[0].numbers.items():
+            if name.startswith(prefix):
+                state[name.removeprefix(prefix)] = torch.tensor(numbers, dtype=torch.float64)
+        return state
+
+    def _prefix(self, number: int) -> str:
+        return f"fragment-{number:05d}-" if len(self._buckets) > 1 else ""
+
+    def clear_up(self, keep_rounds: int, num_kept: int = _KEPT) -> None:
+        """Deletes what nobody needs to catch up: older snapshots but one, and pseudo-gradients before the newest.
+
+        Only what a process of this run has written, as its name and the claim say; never what others have put there.
+        Files that a killed process has not finished go when they have not changed since the last time.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        self._drop_unfinished()
+        whole = self._whole()
+        if not whole:
+            return
+        newest = round_of(whole[-1])
+        kept = {round_of(folder) for folder in whole[-num_kept:]}
+        old = [path for path in self._log.list("snapshots") if round_of(path) < min(kept)]
+        last_needless = newest - keep_rounds
+        payloads = [path for path in self._log.list("payloads") if round_of(path) <= last_needless]
+        self._log.store.delete([path for path in old + payloads if self._is_ours(path)])
+
+    def make_room(self, unfinished_round: int | None = None) -> None:
+        """Deletes all that can be spared where the store is full; what cannot be deleted stays.
+
+        Args:
+            unfinished_round: of a snapshot by this process that could not be written.
+        """
+        with contextlib.suppress(DiLoCoError):
+            if unfinished_round is not None:
+                self._log.store.delete(self._log.list(self.folder(unfinished_round)))
+            self.clear_up(keep_rounds=0, num_kept=1)
+
+    def _drop_unfinished(self) -> None:
+        found = set(self._log.store.unfinished())
+        self._log.store.drop(sorted(found & self._unfinished))
+        self._unfinished = found
+
+    def _is_ours(self, path: str) -> bool:
+        match = _SNAPSHOT.fullmatch(path) or _PAYLOAD.fullmatch(path)
+        if match is None:
+            return False
+        author = match[1], match[2]
+        if author not in self._is_known:
+            claim = self._log.read_or_refuse(claim_path(int(match[1]), int(match[2])), ClaimRecord)
+            self._is_known[author] = claim is not None
+        return self._is_known[author]
+
+    def _whole(self) -> list[str]:
+        """The folders of whole snapshots, in order."""
+        return [folder for folder in sorted(self._folders()) if self._read(folder)]
+
+    def _folders(self) -> set[str]:
+        return {
+            path.rpartition("/")[0]
+            for path in self._log.list("snapshots")
+            if path.endswith(".json") and _SNAPSHOT.fullmatch(path)
+        }
+
+    def _read(self, folder: str) -> Snapshot | None:
+        """The snapshot in a folder, if it is whole."""
+        paths = [path for path in self._log.list(folder) if path.endswith(".json") and _SNAPSHOT.fullmatch(path)]
+        try:
+            return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
+        except PayloadError as error:
+            logger.warning("passed over: %s", error)
+            return None

@@ -1,0 +1,202 @@
+"""What stands behind each kind of address: a folder, or an object_store client with its time limits and retries."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import MemoryStore, S3Store, from_url
+
+from hf_diloco.errors import RendezvousError
+from hf_diloco.store.folder import Entry, Folder, cut
+from hf_diloco.utils.urls import split_server_url
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
+
+PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
+PARTS_IN_FLIGHT = 4
+DELETES_AT_ONCE = 1000
+
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
+SERVER_BUCKET = "runs"
+"""Where a server of `hf-diloco rendezvous` keeps all objects; see `store.server`."""
+ENVIRONMENT_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_LONGEST_REQUEST = timedelta(hours=1)
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+class Backend(Protocol):
+    """What `ObjectStore` asks of it; see `Folder` for what each does."""
+
+    def create(self, path: str, data: bytes) -> None: ...
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None: ...
+    def read(self, path: str, limit: int) -> bytes: ...
+    def read_range(self, path: str, start: int, end: int) -> Any: ...
+    def find(self, prefix: str = "") -> list[Entry]: ...
+    def delete(self, paths: Sequence[str]) -> None: ...
+    def move(self, path: str, target: str) -> None: ...
+    def unfinished(self) -> list[Entry]: ...
+    def drop(self, path: str) -> None: ...
+    def links(self) -> list[str]: ...
+
+
+class Cloud:
+    """Objects behind an object_store client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(self, path: str, data: bytes) -> None:
+        try:
+            obstore.put(self._client, path, data, mode="create")
+        except AlreadyExistsError:
+            raise FileExistsError(path) from None
+
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None:
+        source = cut(data, pace) if pace else data
+        obstore.put(self._client, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
+
+    def read(self, path: str, limit: int) -> bytes:
+        result = obstore.get(self._client, path)
+        if (size := result.meta["size"]) > limit:
+            raise OverflowError(size)
+        return bytes(result.bytes())
+
+    def read_range(self, path: str, start: int, end: int) -> Any:
+        return obstore.get_range(self._client, path, start=start, end=end)
+
+    def find(self, prefix: str = "") -> list[Entry]:
+        listed = obstore.list(self._client, prefix or None).collect()
+        return [Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in listed]
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for first in range(0, len(paths), DELETES_AT_ONCE):
+            batch = list(paths[first : first + DELETES_AT_ONCE])
+            try:
+                obstore.delete(self._client, batch)
+            except FileNotFoundError:  # some stores stop at the first that is absent
+                for path in batch:
+                    self._delete_if_there(path)
+
+    def _delete_if_there(self, path: str) -> None:
+        try:
+            obstore.delete(self._client, [path])
+        except FileNotFoundError as error:
+            if lacks_bucket(error):
+                raise
+
+    def move(self, path: str, target: str) -> None:
+        obstore.copy(self._client, path, target)
+        obstore.delete(self._client, [path])
+
+    def unfinished(self) -> list[Entry]:
+        return []
+
+    def drop(self, path: str) -> None:
+        pass
+
+    def links(self) -> list[str]:
+        return []
+
+
+def lacks_bucket(error: Exception) -> bool:
+    """Whether it is the bucket that does not exist, and not an object."""
+    return _NO_BUCKET.search(str(error)) is not None
+
+
+def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
+    """A client for a checked URL; see `ObjectStore` for the rest."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "memory":
+        with _memory_lock:
+            return Cloud(_memory.setdefault(rest, MemoryStore()))
+    if scheme == "file":
+        folder = Path(unquote(rest))
+        return _open_to_look(folder) if read_only else _open_folder(folder, url)
+    half = timedelta(seconds=timeout / 2)
+    client: ClientConfig = {
+        "connect_timeout": min(half, timedelta(seconds=5)),
+        "read_timeout": half,
+        "timeout": _LONGEST_REQUEST,
+        **client_options(ENVIRONMENT_PREFIX.get(scheme), os.environ),  # type: ignore[typeddict-item]
+    }
+    retry: RetryConfig = {
+        "max_retries": 1000,  # the time limit is what counts
+        "retry_timeout": half,
+        "backoff": {
+            "init_backoff": timedelta(seconds=min(0.1, timeout / 50)),
+            "max_backoff": timedelta(seconds=min(2.0, timeout / 20)),
+            "base": 2,
+        },
+    }
+    if server := split_server_url(url):
+        return Cloud(_open_server(*server, client, retry))
+    return Cloud(from_url(url, client_options=client, retry_config=retry))
+
+
+def _open_server(scheme: str, host: str, port: int, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
+    """Islands are clients of S3 to a server of `hf-diloco rendezvous`, which asks for no credentials."""
+    return S3Store(
+        SERVER_BUCKET,
+        prefix=path or None,
+        endpoint=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        region="local",
+        skip_signature=True,
+        client_options={**client, "allow_http": scheme == "http"},
+        retry_config=retry,
+    )
+
+
+def _open_folder(folder: Path, url: str) -> Folder:
+    if not folder.parent.exists():
+        raise RendezvousError(
+            f"the rendezvous {url} cannot be opened: there is no folder {folder.parent}. If a shared file system is "
+            "to be there, mount it; else make the folder on the islands' machines. It is not made for you, because "
+            "an island that does not see the others' folder would start a run of its own"
+        )
+    folder.mkdir(exist_ok=True)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"no permission to read and write in {folder}")
+    return Folder(folder)
+
+
+def _open_to_look(folder: Path) -> Backend:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise PermissionError(f"no permission to read in {folder}")
+    return Folder(folder)
+
+
+def client_options(prefix: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the client would read from the environment by itself, if it were not given options.
+
+    Args:
+        prefix: of the provider's variables; None: there are none.
+        environment: of the process.
+    """
+    options: dict[str, Any] = {}
+    if prefix is None:
+        return options
+    for name in ("allow_http", "allow_invalid_certificates"):
+        value = environment.get(f"{prefix}_{name.upper()}", "").strip().lower()
+        if value:
+            options[name] = value in ("1", "true", "on", "yes", "y")
+    if proxy := environment.get(f"{prefix}_PROXY_URL"):
+        options["proxy_url"] = proxy
+    return options

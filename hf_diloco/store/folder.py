@@ -1,0 +1,369 @@
+"""Objects as files of a folder, such as a network file system that several machines mount.
+
+A reader sees an object whole or not at all, and what was written stays when the power fails: a file is written under
+another name (`NAME#...`, which no object has), flushed to the disk, given its name in one step (renamed; or, to create
+it only if absent, linked), and then the folder is flushed. A writer that is killed leaves at most such an unfinished
+file, or an empty folder; `unfinished` finds them.
+
+Symbolic links below the folder are never followed, neither to files nor to folders, to read, list, write or delete:
+whoever may write here could otherwise have another folder's files deleted. What is no file (a link, a device) counts
+as an object that cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+UNFINISHED = "#"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TRIES = 20
+_PIECE_BYTES = 1 << 18
+
+
+class NoFileError(OSError):
+    """What lies where an object should be is a symbolic link, a folder or a device."""
+
+
+class GoneError(OSError):
+    """The whole folder is gone, or another is in its place."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """An object as a list shows it: its path, its size in bytes, and when it was written, by the store's clock."""
+
+    path: str
+    size: int
+    modified: datetime
+
+
+class Folder:
+    """Reads and writes files below a folder, by relative paths without `.` and `..`. Threads may share one.
+
+    Args:
+        root: the folder, which exists; it may itself be a link.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._identity = os.stat(root).st_ino
+
+    # Reading
+
+    def read(self, path: str, limit: int) -> bytes:
+        """A whole file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            NoFileError: it is no file.
+            OverflowError: it has more than `limit` bytes; its only argument says how many.
+        """
+        with self.opened(path) as file:
+            size = os.fstat(file).st_size
+            if size > limit:
+                raise OverflowError(size)
+            return b"".join(_pieces(file, 0, size))
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """The bytes [start, end) of a file, fewer where it ends before; raises as `read`."""
+        with self.opened(path) as file:
+            return b"".join(_pieces(file, start, end - start))
+
+    def find(self, prefix: str = "") -> list[Entry]:
+        """All files below a folder, but unfinished ones."""
+        return [entry for entry in self._walk(prefix) if entry is not None and UNFINISHED not in entry.path]
+
+    def unfinished(self, prefix: str = "") -> list[Entry]:
+        """Files that nobody has finished writing, and empty folders (paths that end in a slash)."""
+        empty: list[Entry] = []
+        return [entry for entry in self._walk(prefix, empty) if UNFINISHED in entry.path] + empty
+
+    def links(self, prefix: str = "") -> list[str]:
+        """Paths of what is neither a file nor a folder."""
+        odd: list[str] = []
+        list(self._walk(prefix, odd=odd))
+        return odd
+
+    def _walk(self, prefix: str, empty: list[Entry] | None = None, odd: list[str] | None = None) -> Iterator[Entry]:
+        try:
+            folder = self._enter(prefix)
+        except (FileNotFoundError, NoFileError):
+            return
+        try:
+            names = sorted(os.listdir(folder))
+            for name in names:
+                path = f"{prefix}/{name}" if prefix else name
+                try:
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                if stat.S_ISDIR(found.st_mode):
+                    yield from self._walk(path, empty, odd)
+                elif stat.S_ISREG(found.st_mode):
+                    yield Entry(path, found.st_size, _time(found))
+                elif odd is not None:
+                    odd.append(path)
+            if not names and prefix and empty is not None:
+                empty.append(Entry(f"{prefix}/", 0, _time(os.fstat(folder))))
+        finally:
+            os.close(folder)
+
+    # Writing
+
+    def create(self, path: str, data: bytes) -> None:
+        """Writes a file unless there is something.
+
+        Raises:
+            FileExistsError: there is.
+        """
+        if self._is_taken(path):  # spares the disk the work
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._write(path, [data], _link, is_lasting=True)
+
+    def _is_taken(self, path: str) -> bool:
+        parent, _, name = path.rpartition("/")
+        try:
+            folder = self._enter(parent)
+        except FileNotFoundError:
+            return False
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(folder)
+        return True
+
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None:
+        """Writes a file, in place of what is there.
+
+        Args:
+            path: of the file.
+            data: what it holds.
+            pace: called with a number of bytes before so many are written; returns when they may.
+            is_lasting: it must outlast a loss of power.
+        """
+        self._write(path, cut(data, pace), _rename, is_lasting)
+
+    def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
+        """Writes a file of pieces, in place of what is there."""
+        self._write(path, pieces, _rename, is_lasting=True)
+
+    def _write(
+        self,
+        path: str,
+        data: Iterable[bytes | memoryview[Any]],
+        finish: Callable[[str, str, int], None],
+        is_lasting: bool,
+    ) -> None:
+        parent, _, name = path.rpartition("/")
+        unfinished = f"{name}{UNFINISHED}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        folder, file = self._begin(parent, unfinished, is_lasting)
+        try:
+            try:
+                with os.fdopen(file, "wb", buffering=0) as writer:
+                    for piece in data:
+                        _write_all(writer.fileno(), piece)
+                    if is_lasting:
+                        os.fsync(writer.fileno())
+                finish(unfinished, name, folder)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(unfinished, dir_fd=folder)
+            if is_lasting:
+                os.fsync(folder)
+        except BaseException:
+            self._drop_empty(parent)
+            raise
+        finally:
+            os.close(folder)
+
+    def _begin(self, parent: str, unfinished: str, is_lasting: bool) -> tuple[int, int]:
+        """Makes the folders on the way and an empty file; another island may be removing one that is empty."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                folder = self._enter(parent, is_lasting)
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                    return folder, os.open(unfinished, flags, 0o666, dir_fd=folder)
+                except BaseException:
+                    os.close(folder)
+                    raise
+        raise FileNotFoundError(errno.ENOENT, "the folder is removed again and again", str(self._root / parent))
+
+    # Removing
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Removes files or links, and the folders above that this leaves empty; those that are absent are fine."""
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        parent, _, name = path.rpartition("/")
+        folder = self._enter(parent)
+        try:
+            os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
+        self._drop_empty(parent)
+
+    def drop(self, path: str) -> None:
+        """Removes what `unfinished` found, if it is still there."""
+        if path.endswith("/"):
+            self._drop_empty(path.rstrip("/"))
+        else:
+            self.delete([path])
+
+    def move(self, path: str, target: str) -> None:
+        """Moves a file or link, without following it.
+
+        Raises:
+            FileExistsError: there is something at `target`.
+        """
+        (parent, _, name), (to_parent, _, to_name) = path.rpartition("/"), target.rpartition("/")
+        folder, to_folder = self._enter(parent), self._enter(to_parent, is_lasting=True)
+        try:
+            if to_name in os.listdir(to_folder):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            os.rename(name, to_name, src_dir_fd=folder, dst_dir_fd=to_folder)
+            os.fsync(to_folder)
+        finally:
+            os.close(folder)
+            os.close(to_folder)
+        self._drop_empty(parent)
+
+    def _drop_empty(self, folder: str) -> None:
+        """Removes a folder and those above it, as far as they are empty."""
+        while folder:
+            parent, _, name = folder.rpartition("/")
+            try:
+                above = self._enter(parent)
+            except OSError:
+                return
+            try:
+                os.rmdir(name, dir_fd=above)
+            except OSError:  # not empty, or another island has removed it
+                return
+            finally:
+                os.close(above)
+            folder = parent
+
+    # Opening
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A file, by its descriptor: what is written in its place meanwhile is another one. Raises as `read`."""
+        parent, _, name = path.rpartition("/")
+        folder = self._enter(parent)
+        try:
+            with _no_file_is_told(path):
+                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise NoFileError(errno.EINVAL, "is no file", path)
+            yield file
+        finally:
+            os.close(file)
+
+    def _enter(self, folder: str, is_lasting: bool | None = None) -> int:
+        """Opens a folder below the root, without following a link on the way.
+
+        Args:
+            folder: its path; "" for the root.
+            is_lasting: None: it is there. Else it is made; true: so that it outlasts a loss of power.
+        """
+        here = self._open_root()
+        done: list[str] = []
+        for name in folder.split("/") if folder else ():
+            done.append(name)
+            try:
+                if is_lasting is not None:
+                    _make(name, here, is_lasting)
+                with _no_file_is_told("/".join(done)):
+                    below = os.open(name, _FOLDER, dir_fd=here)
+            finally:
+                os.close(here)
+            here = below
+        return here
+
+    def _open_root(self) -> int:
+        try:
+            root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise GoneError(errno.ENODEV, "the folder is gone: is it still mounted?", str(self._root)) from None
+        if os.fstat(root).st_ino != self._identity:
+            os.close(root)
+            raise GoneError(errno.ENODEV, "another folder is there now: is it still mounted?", str(self._root))
+        return root
+
+
+def _make(name: str, folder: int, is_lasting: bool) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=folder)
+        if is_lasting:
+            os.fsync(folder)
+
+
+def _link(unfinished: str, name: str, folder: int) -> None:
+    try:
+        os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        raise OSError(error.errno, "the file system has no hard links, by which a file is created only once") from None
+
+
+def _rename(unfinished: str, name: str, folder: int) -> None:
+    os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _no_file_is_told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise NoFileError(error.errno, "is a symbolic link or no folder, which is not followed", path) from None
+        raise
+
+
+def cut(view: memoryview[Any], pace: Callable[[int], None] | None = None) -> Iterator[memoryview[Any]]:
+    """Pieces of bytes, each when it may be written; see `Folder.put`."""
+    for low in range(0, len(view), _PIECE_BYTES):
+        piece = view[low : low + _PIECE_BYTES]
+        if pace:
+            pace(len(piece))
+        yield piece
+
+
+def _write_all(file: int, piece: bytes | memoryview[Any]) -> None:
+    view = memoryview(piece)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _pieces(file: int, start: int, length: int) -> Iterator[bytes]:
+    while length > 0 and (piece := os.pread(file, min(length, 1 << 26), start)):
+        yield piece
+        start += len(piece)
+        length -= len(piece)
+
+
+def _time(found: os.stat_result) -> datetime:
+    return datetime.fromtimestamp(found.st_mtime, UTC)

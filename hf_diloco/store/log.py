@@ -1,0 +1,138 @@
+"""The run's log in an object store: small sealed JSON records, most of them written once and never changed.
+
+    run.json                          what all islands share; the first island writes it
+    start.json                        which snapshot the run starts from
+    claims/I/N.json                   the N-th process that ran as island I
+    beats/I/N.json                    its sign of life, overwritten every few seconds
+    rounds/R/A/offers/I-N-S.json      what island I brings to attempt A of round R: the last one counts
+    rounds/R/A/plan.json              who takes part
+    rounds/R/A/votes/I.json           island I holds the average, or has no vote
+    rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
+    rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
+    links/KEY.json                    how the participants of a direct exchange find each other
+    snapshots/R/I-N/rank-K.json       where one rank's part of the outer state after round R is
+
+Everything that is decided rests on the store's *create if absent*: whoever writes first decides, all others read it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hf_diloco.errors import ForgedError
+from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
+from hf_diloco.store.signing import Seal
+
+logger = logging.getLogger("hf_diloco")
+
+MAX_RECORD_BYTES = 4 << 20
+_QUESTIONS_AT_ONCE = 16
+
+
+class Record(BaseModel):
+    """A record of the log: unknown keys, numbers that are not finite and other types are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+R = TypeVar("R", bound=Record)
+
+
+class RunLog:
+    """Reads and writes records of one run.
+
+    Args:
+        store: holds the run's objects.
+        seal: of the run; records that do not bear it are refused.
+    """
+
+    def __init__(self, store: ObjectStore, seal: Seal) -> None:
+        self.store = store
+        self.seal = seal
+        self.refused: dict[str, str] = {}
+        """Paths of records that were ignored because they are not of this run, with the reason."""
+
+    def create(self, path: str, record: Record) -> bool:
+        """Writes a record unless there is one; whether this one is there now."""
+        return self.store.create(path, self.seal.wrap(path, _dump(record)))
+
+    def put(self, path: str, record: Record, is_lasting: bool = True) -> None:
+        """Writes a record in place of what is there; see `ObjectStore.put`."""
+        self.store.put(path, self.seal.wrap(path, _dump(record)), None, is_lasting)
+
+    def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
+        """A record, or None if there is none. One of more than `limit` bytes is not downloaded.
+
+        Raises:
+            ForgedError: what lies there was not written for this place with the run's key, or is no such record.
+            StoreError: the store does not answer.
+        """
+        try:
+            data = self.store.get(path, limit)
+        except (TooLargeError, UnreadableError) as error:
+            raise ForgedError(str(error)) from None
+        if data is None:
+            return None
+        try:
+            return kind.model_validate_json(json.dumps(self.seal.open(path, data)))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ForgedError(
+                f"{path} is no {kind.__name__} of this version of hf_diloco "
+                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}): install the same version on all islands"
+            ) from None
+
+    def read_or_refuse(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
+        """As `read`, but what is not of this run is reported once and then ignored."""
+        try:
+            return self.read(path, kind, limit)
+        except ForgedError as error:
+            self.refuse(path, error)
+            return None
+
+    def read_all(self, paths: Iterable[str], kind: type[R]) -> dict[str, R]:
+        """Those of several records that are there and can be read, by their paths; they are asked for at once."""
+        waiting, found = list(paths), dict[str, R]()
+        for start in range(0, len(waiting), _QUESTIONS_AT_ONCE):
+            part = waiting[start : start + _QUESTIONS_AT_ONCE]
+            records = self.store.ask_together(*(partial(self.read_or_refuse, path, kind) for path in part))
+            found |= {path: record for path, record in zip(part, records, strict=True) if record is not None}
+        return found
+
+    def refuse(self, path: str, error: ForgedError) -> None:
+        """Reports, once, what is ignored from now on."""
+        if path not in self.refused:
+            logger.warning("refused an object in the store: %s", error)
+        self.refused[path] = str(error)
+
+    def place(self, path: str, record: Record) -> None:
+        """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""
+        if not self.create(path, record) and self.read_or_refuse(path, type(record)) is None:
+            self.put(path, record)
+
+    def decide(self, path: str, record: R) -> R:
+        """Create if absent: returns the record that was written first.
+
+        Raises:
+            ForgedError, StoreError: as `read`.
+        """
+        if self.create(path, record):
+            return record
+        first = self.read(path, type(record))
+        if first is None:
+            raise ForgedError(f"{path} was written and is gone: somebody deletes records of the running run")
+        return first
+
+    def list(self, prefix: str) -> list[str]:
+        """Paths under a prefix, sorted."""
+        return [path for path, _ in self.store.list(prefix)]
+
+
+def _dump(record: Record) -> dict[str, Any]:
+    return record.model_dump(mode="json")

@@ -1,0 +1,377 @@
+"""Objects in a bucket or folder that all islands reach; nothing of the store is needed but *create if absent*.
+
+    file:///DIR            a folder, such as a network file system that all islands mount
+    s3://BUCKET/PREFIX     Amazon S3 and what speaks its protocol (AWS_ENDPOINT_URL)
+    gs://BUCKET/PREFIX     Google Cloud Storage
+    az://CONTAINER/PREFIX  Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME)
+    http://HOST:PORT/NAME  a server that `hf-diloco rendezvous` keeps
+    memory://NAME          this process alone; for tests
+
+Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*), or are what the provider gives to the machine.
+
+A reader sees an object whole or not at all, and it stays when the power fails; `folder` says how files do that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from obstore.exceptions import BaseError
+
+from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
+from hf_diloco.store.backends import PART_BYTES, lacks_bucket, open_backend
+from hf_diloco.store.failures import Failures, is_full, reason_of
+from hf_diloco.store.folder import Entry, NoFileError
+from hf_diloco.utils.together import ask_together
+from hf_diloco.utils.urls import OBJECT_PATH, check_store_url
+
+T = TypeVar("T")
+
+_MAX_PATH = 512
+_BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid range|starting at \d+, but object")
+
+NEAR = frozenset({"memory", "file"})
+"""Schemes of stores that answer in less time than it takes to begin a thread."""
+
+
+class CutShortError(StoreError):
+    """An object that should be there is absent, or shorter than it should be."""
+
+
+class TooLargeError(StoreError):
+    """An object is larger than what it is to be read as."""
+
+
+class UnreadableError(StoreError):
+    """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
+
+
+class _Absent(Exception):
+    """There is no such object."""
+
+
+class _Unsettled(Exception):
+    """The store says that the object exists, but does not show it yet."""
+
+
+class ObjectStore:
+    """Objects under one prefix of an object store. Threads may share one; a forked process may not use its parent's.
+
+    Paths are relative: segments of letters, digits and ``._=+-``, joined by ``/``. Failures that may pass are tried
+    again, with growing pauses. A store that is silent makes a call fail after about `timeout` seconds. A transfer that
+    makes progress may take longer: what counts is each read, and each uploaded part of 5 MiB, which must get through
+    within half of it.
+
+    Args:
+        url: one of the forms that this module's text lists.
+        timeout: seconds without an answer after which the store counts as lost.
+        read_only: to look at what is there; a folder is not made, and need not be writable.
+
+    Raises:
+        RendezvousError: the URL is none of these; or the store cannot be reached, does not exist or denies access.
+    """
+
+    def __init__(self, url: str, timeout: float = 30.0, read_only: bool = False) -> None:
+        self.url = check_store_url(url)
+        self.timeout = timeout
+        self._scheme = self.url.partition(":")[0]
+        self._failures = Failures(self._scheme, timeout, read_only)
+        try:
+            self._backend = open_backend(self.url, timeout, read_only)
+            self._call("list", "checks", lambda: self._backend.find("checks"))
+        except StoreError as error:
+            raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
+        except (BaseError, OSError, ValueError) as error:
+            raise RendezvousError(
+                f"the rendezvous {self.url} cannot be opened ({reason_of(error)}): {self._failures.remedy()}"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
+
+    def check_creation(self) -> None:
+        """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.
+
+        Raises:
+            RendezvousError: it lets a second creation overwrite the first.
+            StoreError: no answer, or access is denied.
+        """
+        path = f"checks/{uuid.uuid4().hex}"
+        try:
+            if not self.create(path, b"first") or self.create(path, b"second"):
+                raise RendezvousError(
+                    f"{self.url} overwrites what was to be created only if absent (If-None-Match is ignored): "
+                    "islands cannot agree there; use another store, or a newer version of this one"
+                )
+        finally:
+            self.delete([path])
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes an object unless it exists.
+
+        Returns:
+            Whether the object now holds `data` by this call; also true when it held the same bytes already, because
+            then the answer to an earlier attempt may have been lost. Writers that compete must write different bytes.
+
+        Raises:
+            StoreError: no answer, or access is denied. Whether the object was written is then unknown: ask again.
+        """
+        _check_path(path)
+
+        def attempt() -> bool:
+            try:
+                self._backend.create(path, data)
+                return True
+            except FileExistsError:
+                return self._holds(path, data)
+
+        return self._write("create", path, attempt)
+
+    def ask_together(self, *calls: Callable[[], Any]) -> list[Any]:
+        """What several calls of this store return, in their order. A store far away is asked at once, by threads; one
+        that is near has answered before they have begun.
+
+        Raises:
+            StoreError: what the first of those that failed raised.
+        """
+        is_near = self._scheme in NEAR
+        return [call() for call in calls] if is_near else ask_together(*calls)
+
+    def put(
+        self,
+        path: str,
+        data: bytes | bytearray | memoryview[Any],
+        pace: Callable[[int], None] | None = None,
+        is_lasting: bool = True,
+    ) -> None:
+        """Writes an object, in place of an earlier one. Large ones travel in parts, and appear when the last is there.
+
+        Args:
+            path: relative to the store's root.
+            data: what it holds.
+            pace: called with a number of bytes before so many go; returns when they may.
+            is_lasting: it must outlast a loss of power; a folder's file is then flushed to the disk.
+
+        Raises:
+            StoreFullError: there is no space left.
+            StoreError: no answer, or access is denied.
+        """
+        _check_path(path)
+        view = memoryview(data).cast("B")
+        self._write("write", path, lambda: self._backend.put(path, view, pace, is_lasting))
+
+    def get(self, path: str, limit: int) -> bytes | None:
+        """Returns an object, None if there is none.
+
+        Args:
+            limit: bytes; a larger object is an error, and is not downloaded.
+
+        Raises:
+            TooLargeError: the object is larger than `limit`.
+            UnreadableError: it is a symbolic link or device in a folder.
+            StoreError: no answer, or access is denied.
+        """
+        _check_path(path)
+
+        try:
+            return self._call("read", path, lambda: self._backend.read(path, limit))
+        except _Absent:
+            return None
+        except OverflowError as size:
+            raise TooLargeError(
+                f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have"
+            ) from None
+
+    def get_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
+        """Returns the bytes [start, end) of an object, for every pair. Neighbouring ranges travel in one request.
+
+        Raises:
+            CutShortError: the object is absent, or ends before a range does.
+            StoreError: no answer, or access is denied.
+            ValueError: a range is empty or begins before 0.
+        """
+        _check_path(path)
+        pairs = list(zip(starts, ends, strict=True))
+        if wrong := [pair for pair in pairs if not 0 <= pair[0] < pair[1]]:
+            raise ValueError(f"no range of bytes: {wrong[0]}")
+        runs = {first: self._get_run(path, first, last) for first, last in _joined(pairs)}
+        firsts = sorted(runs)
+        pieces = []
+        for start, end in pairs:
+            first = firsts[bisect.bisect_right(firsts, start) - 1]
+            pieces.append(runs[first][start - first : end - first])
+        return pieces
+
+    def _get_run(self, path: str, start: int, end: int) -> memoryview:
+        """One range; obstore's own function for several ends the process if the object is shorter than expected."""
+        try:
+            run = memoryview(self._call("read", path, lambda: self._backend.read_range(path, start, end)))
+        except _Absent:
+            raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
+        except UnreadableError as error:
+            raise CutShortError(str(error)) from None
+        except StoreError as error:
+            if _BEYOND_END.search(str(error)):
+                raise CutShortError(f"{self.url}: {path} ends before byte {start}") from None
+            raise
+        if run.nbytes != end - start:
+            raise CutShortError(f"{self.url}: {path} ends at byte {start + run.nbytes}, before byte {end}")
+        return run
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Returns path and size (bytes) of all objects below `prefix`, which ends at a segment's end, in order.
+
+        Objects that this class could not have written (other characters in their names) are left out.
+
+        Raises:
+            StoreError: no answer, or access is denied.
+        """
+        return [(entry.path, entry.size) for entry in self.entries(prefix)]
+
+    def entries(self, prefix: str = "") -> Sequence[Entry]:
+        """As `list`, with the time that each object was written.
+
+        Raises:
+            StoreError: no answer, or access is denied.
+        """
+        prefix = prefix.rstrip("/")
+        if prefix:
+            _check_path(prefix)
+        try:
+            found = self._call("list", prefix, lambda: self._backend.find(prefix))
+        except _Absent:  # a folder that was removed meanwhile
+            return []
+        return sorted(entry for entry in found if _is_path(entry.path))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Deletes objects; those that are absent already are fine.
+
+        Raises:
+            StoreError: no answer, or access is denied; some may have been deleted.
+        """
+        for path in paths:
+            _check_path(path)
+        if paths:
+            self._write("delete", paths[0], lambda: self._backend.delete(paths))
+
+    def unfinished(self) -> Sequence[Entry]:
+        """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /)."""
+        return sorted(self._call("list", "", self._backend.unfinished))
+
+    def drop(self, unfinished: Sequence[Entry]) -> None:
+        """Removes what `unfinished` has returned; nobody may be writing it any more."""
+        for entry in unfinished:
+            self._call("delete", entry.path, lambda: self._backend.drop(entry.path))  # noqa: B023 - called at once
+
+    def links(self) -> Sequence[str]:
+        """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
+        return self._call("list", "", self._backend.links)
+
+    def move(self, path: str, target: str) -> None:
+        """Gives an object another path; a link is moved, not followed.
+
+        Raises:
+            StoreError: no answer, access is denied, or there is no such object.
+        """
+        _check_path(target)
+        self._write("move", path, lambda: self._backend.move(path, target))
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        """Whether an object that exists holds these bytes."""
+        try:
+            return self._backend.read(path, len(data)) == data
+        except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
+            raise _Unsettled from None
+        except (OverflowError, NoFileError):
+            return False
+
+    def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
+        try:
+            return self._call(verb, path, attempt)
+        except UnreadableError as error:
+            raise StoreError(str(error)) from None
+        except _Absent:
+            raise StoreError(
+                f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
+            ) from None
+
+    def _call(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
+        """Asks until there is an answer.
+
+        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
+        second half begins here.
+
+        Raises:
+            _Absent: the answer is that there is no such object.
+            StoreError: there is no answer, or it is a refusal.
+        """
+        begun = time.monotonic()
+        pause = 0.05
+        while True:
+            try:
+                return attempt()
+            except FileNotFoundError as error:
+                if self._scheme != "file" and lacks_bucket(error):
+                    raise self._failure(verb, path, error) from None
+                raise _Absent from None
+            except NoFileError as error:
+                raise UnreadableError(f"{self.url}: {error.filename} {error.strerror}: remove it") from None
+            except (BaseError, OSError, _Unsettled) as error:
+                if not self._may_pass(error) or time.monotonic() - begun >= 0.6 * self.timeout:
+                    raise self._failure(verb, path, error) from None
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
+            pause = min(2 * pause, 1.0, 0.05 * self.timeout)
+
+    def _may_pass(self, error: Exception) -> bool:
+        return isinstance(error, _Unsettled) or self._failures.may_pass(error)
+
+    def _failure(self, verb: str, path: str, error: Exception) -> StoreError:
+        reason = "it says that the object exists, but does not show it" if isinstance(error, _Unsettled) else None
+        what = f"{self.url} does not {verb} {path}" if path else f"{self.url} does not {verb} its objects"
+        kind = StoreFullError if is_full(error) else StoreError
+        return kind(f"{what} ({reason or reason_of(error)}): {self._failures.remedy(error)}")
+
+
+def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) -> ObjectStore:
+    """Opens the store at `url`; see `ObjectStore`. memory://NAME is one store for every NAME in this process."""
+    return ObjectStore(url, timeout, read_only)
+
+
+def _is_path(path: str) -> bool:
+    return len(path) <= _MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
+
+
+def _check_path(path: str) -> None:
+    if not _is_path(path):  # which may have come from another island's record
+        raise StoreError(
+            f"{path[:_MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
+            "and ._=+- between single slashes"
+        )
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in order, those that touch or overlap made one."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(pairs):
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        else:
+            runs.append((start, end))
+    return runs
+
+
+__all__ = [
+    "PART_BYTES",
+    "CutShortError",
+    "Entry",
+    "ObjectStore",
+    "TooLargeError",
+    "UnreadableError",
+    "open_object_store",
+]

@@ -1,0 +1,239 @@
+"""An object store for islands that have none: serves a folder to machines that cannot mount it.
+
+It speaks as much of S3's protocol as islands need, so they reach it with the client that they have for buckets: reads
+of ranges, *create if absent* (`If-None-Match: *`), writes in parts, lists, deletions, copies. There is one bucket.
+
+What lies in the folder is what `store.folder` writes, so the same folder may also be mounted, and a server that is
+started again goes on where it was. Parts of objects that are not complete lie apart, and go when the server starts.
+
+Whoever reaches the port can read, write and delete, as in a folder; records are signed by the run's key all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import html
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable
+from datetime import UTC
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from aiohttp import web
+
+from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
+from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
+from hf_diloco.utils.urls import OBJECT_PATH
+
+MAX_BODY_BYTES = 64 << 20
+"""Of one request: islands send larger objects in parts of 5 MiB."""
+_PIECE_BYTES = 4 << 20
+_MAX_PARTS = 10_000
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Refused(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        code: S3's word for it.
+        message: for people.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+class StoreServer:
+    """The requests of all islands to one folder.
+
+    Args:
+        folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        objects, self._uploads = folder / "objects", folder / "uploads"
+        shutil.rmtree(self._uploads, ignore_errors=True)
+        for needed in (folder, objects, self._uploads):
+            needed.mkdir(exist_ok=True)
+        self._folder = Folder(objects)
+
+    def app(self) -> web.Application:
+        """The web application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_tell_failures])
+        app.router.add_get(f"/{BUCKET}", self._list)
+        app.router.add_post(f"/{BUCKET}", self._delete_several)
+        path = f"/{BUCKET}/{{path:.+}}"
+        app.router.add_get(path, self._get)  # and HEAD
+        app.router.add_put(path, self._put)
+        app.router.add_post(path, self._upload)
+        app.router.add_delete(path, self._delete)
+        return app
+
+    # One object
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        path = _path_of(request)
+        with self._folder.opened(path) as file:
+            found = os.fstat(file)
+            start, end = _range_of(request, found.st_size)
+            answer = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+            answer.content_length = end - start
+            answer.last_modified = found.st_mtime
+            answer.etag = f"{found.st_mtime_ns}-{found.st_size}"
+            if answer.status == 206:
+                answer.headers["Content-Range"] = f"bytes {start}-{end - 1}/{found.st_size}"
+            await answer.prepare(request)
+            while start < end and request.method != "HEAD":
+                piece = await asyncio.to_thread(os.pread, file, min(end - start, _PIECE_BYTES), start)
+                await answer.write(piece)
+                start += len(piece)
+        await answer.write_eof()
+        return answer
+
+    async def _put(self, request: web.Request) -> web.Response:
+        path = _path_of(request)
+        if "uploadId" in request.query:
+            return await self._put_part(request)
+        if source := request.headers.get("x-amz-copy-source"):
+            return await self._copy(_checked(source.strip("/").removeprefix(f"{BUCKET}/")), path)
+        data = await request.read()
+        if request.headers.get("If-None-Match") == "*":
+            await asyncio.to_thread(self._folder.create, path, data)
+        else:
+            await asyncio.to_thread(self._folder.put, path, memoryview(data))
+        return web.Response(headers={"ETag": _new_tag()})
+
+    async def _copy(self, source: str, path: str) -> web.Response:
+        def copy() -> None:
+            with self._folder.opened(source) as file:
+                self._folder.assemble(path, iter(lambda: os.read(file, _PIECE_BYTES), b""))
+
+        await asyncio.to_thread(copy)
+        return _xml("CopyObjectResult", f"<ETag>{escape(_new_tag())}</ETag>")
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        if "uploadId" in request.query:
+            await asyncio.to_thread(shutil.rmtree, self._upload_of(request), True)
+        else:
+            await asyncio.to_thread(self._folder.delete, [_path_of(request)])
+        return web.Response(status=204)
+
+    # Large ones, in parts
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        """Begins an upload in parts, or completes it."""
+        path = _path_of(request)
+        if "uploads" in request.query:
+            upload = uuid.uuid4().hex
+            (self._uploads / upload).mkdir()
+            return _xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
+        folder = self._upload_of(request)
+        numbers = [int(number) for number in re.findall(r"<PartNumber>(\d+)</PartNumber>", await request.text())]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise _Refused(400, "InvalidPartOrder", "parts are listed in their order")
+        parts = [folder / f"{number:05d}" for number in numbers]
+        if not all(part.is_file() for part in parts):
+            raise _Refused(400, "InvalidPart", "a part is missing")
+        await asyncio.to_thread(self._folder.assemble, path, (part.read_bytes() for part in parts))
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(_new_tag())}</ETag>")
+
+    async def _put_part(self, request: web.Request) -> web.Response:
+        number = request.query.get("partNumber", "")
+        if not number.isdecimal() or not 1 <= int(number) <= _MAX_PARTS:
+            raise _Refused(400, "InvalidArgument", f"parts are numbered from 1 to {_MAX_PARTS}")
+        part = self._upload_of(request) / f"{int(number):05d}"
+        await asyncio.to_thread(part.write_bytes, await request.read())
+        return web.Response(headers={"ETag": _new_tag()})
+
+    def _upload_of(self, request: web.Request) -> Path:
+        name = request.query.get("uploadId", "")
+        folder = self._uploads / name
+        if not re.fullmatch("[0-9a-f]{32}", name) or not folder.is_dir():
+            raise _Refused(404, "NoSuchUpload", "this upload was not begun, or the server was started again since")
+        return folder
+
+    # Several objects
+
+    async def _list(self, request: web.Request) -> web.Response:
+        prefix = request.query.get("prefix", "")
+        above = prefix.rpartition("/")[0]
+        found = await asyncio.to_thread(self._folder.find, _checked(above) if above else "")
+        contents = "".join(_listed(entry) for entry in sorted(found) if entry.path.startswith(prefix))
+        return _xml("ListBucketResult", f"<IsTruncated>false</IsTruncated>{contents}")
+
+    async def _delete_several(self, request: web.Request) -> web.Response:
+        if "delete" not in request.query:
+            raise _Refused(400, "InvalidRequest", "only deletions are posted to a bucket")
+        keys = re.findall(r"<Key>([^<]*)</Key>", await request.text())
+        paths = [_checked(html.unescape(key)) for key in keys]
+        await asyncio.to_thread(self._folder.delete, paths)
+        return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(path)}</Key></Deleted>" for path in paths))
+
+
+@web.middleware
+async def _tell_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except FileExistsError:
+        refused = _Refused(412, "PreconditionFailed", "there is such an object")
+    except GoneError as error:
+        refused = _Refused(503, "ServiceUnavailable", str(error.strerror))
+    except (FileNotFoundError, NoFileError):
+        refused = _Refused(404, "NoSuchKey", "there is no such object")
+    except _Refused as error:
+        refused = error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        refused = _Refused(507 if full else 500, "QuotaExceeded" if full else "InternalError", str(error.strerror))
+    body = f"<Error><Code>{refused.code}</Code><Message>{escape(refused.message)}</Message></Error>"
+    return web.Response(status=refused.status, text=body, content_type="application/xml")
+
+
+def _path_of(request: web.Request) -> str:
+    return _checked(request.match_info["path"])
+
+
+def _checked(path: str) -> str:
+    if not OBJECT_PATH.fullmatch(path):
+        raise _Refused(400, "InvalidArgument", "no path of an object")
+    return path
+
+
+def _range_of(request: web.Request, size: int) -> tuple[int, int]:
+    """The bytes [start, end) that a request asks for."""
+    wanted = request.headers.get("Range")
+    if wanted is None:
+        return 0, size
+    match = _RANGE.fullmatch(wanted)
+    if match is None or int(match[1]) >= size:
+        raise _Refused(416, "InvalidRange", f"the object has {size} bytes")
+    return int(match[1]), min(size, int(match[2]) + 1) if match[2] else size
+
+
+def _listed(entry: Entry) -> str:
+    modified = entry.modified.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return (
+        f"<Contents><Key>{escape(entry.path)}</Key><LastModified>{modified}</LastModified>"
+        f"<Size>{entry.size}</Size></Contents>"
+    )
+
+
+def _xml(name: str, content: str) -> web.Response:
+    return web.Response(text=f"<{name}>{content}</{name}>", content_type="application/xml")
+
+
+def _new_tag() -> str:
+    return f'"{uuid.uuid4().hex}"'

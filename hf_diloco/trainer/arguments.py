@@ -1,0 +1,96 @@
+"""What `TrainingArguments` say of an island, and which of them the outer loop cannot work with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.refusals import is_schedule_free, refuse
+
+
+def check_arguments(
+    config: DiLoCoConfig, args: TrainingArguments, callbacks: Iterable[TrainerCallback] = (), optimizer: Any = None
+) -> None:
+    """Refuses what does not go with the outer loop.
+
+    Args:
+        config: the outer loop's settings.
+        args: of the Trainer.
+        callbacks: all of the Trainer's.
+        optimizer: the Trainer's, unwrapped, which may be another than `args.optim`.
+
+    Raises:
+        ConfigError: naming every setting of `REFUSALS` that is used; or tokens are to be weighed but are not counted.
+    """
+    name = type(optimizer).__name__
+    given = {"optim": name} if is_schedule_free(name) else {}
+    refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
+    if config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
+        raise ConfigError(
+            "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
+            "TrainingArguments, or use weight_by='examples'"
+        )
+
+
+def check_gossip_arguments(
+    args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
+) -> None:
+    """Refuses what does not go with averaging between neighbours.
+
+    Args:
+        args: of the Trainer.
+        payload: how vectors travel.
+        callbacks: all of the Trainer's.
+
+    Raises:
+        ConfigError: naming every setting of `REFUSALS` that is used; with a payload also checkpoints that nodes might
+            write after different steps.
+    """
+    refuse({**vars(args), **_of_callbacks(callbacks)}, "nodes")
+    if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
+        raise ConfigError(
+            f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
+            "after the same steps, whatever their data and metrics; set it to steps"
+        )
+
+
+def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
+    """What `REFUSALS` names of a Trainer's callbacks."""
+    found = list(callbacks)
+    names = [kind.__name__ for callback in found for kind in type(callback).__mro__]
+    return {
+        "EarlyStoppingCallback": any(isinstance(callback, EarlyStoppingCallback) for callback in found),
+        "callbacks": [name for name in names if name in ("DiLoCoCallback", "GossipCallback")],
+    }
+
+
+def folder_of(args: TrainingArguments) -> Path:
+    """Where this island writes: the Trainer has a default for it, though its type does not say so."""
+    return Path(args.output_dir or "trainer_output")
+
+
+def examples_per_step(args: TrainingArguments) -> int:
+    """Examples that one optimizer step of this island sees."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
+    """Tokens in so many examples, if the facts of the run say how long one is."""
+    length = facts.get("sequence_length")
+    return examples * int(length) if length else None
+
+
+def is_of_training(logs: Mapping[str, Any]) -> bool:
+    """Whether what the Trainer logs says how training goes; at its end there may be bytes without a loss."""
+    return "loss" in logs or "onebit/bytes_sent" in logs
+
+
+def floats(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among what the Trainer logs."""
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

@@ -1,0 +1,391 @@
+"""The seam to the Hugging Face Trainer: when to synchronise, save, log and stop. No mathematics."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.config import DiLoCoConfig, choose_config
+from hf_diloco.config.advice import warn_about_plan
+from hf_diloco.errors import (
+    DiLoCoError,
+    DivergedError,
+    DuplicateIslandError,
+    ExchangeError,
+    ForgedError,
+    MissedRoundError,
+    StopRequested,
+)
+from hf_diloco.inner import Shards, open_shards, unwrap_optimizer
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts, facts_given
+from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
+from hf_diloco.outer.schedule import count_rounds, step_of
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds import BaseSession, open_session
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.trainer.arguments import (
+    check_arguments,
+    examples_per_step,
+    floats,
+    folder_of,
+    is_of_training,
+    tokens_per_step,
+)
+from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
+from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
+from hf_diloco.trainer.outer_view import HasOuterWeights, OuterView
+from hf_diloco.trainer.record import IslandRecord
+from hf_diloco.utils.lr_schedule import move_schedule
+
+logger = logging.getLogger("hf_diloco")
+
+
+class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
+    """Synchronises the model with the other islands every `sync_every` optimizer steps.
+
+        trainer = Trainer(model, args, train_dataset=ds, callbacks=[DiLoCoCallback(sync_every=500)])
+
+    Works with plain PyTorch, DDP and DeepSpeed ZeRO-0/1/2/3 inside the island. Between synchronisations the Trainer
+    is untouched. The outer state is saved with every checkpoint of the Trainer and restored when training resumes.
+    When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the step is finished, a
+    checkpoint is written, and training ends; a lost island then raises `IslandLostError` from `trainer.train()`.
+
+    Args:
+        config: the outer loop's settings; or give them by name.
+        fingerprint: further facts that must be equal on all islands (a tokenizer's hash, a sequence length, ...).
+        resume_from_checkpoint: where the outer state is, if training resumes from a folder other than
+            `output_dir/checkpoint-N`.
+        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        **settings: `DiLoCoConfig` fields, instead of `config`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        TypeError: `config` or `fingerprint` is of another kind.
+
+    Attributes:
+        config: the settings.
+        stopped: training ended early because it was asked to.
+        moved_at_end: a last round changed the weights after the last step: evaluations before it are of other weights.
+    """
+
+    NOT_BEGUN = (
+        "training has not begun with this DiLoCoCallback: give it to the Trainer before trainer.train(), not while it "
+        "trains, and use outer_weights() during training or after it"
+    )
+
+    def __init__(
+        self,
+        config: DiLoCoConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        resume_from_checkpoint: str | Path | None = None,
+        stop_file: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = choose_config(DiLoCoConfig, config, settings, "DiLoCoCallback(sync_every=500)")
+        RunCallback.__init__(self, stop_file)
+        HasOuterWeights.__init__(self)
+        self._facts: Facts = facts_given(fingerprint)
+        self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._failure: DiLoCoError | None = None
+        self._tokens_seen = 0
+        self._view: OuterView | None = None
+        self._unnoted: list[SyncReport] = []
+        self._num_evaluations: int | None = None
+        self._has_finished = False
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """Meets the other islands and agrees on the round to resume from.
+
+        Returns:
+            This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints, but of no common round.
+        """
+        return self._connect(Path(output_dir)).common_checkpoint(Path(output_dir))
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Reads every file of a checkpoint that this island is to resume from, whichever it is.
+
+        Raises:
+            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+        """
+        self._connect(Path(checkpoint).parent).check_checkpoint(Path(checkpoint))
+
+    # Trainer events, in the order in which they happen
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Moves ahead of the trackers, so that what `on_log` adds reaches them."""
+        move_before_trackers(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Joins the other islands, restores or begins the outer state, makes all islands' weights equal."""
+        trainer = find_trainer()
+        move_before_trackers(self)  # `add_callback` comes after `on_init_end`
+        self._num_evaluations = count_evaluations(trainer)
+        self._failure = None
+        callbacks = trainer.callback_handler.callbacks if trainer else ()
+        check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
+        shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
+        session = self._connect(folder_of(args))
+        self._has_finished = False
+        checkpoint = self._resume_path
+        if checkpoint is None and state.global_step:
+            checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        session.num_steps = state.max_steps
+        session.num_rounds = count_rounds(self.config, state.max_steps) or None
+        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
+        session.join(shards, folder_of(args), self._facts, checkpoint)
+        self._follow_schedule(state, kwargs.get("lr_scheduler"))
+        self._view = OuterView(session.outer)
+        self._tokens_seen = state.num_input_tokens_seen
+        goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
+        needed = last_of_earlier_round if goes_back_with_others else None
+        self._begin(args, session.island, trainer, find_complete, needed)
+        self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
+        if session.island.is_leader:
+            warn_about_plan(session.config, state.max_steps)
+        if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
+            self._sync_at_start(state, control)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts the step and runs the round that is due."""
+        self._after_step(args, state, control)
+        self._show_for_evaluation(state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepares an evaluation at the end of an epoch."""
+        self._show_for_evaluation(state, control)
+
+    def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        session = self._need_session()
+        if session.is_over:
+            self._end_with_the_run(state, control)
+            return
+        self._outer.count_step(self._step_weight(args, state))
+        if session.is_due(is_last=state.global_step >= state.max_steps):
+            self._sync(state, control)
+        elif self._stop.agreed():
+            self._end_early(state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records which weights were evaluated, and has training go on from its own."""
+        metrics = kwargs.get("metrics") or {}
+        if self._record and "eval_loss" in metrics:
+            self._record.evaluate(state.global_step, floats(metrics), is_outer=self._holds_outer)
+        if self._view is not None:
+            self._view.end()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
+        logs = kwargs.get("logs")
+        if logs is None or self._record is None:
+            return
+        if "eval_loss" in logs and self._holds_outer:
+            self._record.log_outer_loss(float(logs["eval_loss"]))
+        if is_of_training(logs):
+            self._record.write("train", state.global_step, **floats(logs))
+        tell_trackers(self._record.take_for_trackers(), logs, state)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
+        self._settle(state)
+        super().on_save(args, state, control, **kwargs)
+
+    def _complete(self, checkpoint: Path, state: TrainerState) -> None:
+        position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
+        self._outer.save(checkpoint, state.global_step, position)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""
+        if not (self._failure or self.stopped):
+            self._bring_last_steps(state, control)
+        self._end()
+        if not self._outer.on_boundary and not (self._failure or self.stopped):
+            logger.warning(
+                "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
+                "not the outer ones. Let max_steps be a multiple of sync_every (%d)",
+                self._outer.steps,
+                self.config.sync_every,
+            )
+        self._warn_if_short(state)
+        self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
+        self._has_finished = not (self._failure or self.stopped)
+        self._need_session().leave(finished=self._has_finished)
+        if self._failure:
+            raise self._failure
+
+    # Steps of the above
+
+    def _warn_if_short(self, state: TrainerState) -> None:
+        """What else may end training, of which the other islands know nothing: its data, or another callback."""
+        is_known = self._failure or self.stopped or self._need_session().is_over
+        if state.global_step < state.max_steps and not is_known:
+            logger.warning(
+                "training ended after %d of %d steps: another callback ended it, or the data did, on this island "
+                "alone. To end all islands early, call stop() of this callback on each",
+                state.global_step,
+                state.max_steps,
+            )
+
+    def _connect(self, folder: Path) -> BaseSession:
+        if self._session is None or self._session.has_left:
+            # A rank waits for its leader, who waits for other islands.
+            island = IslandGroup(timeout=self.config.longest_wait)
+            finished = self._session if self._has_finished else None
+            self._session = None  # of a training that failed nothing is kept: island 0 opens the rendezvous anew
+            self._session = open_session(self.config, island, self._stop.is_requested, finished, folder)
+        return self._session
+
+    def _follow_schedule(self, state: TrainerState, scheduler: Any) -> None:
+        """An island that joins, or comes back, has the learning rate of the run, not of its own first steps."""
+        step = min(step_of(self.config, self._outer.round), state.max_steps)
+        if not self._need_session().has_common_end or step - state.global_step < self.config.sync_every:
+            return
+        if move_schedule(scheduler, step):
+            logger.info("the run is %d rounds old: its learning rate of step %d is taken", self._outer.round, step)
+        else:
+            logger.warning(
+                "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
+                self._outer.round,
+                type(getattr(scheduler, "scheduler", scheduler)).__name__,
+                state.global_step,
+            )
+
+    def _note(self, report: SyncReport) -> None:
+        self._unnoted.append(report)
+
+    @property
+    def _outer(self) -> OuterState:
+        return self._need_session().outer
+
+    @property
+    def _holds_outer(self) -> bool:
+        """Whether the model holds the outer parameters."""
+        views = [view for view in (self._view, self._shown) if view is not None]
+        return self._outer.on_boundary or any(view.is_on for view in views)
+
+    def _show_for_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
+        """Has the evaluation that the Trainer is about to make be one of the outer parameters."""
+        wanted = control.should_evaluate and self.config.eval_weights == "outer"
+        if wanted and self._view is not None and not self._holds_outer and self._num_evaluations:
+            self._settle(state)
+            self._view.begin(self._num_evaluations)
+
+    def _settle(self, state: TrainerState) -> None:
+        """Waits for the rounds under way."""
+        reports, self._unnoted = [*self._unnoted, *self._need_session().settle()], []
+        for report in reports:
+            self._need_record().sync(report, state.global_step)
+
+    def _sync(self, state: TrainerState, control: TrainerControl) -> None:
+        try:
+            self._run_round(state, control)
+        except StopRequested:
+            self._end_early(state, control)
+            return
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+        except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError) as error:
+            if isinstance(error, DivergedError) and not error.is_state_sound:  # no checkpoint of it
+                self._need_session().leave(finished=False)
+                raise
+            logger.error("%s", error)
+            self._failure = error
+            self._end_early(state, control)
+            return
+        if self._stop.agreed():
+            self._end_early(state, control)
+        elif self._need_session().is_over and state.global_step < state.max_steps:
+            self._end_with_the_run(state, control)
+
+    def _bring_last_steps(self, state: TrainerState, control: TrainerControl) -> None:
+        """Where rounds were missed, the last steps may be in none yet: one more takes them in."""
+        if not self.config.meets_in_store or self._outer.on_boundary or self._need_session().is_over:
+            return
+        try:
+            self._run_round(state, control)
+            self.moved_at_end = True
+        except StopRequested:
+            self.stopped = True
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+        except DiLoCoError as error:
+            self._failure = error
+
+    def _on_missed(self, state: TrainerState, error: MissedRoundError) -> None:
+        if self._need_session().island.is_leader:
+            logger.warning("%s", error)
+        self._need_record().write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
+
+    def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
+        """The other islands have completed the last round, of which this one has the result: the final model."""
+        self._outer.write_masters()
+        logger.info(
+            "the run's %d rounds are complete, after %d of this island's %d steps",
+            self._outer.round,
+            state.global_step,
+            state.max_steps,
+        )
+        control.should_save = True
+        control.should_training_stop = True
+
+    def _sync_at_start(self, state: TrainerState, control: TrainerControl) -> None:
+        try:
+            self._run_round(state, control)
+        except MissedRoundError as error:
+            self._on_missed(state, error)
+
+    def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
+        reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)
+        self._unnoted = []
+        for report in reports:
+            self._need_record().sync(report, state.global_step)
+            control.should_log = True
+
+    def _end_early(self, state: TrainerState, control: TrainerControl) -> None:
+        """Ends training after a checkpoint of this step."""
+        is_complete = state.global_step >= state.max_steps and self._outer.on_boundary
+        self.stopped = self._failure is None and not is_complete
+        end_early(control)
+
+    def _step_weight(self, args: TrainingArguments, state: TrainerState) -> float:
+        if self.config.weight_by == "tokens":
+            before, self._tokens_seen = self._tokens_seen, state.num_input_tokens_seen
+            return float(self._tokens_seen - before)
+        return float(examples_per_step(args))
+
+    def _open_record(
+        self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool
+    ) -> IslandRecord:
+        session, examples = self._need_session(), examples_per_step(args)
+        logger.info(
+            "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
+            self.config.island,
+            self.config.num_shares,
+            shards.description,
+            session.island.size,
+            examples,
+            examples * self.config.num_shares,
+        )
+        record = IslandRecord(folder_of(args) if session.island.is_leader else None)
+        record.start(state, session, shards, examples, tokens_per_step(self._facts, examples), resumed)
+        return record

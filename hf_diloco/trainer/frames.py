@@ -1,0 +1,54 @@
+"""What the Trainer does not hand its callbacks: itself, their list, and how often an evaluation calls them.
+
+Whoever calls a callback is the one way there. Where it is not found, the callback does without.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TypeVar
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+T = TypeVar("T")
+
+logger = logging.getLogger("hf_diloco")
+
+
+def move_before_trackers(callback: TrainerCallback) -> None:
+    """Puts `callback`, which is being called, ahead of the reporting integrations in the Trainer's list.
+
+    The Trainer calls these before a user's callbacks. Where its list is not found, trackers miss `diloco/*`; the
+    island's own record does not.
+    """
+    handler = _find_caller(CallbackHandler)
+    if handler is None or callback not in handler.callbacks:
+        logger.warning("cannot reach the Trainer's list of callbacks: trackers will not see diloco/* metrics")
+        return
+    handler.callbacks.remove(callback)
+    handler.callbacks.insert(1, callback)  # behind the DefaultFlowCallback, which decides what this step does
+
+
+def count_evaluations(trainer: Trainer | None) -> int | None:
+    """How often one evaluation calls `on_evaluate`: once a data set; None if that cannot be found out."""
+    if trainer is None:
+        return None
+    return len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else 1
+
+
+def find_trainer() -> Trainer | None:
+    """The Trainer that calls a callback, asked from within; None if it is not found."""
+    return _find_caller(Trainer)
+
+
+def _find_caller(kind: type[T]) -> T | None:
+    """The nearest caller that is a method of an object of `kind`."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind):
+            return candidate
+        frame = frame.f_back
+    return None

@@ -1,0 +1,385 @@
+"""The seam to the Hugging Face Trainer: meeting the other nodes, evaluating their mean, saving, stopping."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.config import choose_config
+from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
+from hf_diloco.gossip.checkpoint import (
+    GossipIndex,
+    check_files,
+    check_index,
+    save_index,
+    sound_checkpoints,
+    whole_checkpoints,
+)
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts, facts_given
+from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.trainer.arguments import check_gossip_arguments, examples_per_step, floats, folder_of
+from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
+from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
+from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.gossip_mean_view import MeanView
+from hf_diloco.trainer.gossip_record import NodeRecord
+from hf_diloco.trainer.gossip_start import Beginning
+
+logger = logging.getLogger("hf_diloco")
+
+_NOT_AVERAGED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
+class GossipCallback(RunCallback[NodeRecord]):
+    """Makes a Trainer one node of a graph, which averages with its neighbours after every step.
+
+        callback = GossipCallback(method="decentlam", topology="ring", num_nodes=8, node=3, rendezvous=url)
+        optimizer = callback.make_optimizer(model, args)
+        trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[callback])
+
+    What the Trainer evaluates is the mean over all nodes; so is the model inside `with callback.mean_weights()`.
+    Checkpoints hold each node's own parameters and state. When this process is asked to stop (SIGTERM, SIGINT,
+    `stop`), all nodes finish the same step, write a checkpoint, and end. A lost neighbour's weight stays with the
+    node, which goes on.
+
+    Args:
+        config: the settings; or give them by name.
+        fingerprint: further facts that must be equal on all nodes.
+        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        num_eval_examples: of this node, where nodes evaluate different examples: metrics are then their weighted mean
+            over all nodes.
+        evaluates_at_end: has the Trainer evaluate after the last step, whatever `eval_strategy` is.
+        node: this node's neighbours, where they have met already.
+        **settings: `GossipConfig` fields, instead of `config`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the method does not converge on the graph.
+
+    Attributes:
+        config: the settings.
+        stopped: training ended early because it was asked to.
+    """
+
+    def __init__(
+        self,
+        config: GossipConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        stop_file: str | Path | None = None,
+        num_eval_examples: int | None = None,
+        evaluates_at_end: bool = False,
+        node: NodeNeighbours | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = choose_config(GossipConfig, config, settings, "GossipCallback(method='decentlam')")
+        self.topology = check_gossip(self.config)
+        super().__init__(stop_file)
+        self._facts: Facts = facts_given(fingerprint)
+        self._num_eval_examples = num_eval_examples
+        self._evaluates_at_end = evaluates_at_end
+        self._node = node
+        self._optimizer: GossipOptimizer | None = None
+        self._view: MeanView | None = None
+        self._shown = ExitStack()
+        self._num_evaluations = 0
+        self._combined: dict[str, float] = {}
+        self._num_shown = 0  # evaluations until the model holds the node's own parameters again
+
+    @property
+    def node(self) -> NodeNeighbours:
+        """This node's end of the graph; the first use meets the other nodes."""
+        if self._node is None:
+            ranks = IslandGroup(timeout=self.config.longest_wait)
+            self._node = open_node(self.config, self.topology, ranks)
+        return self._node
+
+    @cached_property
+    def _ranks(self) -> IslandGroup:
+        return IslandGroup(timeout=self.config.longest_wait)
+
+    @cached_property
+    def _beginning(self) -> Beginning:
+        return Beginning(self.config, self.topology, self._facts, self.node, self.optimizer)
+
+    @property
+    def optimizer(self) -> GossipOptimizer:
+        """What `make_optimizer` made."""
+        if self._optimizer is None:
+            raise UnsupportedError(
+                "the Trainer has an optimizer of its own, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+        return self._optimizer
+
+    def make_optimizer(self, model: torch.nn.Module, args: TrainingArguments) -> GossipOptimizer:
+        """The method's optimizer, with the arguments' learning rate and weight decay; moves the model to its device.
+
+        As the Trainer does, weights are decayed, but neither biases nor norms; nor are these scaled by LARS.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+            UnsupportedError: parameters of several types or devices.
+            IslandLostError: neighbours did not come in time.
+        """
+        model.to(args.device)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ConfigError("the model has no trainable parameters: freeze fewer of them")
+        weights = [parameter for parameter in trainable if parameter.ndim > 1]
+        others = [parameter for parameter in trainable if parameter.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": args.weight_decay}]
+        groups += [{"params": others, "weight_decay": 0.0, "lars": 0.0}]
+        self._optimizer = make_optimizer(
+            self.config.method,
+            [group for group in groups if group["params"]],
+            self.node,
+            args.learning_rate,
+            slowmo=self.config.slowmo,
+            **self.config.method_settings,
+        )
+        vars(self).pop("_beginning", None)  # of an earlier optimizer
+        return self._optimizer
+
+    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
+        """Agrees with the other nodes on the step to resume from: the newest that a majority of them holds.
+
+        If no step has a majority, it is the newest that any node holds. Nodes without a checkpoint of that step enter
+        when training begins, with the mean of those that have one. Of a method whose nodes are not in step, each
+        begins with its own newest; of one whose nodes cannot enter (`pmsgd`), all must hold the step.
+
+        Returns:
+            This node's checkpoint of that step. On a node that enters its newest earlier one, which gives the position
+            in the data, or None. None, too, if no node holds any.
+
+        Raises:
+            CheckpointError: nodes that cannot enter hold checkpoints, but of no common step.
+        """
+        return self._beginning.choose_checkpoint(sound_checkpoints(Path(output_dir), self._ranks))
+
+    @property
+    def entry_step(self) -> int | None:
+        """The step at which this node enters with the others' mean, after `common_checkpoint`; None if it need not."""
+        return self._beginning.entry_step
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Reads every file of a checkpoint that this node is to resume from.
+
+        Raises:
+            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+        """
+        check_files(Path(checkpoint), self._ranks)
+
+    @contextmanager
+    def mean_weights(self) -> Iterator[None]:
+        """The model holds the mean over all nodes meanwhile. Collective over the nodes, and their ranks."""
+        if self._view is None:
+            raise ConfigError(
+                "training has not begun with this GossipCallback: give it to the Trainer before trainer.train(), and "
+                "use mean_weights() during training or after it"
+            )
+        with self._view.shown():
+            yield
+
+    # Trainer events, in the order in which they happen
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes sure that all nodes train the same thing, from the same beginning."""
+        trainer = find_trainer()
+        move_before_trackers(self)
+        self._num_evaluations = count_evaluations(trainer) or 1
+        check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
+        self._check_optimizer(kwargs["optimizer"])
+        optimizer, model, node = self.optimizer, kwargs["model"], self.node
+        node.end.begin()
+        node.end.window = node.end.window if self._wish_takes_time else 1
+        node.rekey()
+        if state.global_step:
+            check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
+        news = self._beginning.begin(
+            model, state, kwargs["lr_scheduler"], f"{args.save_strategy}, every {state.save_steps} steps"
+        )
+        node.current_step = state.global_step
+        self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
+        self._begin(args, self._ranks, trainer, lambda folder: whole_checkpoints(folder).values())
+        self._open_record(args, state, optimizer)
+        if news:
+            self._need_record().write("neighbour", state.global_step, news=news)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
+        self.optimizer.begin_exchange()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Reports lost neighbours, ends when all nodes do, and prepares an evaluation."""
+        node, optimizer = self.node, self.optimizer
+        node.current_step = state.global_step
+        if not optimizer.is_in_step:
+            node.total += optimizer.traffic
+            node.give_turn()
+        for news in node.take_news():
+            logger.warning("%s", news)
+            self._need_record().write("neighbour", state.global_step, news=news)
+        if self._all_end(state):
+            self.stopped = state.global_step < state.max_steps
+            end_early(control)
+            return
+        if self._evaluates_at_end and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        self._show_for_evaluation(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepares an evaluation at the end of an epoch."""
+        self._show_for_evaluation(control)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""
+        logs = kwargs.get("logs")
+        if logs is None:
+            return
+        if "eval_loss" in logs:
+            self._combined = self._combine(logs)
+            added = dict(self._combined)
+            if self._view is not None and self._view.is_on and self._view.consensus_distance is not None:
+                added["gossip/consensus_distance"] = self._view.consensus_distance
+        elif "loss" in logs:
+            self._need_record().write("train", state.global_step, **floats(logs))
+            added = self._need_record().mix(state.global_step)
+        else:
+            return
+        tell_trackers(added, logs, state)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records which weights were evaluated, and has training go on from the node's own."""
+        metrics = kwargs.get("metrics") or {}
+        metrics.update({name: value for name, value in self._combined.items() if name in metrics})
+        if "eval_loss" in metrics:
+            is_mean = self._view is not None and self._view.is_on
+            distance = self._view.consensus_distance if self._view is not None and is_mean else None
+            self._need_record().write(
+                "eval",
+                state.global_step,
+                weights="outer" if is_mean else "inner",
+                consensus_distance=distance,
+                **floats(metrics),
+            )
+        self._num_shown -= 1
+        if self._num_shown <= 0:
+            self._shown.close()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Marks the checkpoint as whole."""
+        self.node.wait_for_ranks()
+        self.node.rekey()  # as who resumes from here does, and as neighbours do whose checkpoint was written
+        super().on_save(args, state, control, **kwargs)
+
+    def _complete(self, checkpoint: Path, state: TrainerState) -> None:
+        save_index(checkpoint, self._index(state), self._ranks)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the record; the nodes stay together, for an evaluation of their mean."""
+        self._end()
+        self._need_record().end(state.global_step)
+
+    # Steps of the above
+
+    @property
+    def _wish_takes_time(self) -> bool:
+        """Whether a wish to end spreads over the graph, step by step."""
+        return self.optimizer.is_in_step and self.optimizer.num_vectors > 0
+
+    def _check_optimizer(self, given: Any) -> None:
+        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
+        if inner is not self.optimizer:
+            raise UnsupportedError(
+                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+
+    def _index(self, state: TrainerState) -> GossipIndex:
+        config = self.config
+        return GossipIndex(
+            step=state.global_step,
+            node=config.node,
+            num_nodes=config.num_nodes,
+            method=config.method,
+            facts=dict(self._facts),
+        )
+
+    def _all_end(self, state: TrainerState) -> bool:
+        end = self.node.end
+        if self._stop.agreed():
+            end.wish()
+        if not self.optimizer.is_in_step:
+            end.value(0)
+        elif self.optimizer.num_vectors == 0:
+            self.node.spread_wish(torch.zeros(1))
+        return end.has_come(state.global_step)
+
+    def _show_for_evaluation(self, control: TrainerControl) -> None:
+        wanted = control.should_evaluate and self.config.eval_weights == "average"
+        if wanted and self._view is not None and not self._view.is_on:
+            self._shown.enter_context(self._view.shown())
+            self._num_shown = self._num_evaluations
+
+    def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
+        """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""
+        if self._num_eval_examples is None:
+            return {}
+        numbers = floats(logs)
+        names = sorted(name for name in numbers if name.startswith("eval_") and name not in _NOT_AVERAGED)
+        weight = float(self._num_eval_examples)
+        sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
+        try:
+            self.node.average(sums)
+        except IslandLostError as error:
+            logger.warning("no mean of the nodes' metrics (%s): they are of this node's part of the data", error)
+            return {}
+        means = (sums[:-1] / sums[-1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+    def _open_record(self, args: TrainingArguments, state: TrainerState, optimizer: GossipOptimizer) -> None:
+        if self._record is not None:
+            self._record.close()
+        folder = folder_of(args) if state.is_world_process_zero else None
+        self._record = NodeRecord(folder, self.node, state.global_step)
+        self._record.write(
+            "start",
+            state.global_step,
+            **(self.config.slowmo.record if self.config.slowmo else {}),
+            island=self.config.node,
+            num_islands=self.config.num_nodes,
+            num_ranks=args.world_size,
+            shards="whole parameters",
+            num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+            method=self.config.method,
+            payload=self.config.payload,
+            topology=self.config.topology,
+            rho=self.topology.rho,
+            max_steps=state.max_steps,
+            examples_per_step=examples_per_step(args),
+            resumed=state.global_step > 0,
+            comes_and_goes=False,
+        )

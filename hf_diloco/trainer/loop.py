@@ -1,0 +1,238 @@
+"""The seam to a hand-written Accelerate loop, in the shape of Accelerate's `LocalSGD`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from hf_diloco.config import DiLoCoConfig, choose_config
+from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
+from hf_diloco.inner import open_shards, unwrap_optimizer
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts, facts_given
+from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.schedule import count_rounds
+from hf_diloco.rounds import open_session
+from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.trainer.outer_view import HasOuterWeights
+from hf_diloco.trainer.refusals import refuse
+
+logger = logging.getLogger("hf_diloco")
+
+
+class OuterLoop(HasOuterWeights):
+    """Synchronises a model with the other islands every `sync_every` optimizer steps of a hand-written loop.
+
+        with OuterLoop(accelerator, model, optimizer, config) as outer:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...; optimizer.step(); optimizer.zero_grad(); outer.step()
+
+    Args:
+        accelerator: what prepared `model` and `optimizer`.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        config: the outer loop's settings; default: `DiLoCoConfig()`.
+        fingerprint: further facts that must be equal on all islands.
+        output_dir: where this island writes checkpoints, different on every island of a machine.
+        resume_from: a folder that `save_state` wrote to; call `accelerator.load_state` first.
+        num_steps: optimizer steps that the loop is to take; islands that give unequal numbers are refused.
+        num_rounds: rounds that the run is to have, where islands come and go; see `is_over`. Default: as many as
+            `num_steps` make, or no limit; `outer_momentum: auto` then takes it that there are many.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ConfigError: `optimizer` was not prepared, or trains another model; on entering: the Accelerator has a setting
+            that does not go with the outer loop.
+        RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
+
+    Attributes:
+        report: the last round's figures, or None before the first.
+    """
+
+    NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: Any,
+        config: DiLoCoConfig | None = None,
+        *,
+        fingerprint: Facts | None = None,
+        output_dir: str | Path | None = None,
+        resume_from: str | Path | None = None,
+        num_steps: int | None = None,
+        num_rounds: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = choose_config(DiLoCoConfig, config, {}, "OuterLoop(..., DiLoCoConfig(sync_every=500))")
+        _check_prepared(accelerator, model, optimizer)
+        self.report: SyncReport | None = None
+        self._accelerator = accelerator
+        self._model = accelerator.unwrap_model(model)
+        self._optimizer = optimizer
+        self._facts: Facts = facts_given(fingerprint)
+        self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
+        self._resume_from = Path(resume_from) if resume_from else None
+        self._num_steps = num_steps
+        self._num_rounds = (
+            count_rounds(self.config, num_steps) or None if num_steps and num_rounds is None else num_rounds
+        )
+        self._global_step = 0
+
+    def __enter__(self) -> OuterLoop:
+        if self._session is not None:
+            raise ConfigError("this OuterLoop was entered before: make another one for another loop")
+        refuse(_settings_of(self._accelerator, self._optimizer), "loop")
+        island = IslandGroup(timeout=self.config.longest_wait)
+        shards = open_shards(self._model, self._optimizer, island.size)
+        self._session = open_session(self.config, island, folder=self._folder)
+        self._session.num_steps = self._num_steps
+        self._session.num_rounds = self._num_rounds
+        self._session.join(shards, self._folder, self._facts, self._resume_from)
+        if self._resume_from is not None:
+            self._global_step = read_index(self._resume_from).global_step
+        if self._session.is_due():  # the checkpoint was written when this round could not take place
+            try:
+                self._advance()
+            except MissedRoundError as error:
+                logger.warning("%s", error)
+            except DiLoCoError:
+                self._session.leave(finished=False)
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        session = self._need_session()
+        if kind is None and session.is_due(is_last=True):
+            try:
+                self._advance(is_last=True)
+            except MissedRoundError as error:
+                logger.warning("%s", error)
+            except DiLoCoError:
+                session.leave(finished=False)
+                raise
+        if kind is None and not session.outer.on_boundary:
+            logger.warning(
+                "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
+                session.outer.steps,
+            )
+        session.leave(finished=kind is None)
+
+    @property
+    def on_boundary(self) -> bool:
+        """Whether the model holds the outer parameters, equal on all islands."""
+        return self._need_session().outer.on_boundary
+
+    def step(self, weight: float | None = None) -> SyncReport | None:
+        """Counts an optimizer step and, when the round is due, synchronises. Call it after `optimizer.step()`.
+
+        Steps that only accumulate gradients do not count.
+
+        Args:
+            weight: examples or tokens that this step saw on all ranks; required unless `weight_by` is "uniform".
+
+        Returns:
+            The figures of the round that ended with this step, if one did.
+
+        Raises:
+            ExchangeError: an island was lost; nothing was changed, `save_state` still works.
+            ConfigError: the weight is missing, negative or not finite; or the loop has ended.
+        """
+        if self._need_session().has_left:
+            raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
+        if weight is None and self.config.weight_by != "uniform":
+            raise ConfigError(
+                f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
+            )
+        outer = self._need_session().outer
+        outer.add_weight(_checked(weight))
+        if not self._accelerator.sync_gradients:
+            return None
+        self._global_step += 1
+        outer.count_step()
+        if not self._need_session().is_due():
+            return None
+        try:
+            return self._advance()
+        except MissedRoundError as error:
+            logger.warning("%s", error)
+            return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's last round is complete: time to end the loop."""
+        return self._need_session().is_over
+
+    def save_state(self, folder: str | Path) -> None:
+        """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank. Training can go on.
+        """
+        for report in self._need_session().settle():
+            self._note(report)
+        self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step}, is_last=False)
+
+    def _advance(self, is_last: bool = False) -> SyncReport | None:
+        reports = self._need_session().advance(is_last)
+        for report in reports:
+            self._note(report)
+        return reports[-1] if reports else None
+
+    def _note(self, report: SyncReport) -> None:
+        self.report = report
+        if self._accelerator.trackers:
+            names = ("round", "seconds_exchanging", "bytes_sent", "bytes_received", "pseudo_gradient_norm")
+            self._accelerator.log({f"diloco/{name}": getattr(report, name) for name in names}, step=self._global_step)
+
+
+def _checked(weight: Any) -> float:
+    """A step's weight as a number."""
+    try:
+        number = float(weight or 0.0)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(weight, str) or not 0 <= number < math.inf:
+        raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
+    return number
+
+
+def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
+    """Raises unless these are what they should be, and belong together."""
+    call = "call OuterLoop(accelerator, model, optimizer, config)"
+    for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a {type(value).__name__}: {call}")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
+            "accelerator.prepare(model, optimizer) returned"
+        )
+    inner = unwrap_optimizer(optimizer)
+    if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
+        return
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    if mine and not mine & trained:
+        raise ConfigError(
+            f"optimizer trains none of the parameters of model, a {type(model).__name__}: give both as one call of "
+            "accelerator.prepare(model, optimizer) returned them"
+        )
+
+
+def _settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    """What `REFUSALS` names of an Accelerator and of what it has prepared."""
+    return {
+        "optim": type(unwrap_optimizer(optimizer)).__name__,
+        "fsdp": getattr(accelerator.state, "fsdp_plugin", None),
+        "parallelism_config": accelerator.parallelism_config,
+        "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,
+    }

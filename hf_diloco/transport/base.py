@@ -1,0 +1,153 @@
+"""What a transport between islands does: average one lane's values, and copy them from one island to the others.
+
+A *lane* is the part of the outer state that one rank of each island owns. An `Exchange` joins the owners of one
+lane; it knows islands and numbers, nothing of models or algorithms. Transports differ in how bytes travel, not in
+what comes out: sums run in fp32, in the order of the islands' numbers, with operations that round the same way on
+every processor, so that all islands, and all transports, get the same bits. Codes are counted in blocks from the
+lane's first value, whatever the transport cuts it into.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from hf_diloco.codecs import Codec
+
+Observer = Callable[[torch.Tensor, torch.Tensor], None]
+"""Is shown each block as (own values, average), in order, just before the average replaces the values."""
+
+BLOCK_VALUES = 1 << 18
+"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache. Any codec
+has whole blocks in it."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crossed the boundary of this process: payload bytes, counted where they are handed to the transport."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes_sent + other.bytes_sent, self.bytes_received + other.bytes_received)
+
+
+class Exchange(ABC):
+    """The owners of one lane, one for each island.
+
+    Every method is collective over the islands and blocks until this island's part is done. An `ExchangeError`
+    leaves `values` undefined and the exchange closed.
+    """
+
+    island: int
+    num_islands: int
+
+    def prepare(self, values: torch.Tensor, codec: Codec) -> None:
+        """Says that `average` of these `values` is the next exchange on all islands, whenever it comes.
+
+        They may leave at once, and what the others send need not wait until this island asks for it. Does not block;
+        may be left out. The values must stay as they are until then.
+        """
+        return
+
+    @abstractmethod
+    def average(
+        self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
+    ) -> Traffic:
+        """Replaces `values` (fp32, host, 1-D, equal length everywhere) by the weighted mean over the islands.
+
+        Args:
+            values: this island's values; overwritten.
+            weights: one non-negative weight an island, equal on all; an island of weight 0 takes part in the
+                transfer, but its values are never looked at, not even if they are not numbers.
+            codec: how values travel.
+            observe: see `Observer`.
+
+        Raises:
+            IslandLostError: an island did not send or receive in time.
+            ExchangeError: the transfer failed otherwise.
+        """
+
+    @abstractmethod
+    def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
+        """Replaces `values` (fp32, host, 1-D) by those of island `source`, exactly.
+
+        Raises:
+            IslandLostError: an island did not send or receive in time.
+        """
+
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
+        """Sends a small record to all others, beside the values. Does not block.
+
+        Every island calls it equally often, and in between takes part in the same exchanges. A peer's message counts
+        for the call of the same number.
+
+        Args:
+            message: if it is too long for the transport, the others hear an empty one.
+            notify: called, on any thread, when there is something new to hear, or an island is lost.
+
+        Returns:
+            False if there is nothing to be heard: the transport carries no messages, or is closed.
+        """
+        return False
+
+    def messages(self) -> dict[int, bytes]:
+        """What the others sent with their call of `send_message` of the same number as the latest here, as far as it
+        has come undamaged. Does not block."""
+        return {}
+
+    def find_broken(self) -> list[int]:
+        """Islands whose connection is known to have broken since the last exchange; does not block."""
+        return []
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all connections at once; may be called more than once."""
+
+
+def averaged_by_all(num_islands: int, codec: Codec) -> bool:
+    """Whether each island averages all values by itself, instead of a piece of them for all."""
+    return num_islands == 2 or codec.needs_feedback
+
+
+def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
+    """One piece an island of `size` values, of nearly equal length, in whole blocks of `codec`."""
+    num_blocks = -(-size // codec.block_values)
+    bounds = [min(size, num_blocks * k // num_islands * codec.block_values) for k in range(num_islands + 1)]
+    return [slice(low, high) for low, high in pairwise(bounds)]
+
+
+def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
+    """The mean of fp32 `parts`, summed in the order given.
+
+    Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
+    body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
+
+    Args:
+        parts: one an island, of equal length; all but one are overwritten.
+        weights: one non-negative weight an island, not all 0.
+        keep: the index of the part that is left as it is, unless it is the only one that counts.
+
+    Returns:
+        The mean, in one of the parts.
+    """
+    counted = [island for island, weight in enumerate(weights) if weight > 0]
+    if len(counted) == 1:
+        return parts[counted[0]]
+    values = list(parts)
+    total = sum(weights)
+    uniform = len({weights[island] for island in counted}) == 1
+    if not uniform:
+        for island in counted:
+            share = weights[island] / total
+            values[island] = values[island] * share if island == keep else values[island].mul_(share)
+    first, second, *others = counted
+    mean = torch.add(values[first], values[second], out=values[second if first == keep else first])
+    for island in others:
+        mean.add_(values[island])
+    return mean.mul_(1.0 / len(counted)) if uniform else mean

@@ -1,0 +1,238 @@
+"""Islands that meet in an object store: each publishes its values as objects, and everyone averages what lies there.
+
+Nothing is sent to anybody. A rank owns one contiguous range of the canonical index space and writes it as one object;
+a reader takes from all participants' objects just the blocks that overlap its own range, whatever the number of ranks
+that wrote them. So an island can average at any later time, and without the others being there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from hf_diloco.codecs import CODECS, Codec
+from hf_diloco.store.objects import PART_BYTES, ObjectStore
+from hf_diloco.transport.base import BLOCK_VALUES, Observer, Traffic, weighted_mean
+from hf_diloco.transport.block_reader import BlockReader, LoadedBlock, digest_of
+from hf_diloco.transport.object_info import ObjectInfo, find_cover
+from hf_diloco.transport.rate import RateLimit
+
+OBJECT_BLOCK_VALUES = 1 << 20
+"""Values a block of an object, the least that can be read and checked by itself: 4 MiB of fp32, enough to outweigh a
+request's round trip, and little to read in vain at the two ends of a range."""
+
+NOBODY = -1
+"""No participant: all parts of a mean may be overwritten."""
+
+
+class BucketExchange:
+    """One rank's end of the object store.
+
+    The mean has the same bits on all islands, for any number of ranks on the side of the writers and of the reader.
+    It has the bits of `MemoryExchange` and `MeshExchange` for two islands, and for any number of them in fp32. With
+    more than two, those send the mean around and encode it once more; here the mean does not travel and stays as it
+    is. A single participant's values are decoded from its object as everyone else's: who catches up later has no
+    others.
+
+    Reading takes `participants + num_transfers` blocks of memory, and `num_transfers` more that just arrived, whatever
+    the size of the model. Publishing takes none for fp32 and one code of the whole range otherwise, which is freed at
+    once.
+
+    Codes are in blocks of some values, counted from the canonical index 0: where objects and ranges begin, so does a
+    block.
+
+    Args:
+        store: where the objects lie; threads share it.
+        start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
+        length: values in the range; may be 0.
+        num_transfers: range reads, or digests, at a time.
+        rate_limit: for all that is published; default: none.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        start: int,
+        length: int,
+        num_transfers: int = 4,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        if start < 0 or length < 0 or num_transfers < 1:
+            raise ValueError(f"start {start} and length {length} must be >= 0, num_transfers {num_transfers} >= 1")
+        self._store = store
+        self._num_transfers = num_transfers
+        self._pace = rate_limit.take if rate_limit else None
+        self.start = start
+        self.length = length
+
+    @property
+    def end(self) -> int:
+        """Canonical index after the last value of this rank's range."""
+        return self.start + self.length
+
+    def publish(self, values: torch.Tensor, path: str, codec: Codec) -> tuple[ObjectInfo, Traffic]:
+        """Writes this rank's range as the object `path`. An empty range is announced, but nothing is written.
+
+        Args:
+            values: fp32, host, contiguous, `length` values; left as they are.
+            path: relative to the store's root.
+            codec: how they are written.
+
+        Raises:
+            StoreError: the store did not take it.
+        """
+        self._check(values, codec)
+        code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
+        code = values.view(torch.uint8) if codec.is_exact else code
+        with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
+            digests = []
+            for low in range(0, self.length, OBJECT_BLOCK_VALUES):
+                block = values[low : low + OBJECT_BLOCK_VALUES]
+                part = code[codec.locate(low, low + block.numel())]
+                if not codec.is_exact:
+                    codec.encode(block, part)
+                digests.append(pool.submit(digest_of, part.numpy().data))
+            if self.length:  # while the digests are still at work
+                data = code.numpy().data
+                # A store in this process's memory would keep the caller's memory as the object.
+                self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data, self._pace)
+            info = ObjectInfo(
+                path=path,
+                codec=codec.name,
+                start=self.start,
+                length=self.length,
+                num_bytes=codec.num_bytes(self.length),
+                block_values=OBJECT_BLOCK_VALUES,
+                digests=[digest.result() for digest in digests],
+            )
+        return info, Traffic(bytes_sent=info.num_bytes)
+
+    def average(
+        self,
+        parts: Sequence[Sequence[ObjectInfo]],
+        weights: Sequence[float],
+        codec: Codec,
+        out: torch.Tensor,
+        observe: Observer | None = None,
+        own: int | None = None,
+        own_values: torch.Tensor | None = None,
+    ) -> Traffic:
+        """Writes the weighted mean over the participants, in their order, to `out`.
+
+        All announcements are checked first; then each block is checked against its digest before it is used.
+
+        Args:
+            parts: each participant's objects, in any cut and order; those that do not overlap this rank's range are
+                not read.
+            weights: one positive weight a participant.
+            codec: how all of them are written.
+            out: fp32, host, contiguous, `length` values; undefined after an error.
+            observe: see `Observer`. It is shown this island's own values: `own_values` where they are given, else
+                what their objects hold, else, for an island that takes no part, zeros.
+            own: this island's place among the participants, if it takes part.
+            own_values: what `own` published of this rank's range, exactly, which spares reading it; may be `out`.
+                They count as their code does, or this island would get another mean than the others.
+
+        Raises:
+            PayloadError: an object does not fit its announcement, the others, or this rank's range; names it.
+            StoreError: the store did not answer, or an object is absent.
+        """
+        self._check(out, codec)
+        if not parts or len(parts) != len(weights) or min(weights) <= 0:
+            raise ValueError(f"{len(parts)} participants need as many positive weights, not {list(weights)}")
+        if own_values is not None:
+            self._check(own_values, codec)
+            if own is None:
+                raise ValueError("own_values need own, their place among the participants")
+        if own is not None and not 0 <= own < len(parts):
+            raise ValueError(f"own {own} is none of {len(parts)} participants")
+        covers = [find_cover(objects, self.start, self.length, codec) for objects in parts]
+        if own is not None and own_values is not None:
+            covers[own] = []  # nothing to read
+        mixer = _Mixer(self.start, len(parts), weights, codec, own, own_values)
+        with BlockReader(self._store, covers, self.start, self.length, self._num_transfers) as reader:
+            position = self.start
+            while position < self.end:
+                held = reader.advance(position)
+                stop = min(self.end, position + BLOCK_VALUES, *(loaded.block.high for loaded in held.values()))
+                own_part, mean = mixer.mix(held, position, stop)
+                if observe:
+                    observe(own_part, mean)
+                out[position - self.start : stop - self.start].copy_(mean)
+                position = stop
+        return Traffic(bytes_received=reader.bytes_received)
+
+    def fetch(self, objects: Sequence[ObjectInfo], out: torch.Tensor) -> Traffic:
+        """Reads this rank's range of what was published in fp32, exactly.
+
+        Args:
+            objects: any cut of the canonical space.
+            out: fp32, host, contiguous, `length` values; undefined after an error.
+
+        Raises:
+            PayloadError: an object does not fit its announcement, the others, or this rank's range; names it.
+            StoreError: the store did not answer, or an object is absent.
+        """
+        return self.average([objects], [1.0], CODECS["fp32"], out)
+
+    def _check(self, values: torch.Tensor, codec: Codec) -> None:
+        if self.start % codec.block_values:
+            raise ValueError(f"no block of {codec.name} begins at value {self.start}")
+        if values.shape != (self.length,) or values.dtype != torch.float32 or values.device.type != "cpu":
+            raise ValueError(f"{self.length} values of fp32 on the host are needed, not {values.shape} {values.dtype}")
+        if not values.is_contiguous():
+            raise ValueError("values must be contiguous")
+
+
+class _Mixer:
+    """The mean of what the participants' blocks hold, a cache's fill at a time."""
+
+    def __init__(
+        self,
+        start: int,
+        num_parts: int,
+        weights: Sequence[float],
+        codec: Codec,
+        own: int | None,
+        own_values: torch.Tensor | None,
+    ) -> None:
+        self._start = start
+        self._weights = weights
+        self._codec = codec
+        self._own = own
+        self._own_values = own_values
+        has_code = own_values is not None and not codec.is_exact
+        self._code = torch.empty(codec.num_bytes(BLOCK_VALUES) if has_code else 0, dtype=torch.uint8)
+        self._decoded = [torch.empty(0 if codec.is_exact else BLOCK_VALUES) for _ in range(num_parts)]
+        self._zeros = torch.zeros(BLOCK_VALUES if own is None else 0)
+
+    def mix(self, held: dict[int, LoadedBlock], low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (own values, mean) from `low` to `high`; of `held`, those values are used up."""
+        own_part = self._zeros[: high - low]
+        parts = []
+        for participant, buffer in enumerate(self._decoded):
+            if participant in held:
+                parts.append(self._decode(held[participant].view(low, high, self._codec), buffer[: high - low]))
+            else:
+                assert self._own_values is not None
+                own_part = self._own_values[low - self._start : high - self._start]
+                parts.append(self._round_trip(own_part, buffer[: high - low]))
+            if participant == self._own and participant in held:
+                own_part = parts[-1]
+        return own_part, weighted_mean(parts, self._weights, keep=NOBODY if self._own is None else self._own)
+
+    def _decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        if self._codec.is_exact:
+            return code.view(torch.float32)
+        self._codec.decode(code, buffer)
+        return buffer
+
+    def _round_trip(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """This island's own values as the others read them."""
+        if self._codec.is_exact:
+            return values
+        code = self._code[: self._codec.num_bytes(values.numel())]
+        self._codec.encode(values, code)
+        return self._decode(code, buffer)

@@ -1,0 +1,398 @@
+"""The sockets of one lane: Gloo groups outside the default world, and waiting on them that ends when a peer is lost.
+
+Gloo wakes what is queued on a connection that breaks, but not the transfer that is half through: its `wait` lasts
+until its timeout, however long ago the peer's machine said goodbye (`Pair::signalException` in Gloo's tcp transport
+passes over the operation being read or written). So a thread of its own does the waiting, and who asked looks now and
+then whether the connection of the transfer that takes so long still stands.
+
+A TCP connection sends no more in a round trip than its buffers hold, and one that loses a packet slows down by itself.
+Where links are long, several connections between two islands, each a group of its own, carry more than one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.listening import GlooListener
+
+PROBE_SECONDS = 0.5
+"""How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
+
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 20
+"""What is sent at a time is cut into at least one part a connection, if they are not too small, and into more where
+they would be so large that a rate limit lets through one burst after the other."""
+
+PROBE_TAG = 0
+"""Transfers are tagged from 1."""
+
+
+class Work(NamedTuple):
+    """One send or receive under way, and over which of the connections to its peer."""
+
+    handle: Any
+    peer: int
+    connection: int
+
+
+class _Check(NamedTuple):
+    received: torch.Tensor
+    checksum: torch.Tensor
+    peer: int
+
+
+class Transfers:
+    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
+
+    Attributes:
+        damaged: peers of whom something has come that does not have its checksum. It was replaced by zeros, which
+            every codec can decode.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.damaged: set[int] = set()
+        self._checks: list[_Check] = []
+        self._traffic = Traffic()
+
+    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
+        self.works.append(work)
+        self._traffic += Traffic(sent, received)
+
+    def expect(self, received: torch.Tensor, checksum: torch.Tensor, peer: int) -> None:
+        """Has `check` compare what was received with a checksum that comes behind it."""
+        self._checks.append(_Check(received, checksum, peer))
+
+    def check(self) -> None:
+        """Looks at what has come, once it has; see `damaged`."""
+        for received, checksum, peer in self._checks:
+            if _checksum(received) != int(checksum):
+                received.zero_()
+                self.damaged.add(peer)
+        self._checks.clear()
+
+    def drop(self) -> None:
+        """Lets go of all that are under way: they hold the group, and the group its sockets."""
+        self.works.clear()
+        self._checks.clear()
+
+    def take_traffic(self) -> Traffic:
+        """What was moved since the last call."""
+        traffic, self._traffic = self._traffic, Traffic()
+        return traffic
+
+
+class Deadline:
+    """One limit for a whole exchange: Gloo's own timeouts are per step, and a trickle could go on for ever."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+class Connections:
+    """The owners of one lane, each joined to each.
+
+    Args:
+        store: where the owners find each other's ports; reachable from all islands.
+        name: the lane's name, unique in the run.
+        island: this island's number.
+        num_islands: islands in the run.
+        address: local address to listen on, as the other islands see it.
+        timeout: seconds that connecting may take.
+        num_connections: between any two of them, the same on all.
+        rate_limit: for all that is sent; default: none.
+
+    Raises:
+        IslandLostError: the others did not connect in time.
+
+    Attributes:
+        groups: one a connection; none once this end is closed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        island: int,
+        num_islands: int,
+        address: str,
+        timeout: float,
+        num_connections: int = 1,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        self.num_connections = num_connections
+        self._rate_limit = rate_limit or RateLimit()
+        self._peers = [peer for peer in range(num_islands) if peer != island]
+        self.groups: list[ProcessGroupGloo] = []
+        if self._peers:
+            self.groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
+        self._waiter = _Waiter()
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+    ) -> None:
+        """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
+        waited for. A checksum goes behind it, over the same connection, if the other end expects one."""
+        for connection, part in self.spread(tensor, tag):
+            self._rate_limit.take(part.nbytes)
+            transfers.add(self._start("send", part, peer, tag, connection), sent=part.nbytes)
+        if with_checksum and tensor.numel():
+            checksum = torch.tensor([_checksum(tensor)])  # made while the first part is on its way
+            transfers.add(self._start("send", checksum, peer, tag, tag % self.num_connections))
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+    ) -> None:
+        """Starts receiving; the tensor is whole once the transfer has been waited for, and, with a checksum, either
+        what was sent or 0 and `peer` in `Transfers.damaged`."""
+        for connection, part in self.spread(tensor, tag):
+            transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
+        if with_checksum and tensor.numel():
+            checksum = torch.empty(1, dtype=torch.int64)
+            transfers.add(self._start("recv", checksum, peer, tag, tag % self.num_connections))
+            transfers.expect(tensor, checksum, peer)
+
+    def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
+        """Blocks until all are done; returns what they moved.
+
+        Args:
+            transfers: what is waited for.
+            deadline: until when; then the connections it concerns are of no more use.
+            meanwhile: called every `PROBE_SECONDS`; what it raises ends the waiting, and `close` is all that then may
+                be called.
+
+        Raises:
+            IslandLostError: a peer's connection broke, or it did not send or receive in time.
+        """
+        works, transfers.works = transfers.works, []
+        if works:
+            self._wait(works, deadline, meanwhile)
+            transfers.check()
+        return transfers.take_traffic()
+
+    def find_broken(self) -> list[int]:
+        """Peers whose connection has broken; none once this end is closed. Does not block."""
+        numbers = range(len(self.groups))
+        return [peer for peer in self._peers if any(self._is_broken(peer, number) for number in numbers)]
+
+    def close(self) -> None:
+        """Closes the sockets at once, which wakes the peers; may be called more than once."""
+        if not self.groups:
+            return
+        if self._waiter.is_busy:
+            self.wake()
+        self._waiter.end()
+        self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
+
+    def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parts of `tensor`, each with the number of its connection; the same at both ends.
+
+        So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
+        over a single slow connection would hold up the others.
+        """
+        if tensor.numel():
+            fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
+            num_parts = max(fewest, min(self.num_connections, most))
+            for number, part in enumerate(tensor.tensor_split(num_parts)):
+                yield (tag + number) % self.num_connections, part
+
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
+        if not self.groups:
+            raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
+        try:
+            return Work(getattr(self.groups[connection], operation)([tensor], peer, tag), peer, connection)
+        except RuntimeError as error:
+            raise lost(peer, reason(error)) from None
+
+    def _wait(self, works: list[Work], deadline: Deadline, meanwhile: Callable[[], None] | None) -> None:
+        self._waiter.start(works, deadline)
+        suspect: int | None = None
+        while True:
+            try:
+                error = self._waiter.result(PROBE_SECONDS)
+            except Empty:
+                position = self._waiter.position
+                if position == suspect:
+                    raise lost(works[position].peer, "its connection broke") from None
+                suspect = position if position < len(works) and self._is_held_up(works[position]) else None
+                if meanwhile:
+                    meanwhile()
+                continue
+            if error:
+                works.clear()  # the error's traceback would keep them, and they the sockets
+                raise error
+            return
+
+    def _is_held_up(self, work: Work) -> bool:
+        """Not if another connection to the peer has broken: one over which nothing comes ends before those that yet
+        deliver what the peer sent before it left."""
+        return self._is_broken(work.peer, work.connection)
+
+    def _is_broken(self, peer: int, connection: int) -> bool:
+        """A receive cannot be posted on a broken connection; on one that stands it waits for nothing."""
+        try:
+            self._probe(peer, connection)
+        except IslandLostError:
+            return True
+        return False
+
+    def _probe(self, peer: int, connection: int) -> Work:
+        return self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG, connection)
+
+    def wake(self) -> None:
+        """Closes the sockets although somebody waits for a transfer: Gloo does when a receive times out."""
+        for connection in range(self.num_connections):
+            for peer in self._peers:
+                try:
+                    self._probe(peer, connection).handle.wait(timedelta(milliseconds=1))
+                except (RuntimeError, IslandLostError):
+                    continue
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """xxh3_64 of the bytes of a 1-D host tensor, as a signed number."""
+    digest = xxhash.xxh3_64_intdigest(tensor.numpy().data)
+    return digest - (digest >> 63 << 64)
+
+
+class _Waiter:
+    """A thread that blocks on transfers, so that nobody else must."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[tuple[list[Work], Deadline] | None] = SimpleQueue()
+        self._results: SimpleQueue[IslandLostError | None] = SimpleQueue()
+        self._progress = _Progress()
+        self.is_busy = False
+        thread = threading.Thread(
+            target=_wait_for_all,
+            args=(self._requests, self._results, self._progress),
+            name="hf-diloco-transfers",
+            daemon=True,  # a transfer that Gloo does not wake must not keep the process
+        )
+        thread.start()
+        self.end = weakref.finalize(self, self._requests.put, None)
+
+    @property
+    def position(self) -> int:
+        """The number of the transfer that is waited for."""
+        return self._progress.position
+
+    def start(self, works: list[Work], deadline: Deadline) -> None:
+        self.is_busy = True
+        self._progress.position = 0
+        self._requests.put((works, deadline))
+
+    def result(self, timeout: float) -> IslandLostError | None:
+        """None once all are done, or the error of the first that failed; raises `Empty` while neither is known."""
+        result = self._results.get(timeout=timeout)
+        self.is_busy = False
+        return result
+
+
+class _Progress:
+    position = 0
+
+
+def _wait_for_all(
+    requests: SimpleQueue[tuple[list[Work], Deadline] | None],
+    results: SimpleQueue[IslandLostError | None],
+    progress: _Progress,
+) -> None:
+    while (request := requests.get()) is not None:
+        error = _first_failure(*request, progress)
+        del request  # or it would keep the works, and through them the sockets, until the next
+        results.put(error)
+
+
+def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> IslandLostError | None:
+    for work in works:
+        try:
+            work.handle.wait(deadline.remaining())
+        except RuntimeError as error:
+            return lost(work.peer, reason(error))
+        progress.position += 1
+    return None
+
+
+@functools.cache
+def _outlive_threads() -> None:
+    """Gloo's threads may still want the interpreter while it shuts down, which aborts the process."""
+    atexit.register(time.sleep, 0.2)
+
+
+def _connect_all(
+    store: Store, name: str, island: int, num_islands: int, address: str, timeout: float, num_connections: int
+) -> list[ProcessGroupGloo]:
+    """All at once, as each takes many round trips."""
+
+    def connect(number: int) -> ProcessGroupGloo:
+        if number == 0:
+            return _connect(store, name, island, num_islands, address, timeout)
+        return _connect(_clone(store, timeout), f"{name}.{number}", island, num_islands, address, timeout)
+
+    if num_connections == 1:
+        return [connect(0)]
+    with ThreadPoolExecutor(num_connections) as threads:
+        return list(threads.map(connect, range(num_connections)))
+
+
+def _clone(store: Store, timeout: float) -> Store:
+    """For a thread of its own: who waits for a key of a TCP store keeps others from using the same client."""
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    return store
+
+
+def _connect(store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> ProcessGroupGloo:
+    _outlive_threads()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 1  # they serve collectives only
+    try:
+        with GlooListener(address) as listener:
+            options._devices = [listener.device]
+            return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
+    except RuntimeError as error:
+        raise IslandLostError(
+            f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "
+            "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
+            f"{reason(error)}"
+        ) from None
+
+
+def lost(peer: int, reason: str) -> IslandLostError:
+    """The error for a peer that is gone or late."""
+    return IslandLostError(
+        f"island {peer} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
+        "exchange_timeout; else start all islands again: the run resumes from the newest round that all hold",
+        [peer],
+    )
+
+
+def reason(error: Exception) -> str:
+    """What Gloo says, without the place in its source and its general advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")

@@ -1,0 +1,338 @@
+"""Direct connections between islands: a Gloo group outside the default world, point to point, in chunks.
+
+Two islands send each other their chunks and both average. More than two cut each chunk into one piece an island:
+every piece goes to its owner, which averages in fp32, encodes the average and sends it to all, so that an island sends
+and receives 2 (n-1)/n of its payload, as a ring all-reduce would. Where averages cannot be encoded again (codecs that
+need error feedback, and are small), all send theirs to all. Behind each piece goes its checksum. Several chunks are in
+flight at once: one transfer hides the round trip and the arithmetic of another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed import Store
+
+from hf_diloco.codecs import Codec
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.transport import handshake
+from hf_diloco.transport.base import (
+    Exchange,
+    Observer,
+    Traffic,
+    averaged_by_all,
+    cut_into_pieces,
+    weighted_mean,
+)
+from hf_diloco.transport.chunks import (
+    Chunk,
+    blocks,
+    bytes_to_send,
+    chunk_values,
+    cut,
+    length,
+    num_chunks_in_flight,
+)
+from hf_diloco.transport.connections import Connections, Deadline, Transfers, lost
+from hf_diloco.transport.messages import Messages
+from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.rate import RateLimit
+
+Watch = Callable[[], Callable[[], None]]
+
+
+class MeshExchange(Exchange):
+    """The owners of one lane, joined by sockets on `address`.
+
+    Args:
+        store: where the owners find each other's ports; reachable from all islands.
+        name: the lane's name, unique in the run.
+        island: this island's number.
+        num_islands: islands in the run.
+        address: local address to listen on, as the other islands see it.
+        timeout: seconds that connecting, and later each whole exchange, may take.
+        key: of the run; with one, the others prove that they hold it before anything is exchanged.
+        notes: where islands note whom they lost; default: notes of the lane's own.
+        num_connections: between any two islands, the same on all.
+        rate_limit: for all that this process sends; lanes may share one. Default: none.
+        with_checksums: the same on all; without them, damage on the way is seen only when averages are compared.
+        watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
+            is said of waits.
+
+    Raises:
+        IslandLostError: the others did not connect in time.
+        ForgedError: another one does not hold the key.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        island: int,
+        num_islands: int,
+        address: str,
+        timeout: float,
+        key: bytes = b"",
+        notes: LossNotes | None = None,
+        num_connections: int = 1,
+        rate_limit: RateLimit | None = None,
+        with_checksums: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
+        self.island = island
+        self.num_islands = num_islands
+        self._timeout = timeout
+        self._peers = [peer for peer in range(num_islands) if peer != island]
+        self._tag = 0
+        self._with_checksums = with_checksums
+        self._watch = watch
+        self._damaged: set[int] = set()
+        self._prepared: deque[Chunk] = deque()
+        self._failure: ExchangeError | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._notes = notes or LossNotes(store, name, island)
+        self._rate_limit = rate_limit or RateLimit()
+        self.links = Connections(store, name, island, num_islands, address, timeout, num_connections, self._rate_limit)
+        self._messages = Messages(self.links, self._peers)
+        if key and self._peers:
+            self._authenticate(name, key)
+
+    def prepare(self, values: torch.Tensor, codec: Codec) -> None:
+        size = chunk_values(values.numel(), codec)
+        parts = values.split(size)[: num_chunks_in_flight(size, codec)]
+        try:
+            for slot, part in enumerate(parts if self._peers else ()):
+                self._prepared.append(self._expect(slot, part, codec))
+            if self._rate_limit.bytes_per_second is None:  # else sending takes its time
+                for chunk in self._prepared:
+                    self._scatter(chunk, codec)
+        except ExchangeError as error:
+            # `average` raises it: who waits for the others until then may learn more.
+            self._failure = error
+
+    def average(
+        self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
+    ) -> Traffic:
+        if not self._peers:
+            if observe:
+                observe(values, values)
+            return Traffic()
+        self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
+        deadline = Deadline(self._timeout)
+        pipeline: deque[Chunk] = deque()
+        traffic = Traffic()
+        size = chunk_values(values.numel(), codec)
+        num_slots = num_chunks_in_flight(size, codec)
+        try:
+            if self._failure:
+                raise self._failure
+            for number, part in enumerate(values.split(size)):
+                if len(pipeline) == num_slots:
+                    traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
+                known = self._prepared.popleft() if self._prepared else None
+                chunk = known or self._expect(number % num_slots, part, codec)
+                pipeline.append(chunk)
+                self._scatter(chunk, codec)
+                if len(pipeline) > num_slots // 2:
+                    self._reduce(pipeline[-1 - num_slots // 2], weights, codec, deadline)
+            for chunk in pipeline:
+                self._reduce(chunk, weights, codec, deadline)
+            while pipeline:
+                traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
+        except ExchangeError as error:
+            for chunk in pipeline:
+                chunk.drop()
+            raise self._give_up(error, deadline) from None
+        self._check_damage()
+        return traffic
+
+    def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
+        if self.island == source:
+            self._check_rate(values.nbytes * len(self._peers))
+        deadline = Deadline(self._timeout)
+        transfers = Transfers()
+        try:
+            for chunk in cut(values):
+                tag = self._next_tag()
+                if self.island == source:
+                    for peer in self._peers:
+                        self.links.send(chunk, peer, tag, transfers, self._with_checksums)
+                else:
+                    self.links.receive(chunk, source, tag, transfers, self._with_checksums)
+            traffic = self._wait(transfers, deadline)
+        except ExchangeError as error:
+            transfers.drop()
+            raise self._give_up(error, deadline) from None
+        self._check_damage()
+        return traffic
+
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
+        return self._messages.send(message, notify)
+
+    def messages(self) -> dict[int, bytes]:
+        return self._messages.heard()
+
+    def find_broken(self) -> list[int]:
+        return self.links.find_broken()
+
+    def close(self) -> None:
+        if self._prepared:
+            self.links.wake()
+        for chunk in self._prepared:
+            chunk.drop()
+        self._prepared.clear()
+        self._messages.close()
+        self.links.close()
+
+    def _check_rate(self, num_bytes: int) -> None:
+        """Closes, and raises, if the rate limit alone takes longer than an exchange may."""
+        seconds = self._rate_limit.seconds(num_bytes)
+        if seconds <= self._timeout:
+            return
+        self.close()
+        raise ExchangeError(
+            f"at rate_limit ({self._rate_limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
+            f"process sends in an exchange take {seconds:,.0f} s, but exchange_timeout is {self._timeout:g} s: raise "
+            "one of them, or choose a payload of fewer bits"
+        )
+
+    def _authenticate(self, name: str, key: bytes) -> None:
+        try:
+            self._tag = handshake.authenticate(self.links, name, self.island, self._peers, key, self._timeout)
+        except DiLoCoError:
+            self.close()
+            raise
+
+    # One chunk's way: scatter, reduce, finish.
+
+    def _expect(self, slot: int, values: torch.Tensor, codec: Codec) -> Chunk:
+        """Starts receiving all that the others will send for a chunk.
+
+        Before anything is sent: a sender that finds nobody receiving asks first, which takes a whole round trip.
+        """
+        chunk = Chunk(values, slot, averaged_by_all(self.num_islands, codec))
+        chunk.tag = self._next_tag()
+        if chunk.is_averaged_by_all:  # one trip instead of two
+            chunk.pieces = [slice(0, chunk.values.numel())] * self.num_islands
+        else:
+            chunk.pieces = cut_into_pieces(chunk.values.numel(), self.num_islands, codec)
+        try:
+            self._receive_all(chunk, codec)
+        except ExchangeError:
+            chunk.drop()  # the error's traceback would keep transfers, and they the sockets
+            raise
+        return chunk
+
+    def _receive_all(self, chunk: Chunk, codec: Codec) -> None:
+        own_bytes = codec.num_bytes(length(chunk.pieces[self.island]))
+        for peer in self._peers:
+            received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
+            chunk.received[peer] = received
+            self.links.receive(received, peer, chunk.tag, chunk.transfers, self._with_checksums)
+        if not chunk.is_averaged_by_all:
+            chunk.result_tag = self._next_tag()
+            chunk.result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.values.numel()))
+            for peer in self._peers:
+                piece = chunk.result_of(peer, codec)
+                self.links.receive(piece, peer, chunk.result_tag, chunk.results, self._with_checksums)
+
+    def _scatter(self, chunk: Chunk, codec: Codec) -> None:
+        """Encodes the chunk and starts sending each piece to the island that averages it, unless it is under way."""
+        if chunk.is_scattered:
+            return
+        chunk.is_scattered = True
+        chunk.code = self._encode(chunk, codec)
+        for peer in self._peers:
+            self.links.send(chunk.code_of(peer, codec), peer, chunk.tag, chunk.transfers, self._with_checksums)
+
+    def _reduce(self, chunk: Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
+        """Where each island has a piece of its own: averages it and starts handing it to all."""
+        if chunk.is_averaged_by_all or chunk.is_reduced:
+            return
+        chunk.is_reduced = True
+        chunk.traffic = self._wait(chunk.transfers, deadline)
+        own = chunk.result_of(self.island, codec)
+        for where in blocks(length(chunk.pieces[self.island])):
+            mean = self._mean(chunk, where, weights, codec)
+            codec.encode(mean, own[codec.locate(where.start, where.stop)])
+        for peer in self._peers:
+            self.links.send(own, peer, chunk.result_tag, chunk.results, self._with_checksums)
+
+    def _finish(
+        self, chunk: Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
+    ) -> Traffic:
+        """Puts the average in place of the chunk's values, block by block."""
+        awaited = chunk.transfers if chunk.is_averaged_by_all else chunk.results
+        traffic = chunk.traffic + self._wait(awaited, deadline)
+        for where in blocks(chunk.values.numel()):
+            values = chunk.values[where]
+            if chunk.is_averaged_by_all:
+                mean = self._mean(chunk, where, weights, codec)
+            else:
+                mean = self._decode(chunk.result, where, "mean", codec)
+            if observe:
+                observe(values, mean)
+            values.copy_(mean)
+        return traffic
+
+    def _wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
+        traffic = self.links.wait(transfers, deadline, self._watch() if self._watch else None)
+        self._damaged |= transfers.damaged
+        return traffic
+
+    def _check_damage(self) -> None:
+        """Raises `DamagedTransferError` if something came damaged: at the end, as the others wait for the rest."""
+        if self._damaged:
+            damaged, self._damaged = self._damaged, set()
+            raise DamagedTransferError(damaged)
+
+    def _mean(self, chunk: Chunk, where: slice, weights: Sequence[float], codec: Codec) -> torch.Tensor:
+        """Averages a block of the piece that this island owns; leaves its own values as they are."""
+        own = chunk.code_of(self.island, codec)
+        parts = [
+            self._decode(chunk.received.get(island, own), where, f"part{island}", codec)
+            for island in range(self.num_islands)
+        ]
+        return weighted_mean(parts, weights, keep=self.island)
+
+    def _encode(self, chunk: Chunk, codec: Codec) -> torch.Tensor:
+        if codec.is_exact:
+            return chunk.values.view(torch.uint8)
+        code = self._buffer("code", chunk.slot, codec.num_bytes(chunk.values.numel()))
+        codec.encode(chunk.values, code)
+        return code
+
+    def _decode(self, code: torch.Tensor, where: slice, buffer: str, codec: Codec) -> torch.Tensor:
+        """The values `where` of `code`; not a copy if nothing need change."""
+        code = code[codec.locate(where.start, where.stop)]
+        if codec.is_exact:
+            return code.view(torch.float32)
+        values = self._buffer(buffer, 0, 4 * length(where)).view(torch.float32)
+        codec.decode(code, values)
+        return values
+
+    def _give_up(self, error: ExchangeError, deadline: Deadline) -> ExchangeError:
+        """Closes, and returns the error that names the island with which it began."""
+        if isinstance(error, IslandLostError):
+            (peer,) = error.islands
+            first = self._notes.find_first(peer, timed_out=deadline.is_over)
+            if first != peer:
+                error = lost(first, f"as island {peer} found")
+        self.close()
+        return error
+
+    # Buffers, sockets.
+
+    def _buffer(self, name: str, slot: int, num_bytes: int) -> torch.Tensor:
+        """A buffer that lives as long as the exchange: fresh memory costs eight times what used memory does."""
+        key = f"{name}/{slot}"
+        known = self._buffers.get(key)
+        if known is None or known.numel() < num_bytes:
+            known = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
+        return known[:num_bytes]
+
+    def _next_tag(self) -> int:
+        self._tag += 1
+        return self._tag

@@ -1,0 +1,179 @@
+"""Small messages among the owners of a lane, over its open connections: half a round trip each.
+
+Everybody sends one message to all others at a time, and receives theirs. A message is a frame of at most
+`MAX_FRAME_BYTES`:
+
+    checksum of the rest (xxh3_64, 8 bytes) | length of the message (4 bytes) | the message
+
+The buffers for the next messages are handed to Gloo together with this one: a sender then need not ask first whether
+anybody receives, which would take a whole round trip. What does not come, or comes damaged, is simply not there: who
+needs it looks for it elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from hf_diloco.errors import ExchangeError
+from hf_diloco.transport.connections import Connections, Transfers, Work
+
+MAX_FRAME_BYTES = 1 << 16
+FIRST_TAG = 1 << 30
+"""Of the first message; transfers of values are tagged from 1 and never get so far."""
+_CHECKSUM_BYTES, _LENGTH_BYTES = 8, 4
+_HEADER_BYTES = _CHECKSUM_BYTES + _LENGTH_BYTES
+_FOREVER = timedelta(days=365)  # Gloo closes the connection when it gives up; who waits has a deadline of its own
+
+
+class _Expected(NamedTuple):
+    """One peer's message, as Gloo receives it."""
+
+    frame: torch.Tensor
+    transfers: Transfers
+
+
+class Messages:
+    """One end's messages to and from all peers. One thread at a time may use it.
+
+    Args:
+        links: joins this end to its peers.
+        peers: their numbers.
+    """
+
+    def __init__(self, links: Connections, peers: Sequence[int]) -> None:
+        self._links = links
+        self._peers = peers
+        self._tag = FIRST_TAG
+        self._expected: dict[int, _Expected] = {}
+        self._heard: dict[int, bytes] = {}
+        self._listener: _Listener | None = None
+
+    def send(self, message: bytes, notify: Callable[[], None]) -> bool:
+        """Sends `message` to all; from now on `heard` tells what they send with their call of the same number.
+
+        Args:
+            message: if it is too long for a frame, peers hear an empty one.
+            notify: called, on another thread, whenever a peer has been heard or is lost.
+
+        Returns:
+            False if the connections are closed: nobody will be heard.
+        """
+        if not self._links.groups:
+            return False
+        self._listener = self._listener or _Listener()
+        if not self._expected:
+            self._expect()
+        tag, expected, self._heard = self._tag, self._expected, {}
+        frame = _pack(message)
+        for peer in self._peers:
+            try:
+                self._links.send(frame, peer, tag, expected[peer].transfers)
+            except ExchangeError:  # nor can it be received from
+                continue
+        self._tag += 1
+        self._expect()
+        for peer, (received, transfers) in expected.items():
+            self._listener.hear(_Wanted(transfers.works, peer, received, self._heard, notify))
+        return True
+
+    def heard(self) -> dict[int, bytes]:
+        """What has come of the peers' messages, by their numbers."""
+        return dict(self._heard)
+
+    def close(self) -> None:
+        """Lets go of all buffers; the connections are to be closed next."""
+        self._expected.clear()
+        if self._listener:
+            if self._listener.is_busy:
+                self._links.wake()
+            self._listener.end()
+            self._listener = None
+
+    def _expect(self) -> None:
+        """Has Gloo receive all peers' next messages."""
+        self._expected = {}
+        for peer in self._peers:
+            transfers = Transfers()
+            frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
+            self._expected[peer] = _Expected(frame, transfers)
+            try:
+                self._links.receive(frame, peer, self._tag, transfers)
+            except ExchangeError:
+                continue
+
+
+class _Wanted(NamedTuple):
+    """What the listener waits for: the transfers of one peer's message, and of this end's message to that peer."""
+
+    works: list[Work]
+    peer: int
+    frame: torch.Tensor
+    heard: dict[int, bytes]
+    notify: Callable[[], None]
+
+
+class _Listener:
+    """A thread that waits for messages, one after the other: most often all are needed."""
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()
+        self._num_wanted, self._num_done = 0, [0]
+        threading.Thread(
+            target=_listen,
+            args=(self._wanted, self._num_done),
+            name="hf-diloco-messages",
+            daemon=True,  # a transfer that Gloo does not wake must not keep the process
+        ).start()
+        self.end = weakref.finalize(self, self._wanted.put, None)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_done[0] < self._num_wanted
+
+    def hear(self, wanted: _Wanted) -> None:
+        self._num_wanted += 1
+        self._wanted.put(wanted)
+
+
+def _listen(wanted: SimpleQueue[_Wanted | None], num_done: list[int]) -> None:
+    while (one := wanted.get()) is not None:
+        _hear(one)
+        num_done[0] += 1
+        notify = one.notify
+        del one  # or it would keep the works, and through them the sockets, until the next
+        notify()
+        del notify
+
+
+def _hear(wanted: _Wanted) -> None:
+    try:
+        for work in wanted.works:
+            work.handle.wait(_FOREVER)
+    except RuntimeError:  # the connection broke
+        return
+    message = _unpack(bytes(wanted.frame.numpy()))
+    if message is not None:
+        wanted.heard[wanted.peer] = message
+
+
+def _pack(message: bytes) -> torch.Tensor:
+    if len(message) > MAX_FRAME_BYTES - _HEADER_BYTES:
+        message = b""
+    body = len(message).to_bytes(_LENGTH_BYTES, "big") + message
+    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(body) + body), dtype=torch.uint8)
+
+
+def _unpack(frame: bytes) -> bytes | None:
+    """The message; None if it is damaged."""
+    length = int.from_bytes(frame[_CHECKSUM_BYTES:_HEADER_BYTES], "big")
+    body = frame[_CHECKSUM_BYTES : _HEADER_BYTES + length]
+    is_whole = len(frame) >= _HEADER_BYTES + length and frame[:_CHECKSUM_BYTES] == xxhash.xxh3_64_digest(body)
+    return body[_LENGTH_BYTES:] if is_whole else None

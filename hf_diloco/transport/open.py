@@ -1,0 +1,107 @@
+"""How islands reach each other: a shared store for small records, and an `Exchange` for every lane."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Self
+
+from torch.distributed import HashStore, PrefixStore, Store
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.store.rendezvous import connect_store, warn_unprotected
+from hf_diloco.transport.base import Exchange
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.waiting import WaitNotes
+
+
+class Transport(ABC):
+    """One rank's access to the other islands.
+
+    Attributes:
+        store: small records, by key.
+        training: which training of this process it is, from 1; each has keys and lanes of its own.
+    """
+
+    store: Store
+    training: int = 1
+
+    @property
+    def records(self) -> Store:
+        """The store, with the keys of this training alone."""
+        return self.store if self.training == 1 else PrefixStore(f"training-{self.training}", self.store)
+
+    def again(self) -> Self:
+        """The same access for another training, which sees nothing of the last."""
+        other = copy.copy(self)
+        other.training += 1
+        return other
+
+    def _name(self, lane: int) -> str:
+        return f"lane{lane}" if self.training == 1 else f"training-{self.training}/lane{lane}"
+
+    @abstractmethod
+    def open(self, lane: int) -> Exchange:
+        """Joins the owners of `lane`. Every island's owner must call it; a rank opens its lanes in ascending order."""
+
+
+class MemoryTransport(Transport):
+    """Islands that are threads of this process. All share one `network` and one `store`."""
+
+    def __init__(self, network: MemoryNetwork, store: Store, island: int) -> None:
+        self.store = store
+        self._network = network
+        self._island = island
+
+    @classmethod
+    def alone(cls) -> MemoryTransport:
+        """For a run of a single island."""
+        return cls(MemoryNetwork(1), HashStore(), 0)
+
+    def open(self, lane: int) -> Exchange:
+        return self._network.lane(self._name(lane), self._island)
+
+
+class MeshTransport(Transport):
+    """Direct connections, found through a TCP store that island 0's leader keeps.
+
+    Args:
+        config: the outer loop's settings.
+        is_leader: whether this rank is the island's leader.
+        num_ranks: of the island.
+
+    Raises:
+        RendezvousError: the rendezvous cannot be opened or reached.
+    """
+
+    def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:
+        self._config = config
+        self._notes = WaitNotes(config.island)
+        self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
+        self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0, notes=self._notes)
+        if is_leader:
+            warn_unprotected(self._address)
+
+    def open(self, lane: int) -> Exchange:
+        config = self._config
+        others = [island for island in range(config.num_islands) if island != config.island]
+        wait = self._notes.begin(config.exchange_timeout, f"connecting from {self._address}")
+        with wait.blocking(others):
+            return MeshExchange(
+                self.store,
+                self._name(lane),
+                config.island,
+                config.num_islands,
+                self._address,
+                config.exchange_timeout,
+                num_connections=config.connections,
+                rate_limit=self._rate_limit,
+                watch=lambda: self._notes.watch(config.exchange_timeout, "exchange", others),
+            )
+
+
+def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> Transport:
+    """The transport that the rendezvous calls for."""
+    return MeshTransport(config, is_leader, num_ranks) if config.num_islands > 1 else MemoryTransport.alone()

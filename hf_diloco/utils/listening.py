@@ -1,0 +1,183 @@
+"""What others can reach of this process: sockets listen only as long as they must, and leave files for training.
+
+A connection that nobody asked for costs a file of the process, and files are limited. Gloo listens from the creation
+of a device to its end, accepts whatever comes, and aborts the process when no file is left. So its socket stops
+answering as soon as all peers are connected. The rendezvous has to listen to the end; it stops answering while few
+files are left, and some are kept in reserve for that moment.
+
+A socket stops answering by a filter that lets no packet through to it (`SO_ATTACH_FILTER`); connections that it has
+accepted are others' and go on. All of this is for Linux; elsewhere sockets go on listening.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+import threading
+import weakref
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+logger = logging.getLogger(__name__)
+
+RESERVED_FILES = 128
+"""Files that a process with an open port keeps back, for checkpoints and connections that it makes itself."""
+
+CHECK_SECONDS = 0.25
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: return 0, the bytes of a packet to let through
+
+_creating = threading.Lock()
+
+
+class Door:
+    """A listening socket that can stop answering. Connections that were accepted go on.
+
+    Args:
+        file: number of the socket, which somebody else accepts from. It is duplicated, but not by `socket.dup`, which
+            would make both of them block.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._listener = socket.socket(fileno=os.dup(file))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        name = self._listener.getsockname()
+        return str(name[0]), int(name[1])
+
+    def shut(self) -> None:
+        """From now on who knocks gets no answer."""
+        code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+        program = struct.pack("HL", 1, ctypes.addressof(code))
+        with contextlib.suppress(OSError):
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    def limit_queue(self, length: int) -> None:
+        """Lets so many knock at a time before they are accepted; others are asked to knock again."""
+        with contextlib.suppress(OSError):
+            self._listener.listen(length)
+
+    def open(self) -> None:
+        """Answers again."""
+        with contextlib.suppress(OSError):
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Lets go of the duplicate."""
+        self._listener.close()
+
+
+class GlooListener:
+    """A Gloo device on one address, which answers until the end of the `with` block.
+
+    Attributes:
+        device: for the options of a process group.
+        door: of the device's socket; None where it is not found.
+    """
+
+    def __init__(self, address: str) -> None:
+        with _creating:  # what listens afterwards and did not before is the device's
+            before = _listening()
+            self.device: Any = ProcessGroupGloo.create_device(hostname=address)
+            new = [number for name, number in _listening().items() if name not in before]
+            self.door = Door(new[0]) if len(new) == 1 else None
+
+    def __enter__(self) -> GlooListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.door is not None:
+            self.door.shut()
+            self.door.close()
+
+
+def keep_door(door: Door, owner: object) -> None:
+    """Has a port stop answering while the process has few files left, as long as `owner` lives.
+
+    A reserve is held from the start, and given back when the door is shut: connections that come faster than anybody
+    looks may take all other files, but not these. Nor may those that wait to be accepted then: few may wait.
+
+    Args:
+        door: of the port.
+        owner: who accepts.
+    """
+    ended = threading.Event()
+    size = min(RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+    door.limit_queue(size // 4 - 1)
+
+    def end() -> None:
+        ended.set()
+        door.close()  # at once, or the port would stay taken
+
+    weakref.finalize(owner, end)
+    args = (door, "{}:{}".format(*door.address), ended, size)
+    threading.Thread(target=_keep, args=args, name="hf-diloco-door", daemon=True).start()
+
+
+def _keep(door: Door, address: str, ended: threading.Event, size: int) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    reserve: list[int] = []
+    is_shut = False
+    _fill(reserve, size)
+    while not ended.wait(CHECK_SECONDS):
+        num_free = limit - min(limit, _num_files())
+        if not is_shut and num_free < size:
+            door.shut()
+            _empty(reserve)
+            is_shut = True
+            logger.warning(
+                "%s takes no more connections: %d of the %d files that this process may open are taken. See who "
+                "connects to this port, let a firewall keep strangers out, or raise the limit (ulimit -n)",
+                address,
+                limit - num_free,
+                limit,
+            )
+        elif is_shut and num_free > 3 * size:
+            _fill(reserve, size)
+            door.open()
+            is_shut = False
+    _empty(reserve)
+
+
+def _fill(reserve: list[int], size: int) -> None:
+    with contextlib.suppress(OSError):
+        while len(reserve) < size:
+            reserve.append(os.open(os.devnull, os.O_RDONLY))
+
+
+def _empty(reserve: list[int]) -> None:
+    while reserve:
+        os.close(reserve.pop())
+
+
+def _num_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not Linux
+        return 0
+    except OSError:  # not even this folder can be opened
+        return sys.maxsize
+
+
+def _listening() -> dict[Any, int]:
+    """This process's listening sockets: the number of the file, by name."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as candidate:
+                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[candidate.getsockname()] = int(name)
+    return found

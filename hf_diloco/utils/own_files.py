@@ -1,0 +1,78 @@
+"""Classes in a user's own files, which settings name as FILE.py:CLASS. Only settings of this machine are looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"(?P<file>.+\.py):(?P<class>[A-Za-z_]\w*)")
+FORM = "FILE.py:CLASS"
+
+
+def is_own(name: str) -> bool:
+    """Whether a setting names a class of a file."""
+    return _NAME.fullmatch(name) is not None
+
+
+def load_own(name: str, base: type[T]) -> type[T]:
+    """The class that a setting names.
+
+    Args:
+        name: FILE.py:CLASS; FILE as seen from the working directory.
+        base: of which it must be.
+
+    Raises:
+        ValueError: there is no such file or class, it is of another kind or not complete, or the file cannot be run;
+            with the remedy.
+    """
+    path, wanted = _split(name)
+    found = getattr(_run(path), wanted, None)
+    home = f"{base.__module__}.{base.__name__}"
+    if found is None:
+        raise ValueError(f"{name!r}: {path} has no class {wanted}: correct the name behind the colon")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{name!r}: {wanted} is no {base.__name__}: let it inherit from {home}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ValueError(f"{name!r}: {wanted} lacks {missing}: write what {home} says of it")
+    return found
+
+
+def identify_own(name: str) -> str:
+    """The class and a digest of its file, by which islands see whether all have the same."""
+    path, wanted = _split(name)
+    return f"{wanted} of a file with SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def _split(name: str) -> tuple[Path, str]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r}: expected {FORM}")
+    path = Path(match["file"]).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{name!r}: there is no file {path} (seen from {Path.cwd()}): correct the path")
+    return path.resolve(), match["class"]
+
+
+@cache
+def _run(path: Path) -> Any:
+    module_name = f"hf_diloco_own_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pydantic look there for names
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}; correct the file") from error
+    return module

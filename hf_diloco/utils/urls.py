@@ -1,0 +1,94 @@
+"""The text of an object store's address. Looks at nothing but the text, and imports nothing that takes time.
+
+file:///DIR            a folder, such as a network file system that all islands mount
+s3://BUCKET/PREFIX     Amazon S3 and what speaks its protocol (AWS_ENDPOINT_URL)
+gs://BUCKET/PREFIX     Google Cloud Storage
+az://CONTAINER/PREFIX  Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME)
+http://HOST:PORT/NAME  a server that `hf-diloco rendezvous` keeps; https:// behind a proxy that speaks TLS
+memory://NAME          this process alone; for tests
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+from hf_diloco.errors import RendezvousError
+from hf_diloco.utils.addresses import check_specific
+
+STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
+VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT/NAME or memory://NAME"
+_SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
+OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
+"""Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
+
+_CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT_PATH.pattern}))?/?")
+_SERVER_URL = re.compile(
+    rf"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{{1,5}}))?/({OBJECT_PATH.pattern})/?"
+)
+_MEMORY_URL = re.compile(r"memory://[A-Za-z0-9._-]+/?")
+
+
+def is_object_store(url: str) -> bool:
+    """Whether a rendezvous is meant to be an object store; `check_store_url` says whether it can be one."""
+    return url.partition(":")[0] in STORE_SCHEMES
+
+
+def check_store_url(url: str) -> str:
+    """Returns the URL without a slash at its end.
+
+    Raises:
+        RendezvousError: it has none of the forms that this module's text lists.
+    """
+    if url.startswith("file:"):
+        path = unquote(url.removeprefix("file://"))
+        if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):
+            raise RendezvousError(
+                f"rendezvous {url!r}: a folder needs its full path, beginning with three slashes, as in "
+                "file:///shared/runs/my-run; it must be the same folder on all islands"
+            )
+        return url.rstrip("/")
+    if _CLOUD_URL.fullmatch(url) or _MEMORY_URL.fullmatch(url) or split_server_url(url):
+        return url.rstrip("/")
+    raise RendezvousError(f"rendezvous {url!r} is no object store: expected {VALID_URLS}")
+
+
+def split_server_url(url: str) -> tuple[str, str, int, str] | None:
+    """Scheme, host, port and path of the address of a server of `hf-diloco rendezvous`; None if it is none."""
+    match = _SERVER_URL.fullmatch(url)
+    if match is None:
+        return None
+    port = int(match[3] or (443 if match[1] == "https" else 80))
+    return (match[1], match[2].strip("[]"), port, match[4]) if 0 < port < 1 << 16 else None
+
+
+def split_tcp_url(url: str) -> tuple[str, int]:
+    """Returns host and port of a `tcp://HOST:PORT` address.
+
+    Raises:
+        ValueError: when it is anything else, or HOST stands for every interface of a machine.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # an unclosed bracket, a port that is no number or too large
+        parts, port = None, None
+    if parts and parts.scheme != "tcp":
+        raise ValueError(
+            f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
+            f"{', '.join(STORE_SCHEMES)}"
+        )
+    if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
+    return check_specific(parts.hostname), port
+
+
+__all__ = [
+    "OBJECT_PATH",
+    "STORE_SCHEMES",
+    "VALID_URLS",
+    "check_store_url",
+    "is_object_store",
+    "split_server_url",
+    "split_tcp_url",
+]

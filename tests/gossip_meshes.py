@@ -1,0 +1,53 @@
+"""Nodes of a graph as threads that are connected by sockets of this machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch.distributed import TCPStore
+
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.methods.topology import Topology
+from tests.islands import run_islands
+
+LOCALHOST = "127.0.0.1"
+LONG = 60.0  # seconds, where success is expected: the machine may be busy
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+N = TypeVar("N", bound=Closable)
+T = TypeVar("T")
+
+
+def make_store() -> TCPStore:
+    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+
+
+def join(store: TCPStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
+    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+    timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
+    return MeshNeighbours(client, topology, node, LOCALHOST, **{**timeouts, **settings})
+
+
+def talk_together(num_nodes: int, enter: Callable[[int], N], talk: Callable[[int, N], T]) -> list[T]:
+    """What `talk` returns at each node; none leaves what it entered before all have ended."""
+    ended = threading.Barrier(num_nodes)
+
+    def run(node: int) -> T:
+        entered = enter(node)
+        try:
+            result = talk(node, entered)
+            ended.wait(LONG)
+            return result
+        except BaseException:
+            ended.abort()
+            raise
+        finally:
+            entered.close()
+
+    return run_islands(num_nodes, run)

@@ -1,0 +1,90 @@
+"""`hf-diloco rendezvous`: islands without a bucket meet at a server, which may be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.chaos import run_file
+from tests.processes import Process, Processes, find_free_port, run
+
+ROUNDS, SYNC_EVERY = 12, 4
+COMMAND = [sys.executable, "-m", "hf_diloco.cli"]
+
+
+def start_server(processes: Processes, port: int, folder: Path) -> Process:
+    server = processes.spawn([*COMMAND, "rendezvous", f"127.0.0.1:{port}", "--folder", folder])
+    server.wait_for("islands meet at", 60)
+    return server
+
+
+def syncs_of(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in events if event["event"] == "sync"]
+
+
+@pytest.mark.distributed
+def test_islands_meet_at_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    settings = {"num_islands": 2, "max_islands": 2, "min_islands": 2, "exchange_timeout": 4.0, "exchange": "mesh"}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run_file(tmp_path, ROUNDS, SYNC_EVERY, **settings)))
+    islands = [tmp_path / "chaos" / f"island-{island}" for island in (0, 1)]
+    port = find_free_port()
+    with Processes() as processes:
+        server = start_server(processes, port, tmp_path / "served")
+        url = f"http://127.0.0.1:{port}/a-run"
+        job = processes.spawn([*COMMAND, "launch", file, "--rendezvous", url], env={"OMP_NUM_THREADS": 1})
+        deadline = time.monotonic() + 100
+        while not all(len(syncs_of(island)) >= 2 for island in islands):
+            assert job.popen.poll() is None, job.output
+            assert time.monotonic() < deadline, job.output
+            time.sleep(0.05)
+        server.kill()
+        server.wait(expect=None)
+        start_server(processes, port, tmp_path / "served")
+        output = job.wait(100).output
+        status = run([*COMMAND, "status", url, "--json"]).output
+    last = [syncs_of(island)[-1] for island in islands]
+    assert [sync["round"] for sync in last] == [ROUNDS, ROUNDS], output
+    assert last[0]["outer_hash"] == last[1]["outer_hash"]
+    assert json.loads(status)["url"] == url
+
+
+def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
+    with Processes() as processes:
+        server = start_server(processes, find_free_port(), tmp_path / "served")
+        server.interrupt()
+        server.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["10.0.0.1", "--folder", "x"], "address '10.0.0.1': expected HOST:PORT"),
+        (["127.0.0.1:0", "--folder", "x"], "expected HOST:PORT"),
+        (["0.0.0.0:29400", "--folder", "x"], "expected HOST:PORT"),
+        (["8.8.8.8:29400", "--folder", "x"], "is a public address"),
+        (["192.0.2.1:29400", "--folder", "x"], "is no address of this machine"),
+        (["127.0.0.1:{free}", "--folder", "missing/x"], "Name a folder whose parent is there"),
+        (["127.0.0.1:{taken}", "--folder", "x"], "is in use"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_error(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"free": find_free_port(), "taken": taken.getsockname()[1]}
+        words = [argument.format(**ports) for argument in arguments]
+        ended = run([*COMMAND, "rendezvous", *words], cwd=tmp_path, expect=None)
+    assert ended.returncode != 0
+    assert message in " ".join(ended.output.split())
+    assert "Traceback" not in ended.output

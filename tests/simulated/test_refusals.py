@@ -1,0 +1,128 @@
+"""What does not go with the outer loop is refused from one list, by every way in, before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from transformers import EarlyStoppingCallback, TrainingArguments
+
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
+from hf_diloco.apps.lm.runfile import load_run_file
+from hf_diloco.apps.vision.runfile import load_vision_run
+from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.arguments import check_arguments, check_gossip_arguments
+from hf_diloco.trainer.refusals import REFUSALS, Refusal, Where, refuse
+from tests.processes import ROOT
+from tests.trainers import make_trainer
+
+REFUSED_VALUES: dict[str, Any] = {
+    "save_strategy": "best",
+    "optim": "schedule_free_adamw",
+    "fsdp": "full_shard",
+    "parallelism_config": "tp",
+    "deepspeed": "zero2.json",
+    "save_total_limit": 1,
+    "ProjectConfiguration.total_limit": 1,
+}
+OF_ARGUMENTS = [refusal for refusal in REFUSALS if refusal.setting in TrainingArguments.__dataclass_fields__]
+
+
+def cases(where: Where) -> Any:
+    found = [refusal for refusal in OF_ARGUMENTS if where in refusal.where]
+    return pytest.mark.parametrize("refusal", found, ids=lambda refusal: refusal.setting)
+
+
+def arguments(folder: Path, refusal: Refusal) -> TrainingArguments:
+    """Arguments with a refused value; set afterwards, as some need what is not installed here."""
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
+    setattr(args, refusal.setting, REFUSED_VALUES.get(refusal.setting, True))
+    return args
+
+
+@cases("islands")
+def test_the_callback_refuses(tmp_path: Path, refusal: Refusal) -> None:
+    with pytest.raises(ConfigError, match=rf"^{refusal.setting}=.* cannot be used: "):
+        check_arguments(DiLoCoConfig(), arguments(tmp_path, refusal))
+
+
+@cases("nodes")
+def test_a_node_refuses(tmp_path: Path, refusal: Refusal) -> None:
+    with pytest.raises(ConfigError, match=rf"^{refusal.setting}=.* cannot be used: "):
+        check_gossip_arguments(arguments(tmp_path, refusal))
+
+
+@cases("islands")
+def test_a_run_file_of_islands_refuses(refusal: Refusal) -> None:
+    value = REFUSED_VALUES.get(refusal.setting, True)
+    with pytest.raises(ConfigError, match=rf"{refusal.setting}={value!r} cannot be used: "):
+        load_run_file(ROOT / "configs" / "quickstart.yaml", [f"training.{refusal.setting}={value}".lower()])
+
+
+@pytest.mark.parametrize("override", ["training.fp16=true", "training.save_total_limit=1"])
+def test_a_run_file_of_nodes_refuses(override: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used: "):
+        load_vision_run(ROOT / "configs" / "vision" / "quickstart.yaml", [override])
+
+
+def test_all_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse({"load_best_model_at_end": True, "push_to_hub": True, "auto_find_batch_size": False}, "islands")
+    assert "load_best_model_at_end=True" in str(caught.value)
+    assert "push_to_hub=True" in str(caught.value)
+    assert "auto_find_batch_size" not in str(caught.value)
+
+
+def test_defaults_pass(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    check_arguments(DiLoCoConfig(), args)
+    check_gossip_arguments(args)
+    refuse({field.name: getattr(args, field.name) for field in dataclasses.fields(args)}, "loop")
+
+
+@pytest.mark.parametrize("changes", [{"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 500}])
+def test_training_does_not_begin(tmp_path: Path, changes: dict[str, Any]) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **changes)
+    with pytest.raises(ConfigError, match="load_best_model_at_end=True cannot be used"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_early_stopping_is_refused(tmp_path: Path) -> None:
+    stopping = EarlyStoppingCallback(3)
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(sync_every=4), stopping, eval_strategy="steps", metric_for_best_model="loss"
+    )
+    with pytest.raises(ConfigError, match="EarlyStoppingCallback=True cannot be used: it would end this island alone"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_the_loop_refuses(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        pytest.raises(ConfigError, match=r"ProjectConfiguration\.total_limit=1 cannot be used"),
+        OuterLoop(accelerator, model, optimizer),
+    ):
+        raise AssertionError("the loop has begun")
+
+
+@pytest.mark.parametrize("make", [DiLoCoCallback, GossipCallback])
+@pytest.mark.parametrize("given", [500, {"sync_every": 5}, "ring"], ids=str)
+def test_settings_that_are_none(make: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"settings are given by name or as a \w+Config, got .*: write \w+Callback\("):
+        make(given)
+
+
+def test_the_loop_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"got 500: write OuterLoop\(\.\.\., DiLoCoConfig\(sync_every=500\)\)"):
+        OuterLoop(types.SimpleNamespace(), None, None, 500)  # type: ignore[arg-type]
