@@ -10,6 +10,9 @@ import time
 
 from hf_diloco.utils.clock import Clock
 
+LONG = 60.0  # seconds a test waits for what should come: the machine may be busy
+AT_ONCE = 25.0  # seconds within which a busy machine does what must not wait for LONG
+
 
 class StillClock(Clock):
     """Stands still unless somebody sleeps: for one thread.

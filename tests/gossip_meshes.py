@@ -10,10 +10,10 @@ from torch.distributed import TCPStore
 
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology
+from tests.clocks import LONG
 from tests.islands import run_islands
 
 LOCALHOST = "127.0.0.1"
-LONG = 60.0  # seconds, where success is expected: the machine may be busy
 
 
 class Closable(Protocol):

@@ -20,6 +20,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.transport.chunks import CHUNK_VALUES
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.rate import BURST_SECONDS
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.mesh_island import make_values
@@ -42,7 +43,6 @@ def spawn(processes: Processes, program: str, **settings: Any) -> Process:
 # What comes out
 
 SMALL_CHUNK = 100
-SECONDS = 60.0  # in which a busy machine notices what it would else wait for until a timeout of 300 s and more
 
 
 Case = tuple[str, int, list[float], int]  # payload, size, weights and values a chunk
@@ -146,7 +146,7 @@ def test_a_rate_limit_is_kept_and_changes_nothing_else(
         for case, (values, sent, _, seconds) in enumerate(results):
             assert torch.equal(values, expected[case])
             least = sent / bytes_per_second - BURST_SECONDS
-            assert least <= seconds < 2 * least + 5
+            assert least <= seconds < 2 * least + AT_ONCE
 
 
 # What ends it
@@ -193,7 +193,7 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(
                 assert loss["lost"] == [victim], loss
                 assert f"island {victim} was lost" in loss["text"]
                 assert "start all islands again" in loss["text"]
-        assert time.monotonic() - killed < SECONDS
+        assert time.monotonic() - killed < LONG
 
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 0, 1), (3, 1, 1), (3, 1, 4)])
@@ -211,7 +211,7 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
             if island != victim:
                 loss = read_loss(process)
                 assert loss["lost"] == [victim], loss
-        assert time.monotonic() - killed < SECONDS
+        assert time.monotonic() - killed < LONG
 
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 1, 1), (3, 0, 1), (2, 0, 4)])
@@ -225,9 +225,9 @@ def test_a_stopped_island_is_named_by_all_others_at_the_deadline(
             if island != victim:
                 loss = read_loss(process)
                 assert loss["lost"] == [victim], loss
-                assert 3.5 < loss["seconds"] < 9
+                assert 3.5 < loss["seconds"] < AT_ONCE
         os.kill(islands[victim].pid, signal.SIGCONT)
-        assert read_loss(islands[victim])["seconds"] < 30
+        assert read_loss(islands[victim])["seconds"] < LONG
 
 
 # Sessions
@@ -277,7 +277,7 @@ def test_a_run_that_loses_an_island_ends_with_its_name(victim: int, free_port: i
                 assert re.search(r"^IslandLostError: ", output, re.MULTILINE)
                 assert re.search(rf"island {victim} ", output.splitlines()[-1]), output
                 assert "start all islands again" in output.lower()
-        assert time.monotonic() - killed < SECONDS
+        assert time.monotonic() - killed < LONG
 
 
 @pytest.mark.parametrize("moment", ["steps", "vote"])
@@ -294,7 +294,7 @@ def test_a_dead_island_is_noticed_by_those_who_wait(moment: str, free_port: int,
             last = islands[island].wait(expect=1).output.splitlines()[-1]
             assert last.startswith("IslandLostError: ")
             assert re.search(r"islands? \[?1\b", last), last
-        assert time.monotonic() - died < SECONDS
+        assert time.monotonic() - died < LONG
 
 
 def test_a_rendezvous_that_hangs_is_given_up(free_port: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hf_diloco.errors import RendezvousError, StoreError
 from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
+from tests.clocks import AT_ONCE, LONG
 from tests.processes import Processes
 from tests.s3 import Fault, FaultyProxy, S3Server, Trouble, first_of, share_of
 
@@ -94,7 +95,7 @@ def test_prefixes_separate_stores(server: S3Server, use: Callable[..., ObjectSto
 
 
 def test_large_objects_travel_in_parts(server: S3Server, use: Callable[..., ObjectStore]) -> None:
-    store = use(server, timeout=30)
+    store = use(server, timeout=LONG)
     data = os.urandom(3 * PART_BYTES + 5)
     store.put("large", memoryview(data))
     starts, ends = [0, 7, len(data) - 3, 100], [7, PART_BYTES + 9, len(data), 200]
@@ -181,7 +182,7 @@ def test_a_server_that_stays_away_is_given_up(use: Callable[..., ObjectStore]) -
             lambda: store.get("a", 1),
             store.list,
         ):
-            assert 0.9 * TIMEOUT < seconds_of(call) < 1.5 * TIMEOUT
+            assert 0.9 * TIMEOUT < seconds_of(call) < AT_ONCE
         with pytest.raises(StoreError, match=r"s3://.* does not read a \(Connection refused\): no success within 4 s"):
             store.get("a", 1)
         with pytest.raises(RendezvousError, match="Connection refused"):
@@ -205,7 +206,7 @@ def test_a_server_that_never_answers_is_given_up(server: S3Server, use: Callable
             lambda: store.delete(["a"]),
             store.list,
         ):
-            assert seconds_of(call) < 3.5
+            assert seconds_of(call) < AT_ONCE
         with pytest.raises(StoreError, match="no answer in time"):
             store.get("a", 1)
 
@@ -280,7 +281,7 @@ def test_a_server_that_ignores_conditions_is_found_out(server: S3Server, use: Ca
 
 def test_a_refusal_for_good_is_not_repeated(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     with FaultyProxy(server, lambda method, _: 405 if method == "PUT" else None) as proxy:
-        store = use(proxy, timeout=30)
+        store = use(proxy, timeout=LONG)
         with pytest.raises(StoreError, match=r"Injected: by the test.*must offer conditional writes"):
             store.create("a", b"")
         assert proxy.troubles[405] == 1
@@ -290,7 +291,7 @@ def test_a_refusal_for_good_is_not_repeated(server: S3Server, use: Callable[...,
 def test_denied_access_is_said_at_once(server: S3Server, use: Callable[..., ObjectStore], call: str) -> None:
     denied = threading.Event()
     with FaultyProxy(server, lambda *_: 403 if denied.is_set() else None) as proxy:
-        store = use(proxy, timeout=30)
+        store = use(proxy, timeout=LONG)
         denied.set()
         calls: dict[str, Callable[[], object]] = {
             "create": lambda: store.create("a", b""),
@@ -301,7 +302,7 @@ def test_denied_access_is_said_at_once(server: S3Server, use: Callable[..., Obje
         begun = time.monotonic()
         with pytest.raises(StoreError, match=r"Injected: by the test.*credentials.*AWS_ACCESS_KEY_ID") as caught:
             calls[call]()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < AT_ONCE
         assert "\n" not in str(caught.value)
         with pytest.raises(RendezvousError, match="AWS_ACCESS_KEY_ID"):
             open_object_store(proxy.url)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.clocks import AT_ONCE, LONG
 from tests.processes import Process, Processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # two launches in a test, on few and busy cores
@@ -169,7 +170,7 @@ def test_ctrl_c_before_training_ends_at_once(launches: Launches) -> None:
     launched.wait_for("launcher │ run")
     time.sleep(1)
     launched.interrupt()
-    assert launched.wait(timeout=15, expect=130).seconds < 15
+    assert launched.wait(timeout=LONG, expect=130).seconds < AT_ONCE
     launches.assert_nothing_left()
 
 

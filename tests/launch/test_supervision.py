@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from hf_diloco.cli.guard import TERMINATE_GRACE
+from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
 
@@ -79,7 +80,7 @@ def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, proce
     launched = launch(processes, tmp_path, {"starting": 60}, {"fail_at": 1})
     completed = launched.wait(expect=1)
     assert "training has not begun, ending island 0" in completed.output
-    assert completed.seconds < 10
+    assert completed.seconds < AT_ONCE
     assert_nothing_left(processes)
 
 
@@ -106,7 +107,7 @@ def test_ctrl_c_while_waiting_after_a_failure(tmp_path: Path, processes: Process
     launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, {**LONG, "fail_at": 20}, grace=100)
     launched.wait_for("island 0 finishes the step")
     launched.interrupt()
-    launched.wait_for("launcher │ ending island 0", timeout=5)
+    launched.wait_for("launcher │ ending island 0", timeout=AT_ONCE)
     launched.wait(expect=1)
     assert_nothing_left(processes)
 
@@ -115,7 +116,7 @@ def test_ctrl_c_before_training(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {"starting": 60}, {"starting": 60})
     launched.wait_for("island 1 │ starting")
     launched.interrupt()
-    assert launched.wait(expect=130).seconds < 10
+    assert launched.wait(expect=130).seconds < AT_ONCE
     assert_nothing_left(processes)
 
 
@@ -127,7 +128,7 @@ def test_second_ctrl_c_does_not_wait(tmp_path: Path, processes: Processes) -> No
     begin = time.monotonic()
     launched.interrupt()
     launched.wait(expect=130)
-    assert time.monotonic() - begin < TERMINATE_GRACE + 5
+    assert time.monotonic() - begin < TERMINATE_GRACE + AT_ONCE
     assert checkpoints(tmp_path, 0)
     assert_nothing_left(processes)
 

@@ -28,13 +28,12 @@ from hf_diloco.transport.handshake import NUM_TAGS, authenticate
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
 FP32 = CODECS["fp32"]
 KEY, OTHER_KEY = b"0123456789abcdef", b"another key of 26 bytes..."
 LOCALHOST = "127.0.0.1"
-LONG = 30.0  # where success is expected: the machine may be busy
-AT_ONCE = 10.0  # seconds; far below LONG
 Ranges = list[Range]
 
 

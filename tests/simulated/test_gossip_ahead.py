@@ -26,7 +26,8 @@ from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.trainer.gossip_record import NodeRecord
 from hf_diloco.transport.base import Traffic
-from tests.gossip_meshes import LONG, join, make_store, talk_together
+from tests.clocks import LONG
+from tests.gossip_meshes import join, make_store, talk_together
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -28,14 +28,13 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.utils.waiting import WaitNotes
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.small_model import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
-LONG = 60.0  # where success is expected: the machine may be busy
-AT_ONCE = 25.0  # seconds; far below LONG
 SIZE = 64
 
 

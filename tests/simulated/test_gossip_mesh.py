@@ -23,7 +23,8 @@ from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.chunks import CHUNK_VALUES
 from hf_diloco.transport.rate import RateLimit
-from tests.gossip_meshes import LONG, join, make_store, talk_together
+from tests.clocks import LONG
+from tests.gossip_meshes import join, make_store, talk_together
 from tests.islands import run_islands, try_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,7 +24,8 @@ from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import PeriodicTopology, Topology, make_topology
 from hf_diloco.trainer.gossip_check import check_gossip
 from hf_diloco.transport.base import Traffic
-from tests.gossip_meshes import LONG, join, make_store, talk_together
+from tests.clocks import LONG
+from tests.gossip_meshes import join, make_store, talk_together
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,8 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.published import Published
 from hf_diloco.methods.topology import Topology, make_topology
-from tests.gossip_meshes import LONG, join, make_store
+from tests.clocks import LONG
+from tests.gossip_meshes import join, make_store
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

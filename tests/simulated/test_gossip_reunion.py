@@ -13,12 +13,12 @@ from torch.distributed import TCPStore
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology, make_topology
+from tests.clocks import LONG
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
-LONG = 60.0  # where success is expected: the machine may be busy
 SIZE = 64
 
 

@@ -16,12 +16,13 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
+from tests.clocks import LONG
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
-SHORT, LONG = 3.0, 60.0
+SHORT = 3.0
 NUM_NODES, STOPPED, AHEAD = 4, 3, 1
 """Node 1 has two neighbours, 0 and 2, and so has node 3."""
 

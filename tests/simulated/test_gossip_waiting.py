@@ -13,12 +13,13 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.utils.waiting import WaitNotes
+from tests.clocks import LONG
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
-SHORT, LONG = 1.0, 60.0
+SHORT = 1.0
 
 
 @pytest.fixture

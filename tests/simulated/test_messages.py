@@ -19,9 +19,9 @@ from hf_diloco.transport import Exchange, chunks, messages
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
+from tests.clocks import LONG
 from tests.islands import run_islands, try_islands
 
-LONG = 30.0  # seconds; the machine may be busy
 FP32 = CODECS["fp32"]
 Opener = Callable[[int], Exchange]
 

@@ -28,7 +28,7 @@ from hf_diloco.membership.records import (
 )
 from hf_diloco.store.rendezvous import connect_store, find_address
 from hf_diloco.utils.timeouts import call_within
-from tests.clocks import FastClock
+from tests.clocks import AT_ONCE, FastClock
 from tests.islands import run_islands, try_islands
 
 Stores = Callable[[int], Store]
@@ -86,7 +86,7 @@ def test_who_does_not_share_in_time_is_named(stores: Stores) -> None:
     with pytest.raises(IslandLostError, match=r"islands \[0, 2\] are missing after 0.3 s") as caught:
         Ledger(stores(1), 1, 3).share("topic", {}, 0.3)
     assert caught.value.islands == (0, 2)
-    assert 0.3 <= time.monotonic() - started < 5
+    assert 0.3 <= time.monotonic() - started < AT_ONCE
 
 
 def test_a_wish_to_stop_ends_a_wait(stores: Stores) -> None:
@@ -195,7 +195,7 @@ def test_who_does_not_arrive_in_time_is_named_to_all(stores: Stores) -> None:
 def assert_both_lose_island_2_at_once(run: Callable[[int], None], text: str) -> None:
     started = time.monotonic()
     outcomes = try_islands(3, run)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE
     for outcome in outcomes[:2]:
         assert isinstance(outcome, IslandLostError)
         assert outcome.islands == (2,)
@@ -268,7 +268,7 @@ def test_who_is_gone_cannot_vote(stores: Stores, clock: FastClock) -> None:
 
     started = time.monotonic()
     assert run_islands(3, run) == [False] * 3
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_different_digests_abort(stores: Stores) -> None:
@@ -313,7 +313,7 @@ def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
 
     started = time.monotonic()
     assert run_islands(3, run) == [False] * 3
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_one_who_does_not_vote_aborts_in_time(stores: Stores, clock: FastClock) -> None:
@@ -508,14 +508,14 @@ class SilentStore(HashStore):
 
 
 def test_a_store_that_does_not_answer_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(ledger, "ANSWER_SECONDS", 1.5)  # twenty times that is more than AT_ONCE
     book = Ledger(SilentStore(), 1, 2)
     started = time.monotonic()
     for _ in range(20):
         with pytest.raises(IslandLostError, match="does not answer") as caught:
             book.share("topic", {}, 30)
         assert caught.value.islands == (0,)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_a_call_has_its_time() -> None:
@@ -628,7 +628,7 @@ def test_nobody_there_is_told_in_time(free_port: int) -> None:
         RendezvousError, match=rf"nobody answers at tcp://127.0.0.1:{free_port} after 0.5 s \(join_timeout\)"
     ):
         connect_store(settings_for(f"tcp://127.0.0.1:{free_port}"), is_host=False)
-    assert 0.5 <= time.monotonic() - started < 5
+    assert 0.5 <= time.monotonic() - started < AT_ONCE
 
 
 def test_a_machine_that_cannot_be_reached_is_told_in_time() -> None:
@@ -636,7 +636,7 @@ def test_a_machine_that_cannot_be_reached_is_told_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody answers at|is not the rendezvous"):
         connect_store(settings_for("tcp://198.51.100.1:29400"), is_host=False)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < AT_ONCE
 
 
 def answer_http(connection: socket.socket) -> None:
@@ -650,7 +650,7 @@ def test_something_else_on_the_port_is_told(listener: Callable[..., str], behave
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"is not the rendezvous of a run .*choose another port"):
         connect_store(settings_for(listener(behave)), is_host=False)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < AT_ONCE
 
 
 # Where an island listens that has met the others in an object store

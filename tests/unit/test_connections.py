@@ -26,12 +26,11 @@ from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.resharding import Range, SegmentedMesh
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
 KEY = b"0123456789abcdef"
 LOCALHOST = "127.0.0.1"
-LONG = 30.0  # where success is expected: the machine may be busy
-AT_ONCE = 10.0  # seconds; far below LONG
 FP32 = CODECS["fp32"]
 
 
@@ -257,7 +256,7 @@ def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(
     size = 1_000_000
 
     def run(island: int) -> None:
-        limit = RateLimit(1e5) if island == 0 else None
+        limit = RateLimit(5e4) if island == 0 else None
         exchange = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit)
         values = torch.ones(size)
         if what == "average":
@@ -271,10 +270,10 @@ def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(
     assert type(refused) is ExchangeError
     message = str(refused)
     for part in (
-        "rate_limit (100,000 bytes/s)",
+        "rate_limit (50,000 bytes/s)",
         "4,000,000 bytes",
-        "take 40 s",
-        "exchange_timeout is 30 s",
+        "take 80 s",
+        "exchange_timeout is 60 s",
         "payload",
     ):
         assert part in message, message

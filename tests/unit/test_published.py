@@ -19,11 +19,10 @@ from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.versioned_buffer import Shelf
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.transport.base import Traffic
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
 LOCALHOST = "127.0.0.1"
-LONG = 30.0  # where success is expected: the machine may be busy
-AT_ONCE = 10.0  # seconds; far below LONG
 
 
 def payload(fill: int, size: int = 1000) -> torch.Tensor:
