@@ -277,7 +277,7 @@ def topology(
         typer.Argument(
             metavar="NAME|FILE",
             help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
-            "random-matching, full; or a file of your own weights (.npy, .csv, .json)",
+            "random-matching, full; or your own: a file of weights (.npy, .csv, .json), or FILE.py:CLASS",
             show_default=False,
         ),
     ],

@@ -18,6 +18,7 @@ from hf_diloco.methods.topology import GRAPHS, Topology, largest_stable_beta, ma
 from hf_diloco.methods.topology.drawing import check_picture, draw
 from hf_diloco.methods.topology.stability import floor_digits
 from hf_diloco.utils import text
+from hf_diloco.utils.own_files import is_own
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -35,8 +36,8 @@ class TopologyOptions:
     """What the command line asks for.
 
     Attributes:
-        name: of a graph, or of a file of weights.
-        num_nodes: None: 8, or as many as the file has.
+        name: of a graph, of a file of weights, or of a class of the user's.
+        num_nodes: None: 8, or as many as a file of weights has.
         seed: of random matchings.
         num_parameters: values in the model.
         picture: where to draw the graph; None: nowhere.
@@ -105,7 +106,7 @@ def run_topology(options: TopologyOptions) -> None:
         raise ConfigError(f"--parameters {options.num_parameters}: give the number of values in the model, as 7e9")
     if options.picture is not None:
         check_picture(options.picture)
-    by_name = options.name.replace("_", "-") in GRAPHS
+    by_name = is_own(options.name) or options.name.replace("_", "-") in GRAPHS
     num_nodes = DEFAULT_NODES if options.num_nodes is None and by_name else options.num_nodes
     topology = make_topology(options.name, num_nodes, options.seed)
     figures = measure(topology, round(options.num_parameters))

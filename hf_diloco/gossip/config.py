@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -15,7 +14,6 @@ from hf_diloco.config import (
     Seconds,
     StrictModel,
     from_env,
-    is_given,
 )
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.addresses import check_specific
@@ -78,12 +76,14 @@ class GossipConfig(StrictModel):
 
     method: str = Field(
         default="decentlam",
-        description="pmsgd, dsgd, dmsgd, da-dmsgd, decentlam, qg-dmsgd, d2, momentum-consensus or swarm-sgd",
+        description="pmsgd, dsgd, dmsgd, da-dmsgd, decentlam, qg-dmsgd, d2, momentum-consensus, swarm-sgd, or "
+        "FILE.py:CLASS of your own",
     )
     topology: str = Field(
         default="ring",
         description="who averages with whom: ring, grid, star, hypercube, exponential, symmetric-exponential, "
-        "one-peer-exponential, random-matching, full, or a file of weights (see hf-diloco topology)",
+        "one-peer-exponential, random-matching, full, a file of weights (see hf-diloco topology), or FILE.py:CLASS of "
+        "your own",
     )
     topology_seed: int = Field(default=0, description="of random matchings")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="β; default: the method's (0.9)")
@@ -208,53 +208,3 @@ class GossipConfig(StrictModel):
     def bytes_per_second(self) -> float | None:
         """What a node may send."""
         return None if self.rate_limit is None else self.rate_limit * 1e6 / 8
-
-
-class GossipBlock(GossipConfig):
-    """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
-
-    __init__ = BaseModel.__init__  # errors rise to `load_run`, which knows their lines
-
-    def _check_meeting(self) -> None:
-        pass
-
-    def resolve(self) -> GossipConfig:
-        """The complete settings of one node.
-
-        Raises:
-            ConfigError: when several nodes have no rendezvous.
-        """
-        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
-
-    @property
-    def island(self) -> int:
-        """This node's number, from 0."""
-        return self.node
-
-    @property
-    def num_islands(self) -> int:
-        """Nodes of the graph."""
-        return self.num_nodes
-
-    def check_rendezvous(self, url: str) -> None:
-        """Raises `ConfigError` if a setting does not go with this rendezvous."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether nodes exchange anything."""
-        return True
-
-    @property
-    def num_shares(self) -> int:
-        """Nodes that may ever take part."""
-        return self.num_nodes
-
-    @property
-    def key_file(self) -> Path | None:
-        """Nodes do not meet in a store that needs a key."""
-        return None
-
-    @property
-    def survives_losses(self) -> bool:
-        """Whether the other nodes go on when one is lost."""
-        return self.method != "pmsgd"

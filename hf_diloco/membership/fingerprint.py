@@ -16,10 +16,10 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, compare_facts
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
-from hf_diloco.methods.outer import find_method, identify_method, make_method
+from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.digests import model_digest
-from hf_diloco.utils.own_files import identify_own, is_own
+from hf_diloco.utils.own_files import identify
 
 PROTOCOL = 7
 """Raised when what islands tell each other changes its form or meaning."""
@@ -42,10 +42,10 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
     """What must be equal on all islands, by the name that an error message gives it."""
     return {
         "protocol": PROTOCOL,
-        "algorithm": identify_method(config.method),
+        "algorithm": identify(config.method),
         **_agreed_by_method(config, shards),
         **{name: getattr(config, name) for name in _AGREED_SETTINGS},
-        "payload": identify_own(config.payload) if is_own(config.payload) else config.payload,
+        "payload": identify(config.payload),
         "error_feedback": config.feedback_decay,
         "fragment_patterns": " ".join(config.fragment_patterns),
         **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),

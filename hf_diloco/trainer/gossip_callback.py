@@ -324,7 +324,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             step=state.global_step,
             node=config.node,
             num_nodes=config.num_nodes,
-            method=config.method,
+            method=self.optimizer.name,
             facts=dict(self._facts),
         )
 
@@ -374,9 +374,9 @@ class GossipCallback(RunCallback[NodeRecord]):
             num_ranks=args.world_size,
             shards="whole parameters",
             num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
-            method=self.config.method,
+            method=optimizer.name,
             payload=self.config.payload,
-            topology=self.config.topology,
+            topology=self.topology.name,
             rho=self.topology.rho,
             max_steps=state.max_steps,
             examples_per_step=examples_per_step(args),

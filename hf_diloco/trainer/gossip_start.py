@@ -100,7 +100,7 @@ class Beginning:
 
     def _choose(self, steps: list[list[int]]) -> Resumption | None:
         if self._optimizer.num_vectors == 0:
-            return choose_common(steps, self._config.method)
+            return choose_common(steps, self._optimizer.name)
         return choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
 
     def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Container, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,10 +47,24 @@ def load_own(name: str, base: type[T]) -> type[T]:
     return found
 
 
+def check_names(name: str, found: type, needed: Iterable[str], taken: Container[str]) -> None:
+    """Raises `ValueError` if a method of the user's says no `needed` text, or calls itself as one of the package's."""
+    for attribute in needed:
+        if not isinstance(getattr(found, attribute, None), str):
+            raise ValueError(f"{name!r}: {found.__name__} says no {attribute}: give the class a text of that name")
+    if (own := getattr(found, "name", "")) in taken:
+        raise ValueError(f"{name!r}: {own} is a method of hf_diloco: give the class another name")
+
+
 def identify_own(name: str) -> str:
     """The class and a digest of its file, by which islands see whether all have the same."""
     path, wanted = _split(name)
     return f"{wanted} of a file with SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def identify(name: str) -> str:
+    """What must be equal on all who train together, of a setting that names a class or one of the package's."""
+    return identify_own(name) if is_own(name) else name
 
 
 def _split(name: str) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""A user's own outer method and codec, from files of theirs, through the command line."""
+"""A user's own methods, codec and graph, from files of theirs, through the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import yaml
 from benchmarks.chaos import run_file
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.trainer.gossip_check import check_gossip
 from tests.processes import ROOT, Processes, find_free_port, run
 
 METHOD, CODEC = "sign_momentum.py:SignMomentum", "grid.py:Grid"
+GOSSIP, GRAPH = "sign_gossip.py:SignGossip", "alternating_ring.py:AlternatingRing"
+NUM_NODES = 4
 SYNC_EVERY = 2
 
 
@@ -110,3 +114,103 @@ def test_what_cannot_be_used_is_one_clear_error(setting: str, value: str, messag
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         DiLoCoConfig(**{setting: value})
+
+
+# Nodes on a graph
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files of both and a run file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sign_gossip.py", "alternating_ring.py"):
+        take_from_docs("vision.md", tmp_path / name)
+    content: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "vision" / "quickstart.yaml").read_text())
+    content["name"], content["output"] = "own", str(tmp_path / "runs")
+    content["training"] |= {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-3}
+    content["gossip"] |= {"method": GOSSIP, "topology": GRAPH, "num_nodes": NUM_NODES}
+    content["launch"] = {"use_cpu": True, "threads": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def node_events(folder: Path, node: int, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / "own" / f"island-{node}" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+@pytest.mark.distributed
+def test_nodes_train_and_resume_by_a_method_and_on_a_graph_of_ones_own(nodes: Path) -> None:
+    launch(nodes)
+    launch(nodes, "training.max_steps=6", "--resume", "auto")
+    first, resumed = node_events(nodes, 0, "start")
+    assert (first["method"], first["topology"], resumed["resumed"]) == ("sign-gossip", "alternating-ring", True)
+    vector = 4 * first["num_parameters"]
+    for node in range(NUM_NODES):
+        sent = sum(event["bytes_sent"] for event in node_events(nodes, node, "mix"))
+        assert 6 * vector < sent < 10 * vector, "six for steps, where a ring has twelve, and three for means of all"
+
+
+def test_the_graph_is_shown(nodes: Path) -> None:
+    shown = run([sys.executable, "-m", "hf_diloco.cli", "topology", GRAPH, "--json"], cwd=nodes).output
+    figures = json.loads(shown)
+    assert (figures["name"], figures["period"]) == ("alternating-ring", 2)
+    assert figures["most_bytes_per_step"] == 4 * 25_600_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "missing.py:Method"}, "there is no file missing.py"),
+        ({"method": GRAPH}, "AlternatingRing is no GossipOptimizer: let it inherit from hf_diloco"),
+        ({"method": "half.py:Half"}, "Half lacks update"),
+        ({"method": "half.py:Nameless"}, "Nameless says no name"),
+        ({"method": "half.py:Taken"}, "dsgd is a method of hf_diloco: give the class another name"),
+        (
+            {"options": {"omega": 1}},
+            "omega: method sign-gossip has no such setting; it has momentum,",
+        ),
+        (
+            {"topology": GOSSIP},
+            "SignGossip is no Topology: let it inherit from hf_diloco.methods.topology.base.Topology",
+        ),
+        ({"num_nodes": 5}, "alternating-ring: "),
+        ({"topology": "half.py:Small"}, "made with num_nodes=4, it has 1; correct it"),
+        ({"topology": "half.py:Broken"}, "it cannot be made with num_nodes=4 (ZeroDivisionError: division by zero)"),
+    ],
+)
+def test_a_method_or_graph_that_cannot_be_used_is_one_clear_error(
+    settings: dict[str, Any], message: str, nodes: Path
+) -> None:
+    (nodes / "half.py").write_text(
+        "from hf_diloco.methods.gossip import DSGD, GossipOptimizer\n"
+        "from hf_diloco.methods.topology import PeriodicTopology\n"
+        "class Half(GossipOptimizer):\n    name = 'half'\n"
+        "class Nameless(GossipOptimizer):\n    def update(self, x, g): pass\n"
+        "class Taken(DSGD):\n    pass\n"
+        "class Small(PeriodicTopology):\n    def __init__(self, num_nodes): super().__init__('small', [[1]])\n"
+        "class Broken(PeriodicTopology):\n    def __init__(self, num_nodes): 1 / 0\n"
+    )
+    given = {"method": GOSSIP, "topology": GRAPH, "num_nodes": NUM_NODES, **settings}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_gossip(GossipConfig(rendezvous="tcp://127.0.0.1:9", **given))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("changed", ["sign_gossip.py", "alternating_ring.py"])
+def test_nodes_with_different_files_are_refused(changed: str, nodes: Path) -> None:
+    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    other = nodes / "other"
+    other.mkdir()
+    for name in ("sign_gossip.py", "alternating_ring.py"):
+        (other / name).write_text((nodes / name).read_text() + ("# another\n" if name == changed else ""))
+    with Processes() as processes:
+        jobs = []
+        for node, home in enumerate((nodes, other)):
+            command = [sys.executable, "-m", "hf_diloco.cli", "launch", str(nodes / "run.yaml"), "gossip.num_nodes=2"]
+            place = ["--node", str(node), "--rendezvous", rendezvous]
+            jobs.append(processes.spawn([*command, *place], cwd=home, env={"OMP_NUM_THREADS": 1}))
+        output = " ".join("\n".join(job.wait(100, expect=1).output for job in jobs).split())
+    kind, setting = ("SignGossip", "method") if changed == "sign_gossip.py" else ("AlternatingRing", "topology")
+    assert len(set(re.findall(rf"{kind} of a file with SHA-256 ([0-9a-f]{{16}})", output))) == 2
+    assert f"{setting} differs" in output

@@ -16,8 +16,9 @@ from hf_diloco.apps.lm import train as lm
 from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
 from hf_diloco.apps.vision import train as vision
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.apps.vision.settings import GossipBlock
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.config import GossipBlock, GossipConfig
+from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.open import open_session
 from tests.processes import ROOT, Processes

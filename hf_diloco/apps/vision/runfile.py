@@ -15,8 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock, ScheduleBlock
-from hf_diloco.gossip.config import GossipBlock
+from hf_diloco.apps.vision.settings import GossipBlock, ImageDataBlock, ImageModelBlock, ScheduleBlock
 from hf_diloco.trainer.refusals import Where
 
 

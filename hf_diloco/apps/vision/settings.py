@@ -1,4 +1,4 @@
-"""Settings of image classification: where the images come from, which of them a node sees, and the model.
+"""Settings of image classification: where the images come from, which of them a node sees, the model, and the nodes.
 
 Imports neither torch nor transformers, so that mistakes in a run file show at once.
 """
@@ -6,11 +6,14 @@ Imports neither torch nor transformers, so that mistakes in a run file show at o
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from hf_diloco.config import is_given
 from hf_diloco.config.base import Block, Count
+from hf_diloco.gossip.config import GossipConfig
 
 ImagePreset = Literal["resnet-tiny", "vit-tiny", "resnet-18", "resnet-50"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -173,3 +176,55 @@ class ScheduleBlock(Block):
         if sorted(set(self.drop_at)) != self.drop_at:
             raise ValueError(f"drop_at: steps must grow, got {self.drop_at}")
         return self
+
+
+class GossipBlock(GossipConfig):
+    """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
+
+    __init__ = BaseModel.__init__  # errors rise to `load_run`, which knows their lines
+
+    def _check_meeting(self) -> None:
+        pass
+
+    def resolve(self) -> GossipConfig:
+        """The complete settings of one node.
+
+        Raises:
+            ConfigError: when several nodes have no rendezvous.
+        """
+        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
+
+    @property
+    def island(self) -> int:
+        """This node's number, from 0."""
+        return self.node
+
+    @property
+    def num_islands(self) -> int:
+        """Nodes of the graph."""
+        return self.num_nodes
+
+    def check_rendezvous(self, url: str) -> None:
+        """Raises `ConfigError` if a setting does not go with this rendezvous."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether nodes exchange anything."""
+        return True
+
+    @property
+    def num_shares(self) -> int:
+        """Nodes that may ever take part."""
+        return self.num_nodes
+
+    @property
+    def key_file(self) -> Path | None:
+        """Nodes do not meet in a store that needs a key."""
+        return None
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the other nodes go on when one is lost: not where all average their gradients."""
+        from hf_diloco.methods.gossip import find_method
+
+        return find_method(self.method).num_vectors > 0

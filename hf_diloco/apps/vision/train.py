@@ -141,7 +141,8 @@ def _print_plan(node: VisionNode) -> None:
     say(f"batch of node {config.node}: {examples:,} images a step; of all {total} nodes: {examples * total:,}")
     graph = node.callback.topology
     neighbours = ", ".join(map(str, graph.neighbours(config.node))) or "none"
-    say(f"{run.max_steps:,} steps of {config.method} on {graph.name} of {total}; neighbours: {neighbours}")
+    method = node.callback.optimizer.name
+    say(f"{run.max_steps:,} steps of {method} on {graph.name} of {total}; neighbours: {neighbours}")
 
 
 def _classes(counts: Sequence[int]) -> str:

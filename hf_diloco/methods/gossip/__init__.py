@@ -9,7 +9,7 @@ from hf_diloco.methods.gossip.dsgd import DSGD
 from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
 from hf_diloco.methods.gossip.pmsgd import PmSGD
 from hf_diloco.methods.gossip.qg_dmsgd import QGDmSGD
-from hf_diloco.methods.gossip.registry import METHODS, make_optimizer
+from hf_diloco.methods.gossip.registry import METHODS, find_method, make_optimizer
 from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "PmSGD",
     "QGDmSGD",
     "SwarmSGD",
+    "find_method",
     "make_optimizer",
 ]

@@ -1,4 +1,4 @@
-"""All methods by name; a new one is a file and a line here."""
+"""All methods by name; a new one is a file and a line here, or a user's own file."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
 from hf_diloco.methods.gossip.pmsgd import PmSGD
 from hf_diloco.methods.gossip.qg_dmsgd import QGDmSGD
 from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
+from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
 from hf_diloco.utils.text import nearest
 
 _ALL: list[type[GossipOptimizer]] = [
@@ -37,6 +38,32 @@ _ALL: list[type[GossipOptimizer]] = [
 METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
 
 
+def find_method(name: str) -> type[GossipOptimizer]:
+    """The method that `name` stands for: one of `METHODS` (with - or _), or a user's own, as FILE.py:CLASS.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded; with the remedy.
+    """
+    if is_own(name):
+        return _own_method(name)
+    known = name.lower().replace("_", "-")
+    if known not in METHODS:
+        raise ConfigError(
+            f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of "
+            "your own"
+        )
+    return METHODS[known]
+
+
+def _own_method(name: str) -> type[GossipOptimizer]:
+    try:
+        found = load_own(name, GossipOptimizer)  # type: ignore[type-abstract]
+        check_names(name, found, ("name",), METHODS)
+    except ValueError as error:
+        raise ConfigError(f"method {error}") from None
+    return found
+
+
 def make_optimizer(
     name: str,
     params: ParamsT,
@@ -49,7 +76,7 @@ def make_optimizer(
     """The optimizer of that name for one node.
 
     Args:
-        name: one of `METHODS` (with - or _).
+        name: see `find_method`.
         params, neighbours, lr: see `GossipOptimizer`.
         slowmo: of a slow momentum over the method; None: there is none.
         settings: the method's own.
@@ -58,16 +85,13 @@ def make_optimizer(
         ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph;
             SlowMo does not go with it.
     """
-    known = name.lower().replace("_", "-")
-    if known not in METHODS:
-        raise ConfigError(f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}")
-    method = METHODS[known]
+    method = find_method(name)
     accepted = _settings(method)
     for setting in settings:
         if setting not in accepted:
             raise ConfigError(
-                f"{setting}: method {known} has no such setting{nearest(setting, accepted)}; it has "
-                f"{', '.join(accepted)}"
+                f"{setting}: method {method.name} has no such setting{nearest(setting, accepted)}; it has "
+                f"{', '.join(accepted) or 'none'}"
             )
     make: Any = method
     optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)

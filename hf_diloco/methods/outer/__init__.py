@@ -10,7 +10,7 @@ from hf_diloco.methods.outer.eager import Eager
 from hf_diloco.methods.outer.overlap_local_sgd import OverlapLocalSGD
 from hf_diloco.methods.outer.slowmo import BMUF, LocalSGD, Lookahead, SlowMo
 from hf_diloco.methods.outer.sparseloco import SparseLoCo
-from hf_diloco.utils.own_files import FORM, identify_own, is_own, load_own
+from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
 from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
@@ -35,17 +35,8 @@ def find_method(name: str) -> type[OuterMethod]:
             )
         return METHODS[name]
     found = load_own(name, OuterMethod)  # type: ignore[type-abstract]
-    for needed in ("name", "summary"):
-        if not isinstance(getattr(found, needed, None), str):
-            raise ValueError(f"{name!r}: {found.__name__} says no {needed}: give the class a text of that name")
-    if found.name in METHODS:
-        raise ValueError(f"{name!r}: {found.name} is a method of hf_diloco: give the class another name")
+    check_names(name, found, ("name", "summary"), METHODS)
     return found
-
-
-def identify_method(name: str) -> str:
-    """What must be equal on all islands that compute with the method `name`."""
-    return identify_own(name) if is_own(name) else name
 
 
 def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMethod:
@@ -64,6 +55,5 @@ __all__ = [
     "SlowMo",
     "SparseLoCo",
     "find_method",
-    "identify_method",
     "make_method",
 ]

@@ -1,4 +1,4 @@
-"""All graphs by name."""
+"""All graphs by name; a new one is a function or a class and a line here, or a user's own file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hf_diloco.methods.topology.exponential import exponential, one_peer_exponen
 from hf_diloco.methods.topology.matching import RandomMatching
 from hf_diloco.methods.topology.own import SUFFIXES, from_file
 from hf_diloco.methods.topology.undirected import full, grid, hypercube, ring, star, symmetric_exponential
+from hf_diloco.utils.own_files import FORM, is_own, load_own
 from hf_diloco.utils.text import nearest
 
 GRAPHS: dict[str, Callable[[int], Topology]] = {
@@ -28,10 +29,11 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
 
 
 def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Topology:
-    """The graph of that name, or a user's own weights.
+    """The graph of that name, or a user's own.
 
     Args:
-        name: one of `GRAPHS` (with - or _), or the path of a file of weights (see `own.from_file`).
+        name: one of `GRAPHS` (with - or _), the path of a file of weights (see `own.from_file`), or a user's own
+            class, made with the number of nodes, as FILE.py:CLASS.
         num_nodes: how many take part; may be left out for a file, which says it.
         seed: of random matchings.
 
@@ -46,11 +48,35 @@ def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Top
             )
         return topology
     known = name.replace("_", "-")
-    if known not in GRAPHS:
+    if not (is_own(name) or known in GRAPHS):
         raise ConfigError(
             f"topology {name!r}: no such graph{nearest(known, GRAPHS)}; there are {', '.join(GRAPHS)}; or give a file "
-            f"of weights ({', '.join(SUFFIXES)})"
+            f"of weights ({', '.join(SUFFIXES)}), or {FORM} of your own"
         )
     if num_nodes is None:
         raise ConfigError(f"topology {name!r}: num_nodes is missing; give how many take part")
+    if is_own(name):
+        return _own_graph(name, num_nodes)
     return RandomMatching(num_nodes, seed) if known == RandomMatching.name else GRAPHS[known](num_nodes)
+
+
+def _own_graph(name: str, num_nodes: int) -> Topology:
+    try:
+        make: Callable[[int], Topology] = load_own(name, Topology)  # type: ignore[type-abstract]
+    except ValueError as error:
+        raise ConfigError(f"topology {error}") from None
+    try:
+        topology = make(num_nodes)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"topology {name!r}: it cannot be made with num_nodes={num_nodes} ({type(error).__name__}: {error}); "
+            "correct the file"
+        ) from error
+    if topology.num_nodes != num_nodes:
+        raise ConfigError(
+            f"topology {name!r}: made with num_nodes={num_nodes}, it has {topology.num_nodes}; correct it"
+        )
+    topology.check()
+    return topology
