@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.config import SlowMoSettings
-from hf_diloco.gossip.mesh import MeshNeighbours, mixing
+from hf_diloco.gossip.mesh import MeshNeighbours, joining, mixing
+from hf_diloco.gossip.mesh.edges import Edge, connect_edges
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.methods.gossip import make_optimizer
@@ -23,7 +24,7 @@ from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.chunks import CHUNK_VALUES
 from hf_diloco.transport.rate import RateLimit
-from tests.clocks import LONG
+from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import join, make_store, talk_together
 from tests.islands import run_islands, try_islands
 
@@ -516,3 +517,34 @@ def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: TCPStore)
         if node in topology.neighbours(leaver) and node in topology.receivers(leaver):
             returns = [line for line in outcomes[node] if "returned" in str(line)]
             assert returns == [f"node 1 has returned: it takes part from step {step} on" for step in entered]
+
+
+def test_who_cannot_join_lets_go_of_those_it_connected_to(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other neighbours go on at once."""
+    nodes, given_up = make_topology("ring", 3), threading.Event()
+
+    def connect(lives: dict[int, str], *others: Any) -> tuple[dict[int, Edge], list[int]]:
+        edges, missing = connect_edges(lives, *others)
+        if others[2] == 2:
+            edges.pop(0).close()  # node 0 breaks off
+            missing.append(0)
+        return edges, missing
+
+    def run(node: int) -> None:
+        if node == 2:
+            try:
+                join(store, nodes, node)
+            finally:
+                given_up.set()
+        neighbours = join(store, nodes, node)
+        given_up.wait(LONG)
+        neighbours.mix([torch.ones(2)], [torch.empty(2)], 0)
+        assert neighbours.lost.keys() == {2}
+
+    monkeypatch.setattr(joining, "connect_edges", connect)
+    started = time.monotonic()
+    *others, error = try_islands(3, run)
+    assert others == [None, None]
+    with pytest.raises(IslandLostError, match=r"node 0 broke off after \d+\.\d s, while connecting"):
+        raise cast(BaseException, error)
+    assert time.monotonic() - started < AT_ONCE

@@ -41,10 +41,15 @@ class Nodes:
         self._is_whole = dict.fromkeys(range(topology.num_nodes), False)
         self._last: int | None = None
         self._ended = threading.Barrier(topology.num_nodes)
+        self._joined: dict[int, MeshNeighbours] = {}
 
     def join(self, node: int) -> MeshNeighbours:
         client = TCPStore(LOCALHOST, self._store.port, wait_for_workers=False)
-        return MeshNeighbours(client, self.topology, node, LOCALHOST, connect_timeout=LONG, exchange_timeout=LONG)
+        neighbours = MeshNeighbours(
+            client, self.topology, node, LOCALHOST, connect_timeout=LONG, exchange_timeout=LONG
+        )
+        self._joined[node] = neighbours
+        return neighbours
 
     def run(self, live: Callable[[int], MeshNeighbours]) -> None:
         """`live` takes a node to the end; none leaves before all are there."""
@@ -56,6 +61,8 @@ class Nodes:
                 neighbours.close()
             except BaseException:
                 self._ended.abort()
+                if node in self._joined:
+                    self._joined[node].close()  # or the others would wait for it
                 raise
 
         run_islands(self.topology.num_nodes, run, timeout=3 * LONG)
@@ -157,7 +164,7 @@ def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:
     def live(node: int) -> MeshNeighbours:
         neighbours, x, num_broken, step = nodes.join(node), start(node), 0, 0
         while node == one and num_broken < 3:
-            if other in neighbours._edges:
+            if step and other in neighbours._edges:  # after a step all have joined
                 give_up(neighbours, other)
                 num_broken += 1
             x = nodes.step(neighbours, x, step)

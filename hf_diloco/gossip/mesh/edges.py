@@ -143,6 +143,16 @@ def connect_edges(
     return edges, [peer for peer in lives if peer not in edges]
 
 
+def broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
+    """The error for neighbours that came, and left while they connected."""
+    names = f"{plural('node', len(missing))} {numbers(missing)}"
+    return IslandLostError(
+        f"{names} broke off after {seconds:.1f} s, while connecting to this node. Look at what ended them, and start "
+        "all nodes again",
+        missing,
+    )
+
+
 def not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
     """The error for neighbours that did not come."""
     names = f"{plural('node', len(missing))} {numbers(missing)}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch.distributed import Store
 
 from hf_diloco.gossip.mesh.discovery import Calls
-from hf_diloco.gossip.mesh.edges import Edge, connect_edges, edge_life, not_connected
+from hf_diloco.gossip.mesh.edges import Edge, broken_off, connect_edges, edge_life, not_connected
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import starts_key
@@ -90,6 +90,10 @@ class Joining:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
             edges, missing = self._connect_all(self._peers, seconds)
         if missing:
+            for edge in edges.values():
+                edge.close()  # or those neighbours would wait for this node, which ends
+            if (took := time.monotonic() - begun) < self._connect_timeout:
+                raise broken_off(missing, took)
             raise not_connected(missing, self._address, self._connect_timeout)
         return edges
 
