@@ -1,4 +1,4 @@
-# make demo | test | test-unit | test-all | style | typecheck | dist | clean
+# make demo | test | test-unit | test-all | style | typecheck | docs | dist | clean
 #
 #   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
 #   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
@@ -25,13 +25,13 @@ export DS_BUILD_OPS := 0
 # Else every process would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck dist clean
+.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(INSTALLED) ## train a small Llama on two islands of this machine
-	$(BIN)/hf-diloco launch configs/quickstart.yaml $(ARGS)
+	$(BIN)/hf-diloco launch quickstart $(ARGS)
 
 test: $(INSTALLED_DEV) ## run the tests, but for those marked slow; ARGS="-k zero" runs a few
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -55,6 +55,10 @@ format: $(INSTALLED_DEV) ## format, and fix what the linter can
 
 typecheck: $(INSTALLED_DEV) ## check types
 	$(BIN)/mypy
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(INSTALLED_DEV) ## build the documentation site into build/site; a warning is an error
+	$(BIN)/python -m mkdocs build --strict
 
 dist: $(INSTALLED_DEV) ## build source and wheel for a release
 	$(PIP) build

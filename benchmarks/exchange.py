@@ -3,6 +3,7 @@
     python -m benchmarks.exchange
     python -m benchmarks.exchange --link 1000,100 --islands 2 --payload fp32 --connections 1 4 16 --json FILE
     python -m benchmarks.exchange --link 1000,10 --payload fp32 int8 --compare-checksums
+    python -m benchmarks.exchange --link 1000,10 --link 40000,0 --payload fp32 int8 --compare-sealing
 
 Every island is a process with a network of its own, joined to the others by a link that carries RATE Mbit/s in each
 direction; RTT milliseconds lie between any two islands and back (`benchmarks/links.py`). Each measurement averages
@@ -17,7 +18,9 @@ MB sent        by one island: the payload, without what TCP adds
 connecting     seconds to set up the connections
 
 With `--compare-checksums` each payload has a second row, "fp32, bare" and so on, for the same exchange without the
-checksums that go behind its pieces. The two take turns.
+checksums that go behind its pieces. With `--compare-sealing` there are rows for the same exchange with a key: "fp32,
+sealed", where each piece is encrypted and authenticated instead, and "fp32, signed", where it is only authenticated.
+All take turns. A `--link` of 40000,0 is as fast as the machine is.
 
 Needs what `benchmarks/links.py` needs. TCP's congestion control and its buffers are the machine's; the program prints
 them. Islands share the machine's processors, as they would not elsewhere: with few of them codecs may set the pace.
@@ -47,6 +50,8 @@ from benchmarks.orders import Workers, answer_orders, reach_store
 from tests.processes import Process, Processes
 
 BASELINE = "all_reduce"
+CHECKED, BARE, SEALED, SIGNED = GUARDS = ("checksums", "bare", "sealed", "signed")
+"""What protects pieces on their way."""
 TCP_SHARE = 1448 / 1514
 TIMEOUT = 600.0
 _TCP = Path("/proc/sys/net/ipv4")
@@ -80,12 +85,12 @@ class Measurement:
     seconds: list[float]
     bytes_sent: int
     seconds_connecting: float
-    checksums: bool = True
+    guard: str = CHECKED
 
     @property
     def label(self) -> str:
         """What the table calls it."""
-        return self.payload if self.checksums else f"{self.payload}, bare"
+        return self.payload if self.guard == CHECKED else f"{self.payload}, {self.guard}"
 
     @property
     def best(self) -> float:
@@ -117,31 +122,34 @@ class Island:
         self._store = store
         self._generator = torch.Generator().manual_seed(number)
         self._values = torch.empty(0)
-        self._meshes: dict[bool, Any] = {}
+        self._meshes: dict[str, Any] = {}
         self._group: Any = None
 
-    def open(self, name: str, islands: int, connections: int, values: int, kinds: list[bool]) -> dict[str, float]:
-        """Connects to the others, instead of the connections before: with checksums, without, or both."""
+    def open(self, name: str, islands: int, connections: int, values: int, guards: list[str]) -> dict[str, Any]:
+        """Connects to the others, instead of the connections before: once with each of `guards`."""
         import torch
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
+        from hf_diloco.sealing import LinkKey
         from hf_diloco.transport.mesh import MeshExchange
 
         self.close()
         address = Links.address(self._number)
-        begin = time.monotonic()
-        for kind in kinds:
-            self._meshes[kind] = MeshExchange(
+        seconds = {}
+        for guard in guards:
+            begin = time.monotonic()
+            self._meshes[guard] = MeshExchange(
                 self._store,
-                f"{name}-{kind}",
+                f"{name}-{guard}",
                 self._number,
                 islands,
                 address,
                 TIMEOUT,
+                LinkKey(b"of a benchmark", guard == SEALED) if guard in (SEALED, SIGNED) else None,
                 num_connections=connections,
-                with_checksums=kind,
+                with_checksums=guard == CHECKED,
             )
-        seconds = (time.monotonic() - begin) / len(kinds)
+            seconds[guard] = time.monotonic() - begin
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
@@ -150,7 +158,7 @@ class Island:
         self._refill()
         return {"seconds": seconds}
 
-    def exchange(self, payload: str, islands: int, start: float, checksums: bool) -> dict[str, float]:
+    def exchange(self, payload: str, islands: int, start: float, guard: str) -> dict[str, float]:
         """Averages at the moment `start` of the machine's clock."""
         from hf_diloco.codecs import CODECS
 
@@ -160,7 +168,7 @@ class Island:
             self._group.allreduce([self._values]).wait()
             num_bytes = 2 * (islands - 1) * self._values.nbytes // islands
         else:
-            traffic = self._meshes[checksums].average(self._values, [1.0] * islands, CODECS[payload])
+            traffic = self._meshes[guard].average(self._values, [1.0] * islands, CODECS[payload])
             num_bytes = max(traffic.bytes_sent, traffic.bytes_received)
         end = time.monotonic()
         self._refill()
@@ -213,15 +221,16 @@ class Archipelago:
             self._links.shape(number, *link)
         self._workers = Workers(store, self._islands)
 
-    def open(self, connections: int, values: int, kinds: Sequence[bool]) -> float:
-        """Connects the islands anew; returns seconds."""
-        order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values, "kinds": kinds}
-        return max(answer["seconds"] for answer in self._workers.ask("open", islands=len(self._islands), **order))
+    def open(self, connections: int, values: int, guards: Sequence[str]) -> dict[str, float]:
+        """Connects the islands anew; returns seconds for each guard."""
+        order = {"name": f"{time.monotonic_ns()}", "connections": connections, "values": values, "guards": guards}
+        answers = self._workers.ask("open", islands=len(self._islands), **order)
+        return {guard: max(answer["seconds"][guard] for answer in answers) for guard in guards}
 
-    def exchange(self, payload: str, checksums: bool = True) -> tuple[float, int]:
+    def exchange(self, payload: str, guard: str) -> tuple[float, int]:
         """Seconds of one exchange, and bytes that one island sent."""
         start = time.monotonic() + 0.3 + 2e-3 * self._rtt
-        order = {"payload": payload, "start": start, "checksums": checksums}
+        order = {"payload": payload, "start": start, "guard": guard}
         answers = self._workers.ask("exchange", islands=len(self._islands), **order)
         seconds = max(answer["end"] for answer in answers) - max(answer["begin"] for answer in answers)
         return seconds, max(answer["bytes"] for answer in answers)
@@ -240,16 +249,15 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
         for link, num_islands in itertools.product(args.link, args.islands):
             islands = Archipelago(link, num_islands, links, processes)
             for connections in args.connections:
-                kinds = [True, False] if args.compare_checksums else [True]
-                connecting = islands.open(connections, args.values, kinds)
+                connecting = islands.open(connections, args.values, args.guards)
                 first = connections == args.connections[0]
                 for payload in [BASELINE, *args.payload] if first else args.payload:
-                    found: dict[bool, list[tuple[float, int]]] = {kind: [] for kind in kinds}
+                    found: dict[str, list[tuple[float, int]]] = {guard: [] for guard in args.guards}
                     for number in range(args.repeats + 1):
-                        for kind in kinds[: 1 if payload == BASELINE else None]:
-                            result = islands.exchange(payload, kind)
-                            found[kind] += [result] if number else []
-                    for kind, results in found.items():
+                        for guard in args.guards[: 1 if payload == BASELINE else None]:
+                            result = islands.exchange(payload, guard)
+                            found[guard] += [result] if number else []
+                    for guard, results in found.items():
                         if not results:
                             continue
                         seconds, sent = zip(*results, strict=True)
@@ -262,8 +270,8 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
                             values=args.values,
                             seconds=list(seconds),
                             bytes_sent=max(sent),
-                            seconds_connecting=connecting,
-                            checksums=kind,
+                            seconds_connecting=connecting[guard],
+                            guard=guard,
                         )
             islands.close()
 
@@ -313,6 +321,7 @@ def main() -> None:
     parser.add_argument("--payload", nargs="+", help="default: all that there are")
     parser.add_argument("--values", type=int, default=25_000_000, help="fp32 values that are averaged")
     parser.add_argument("--compare-checksums", action="store_true", help="measure without them, too")
+    parser.add_argument("--compare-sealing", action="store_true", help="measure with a key, too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
     parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
@@ -327,6 +336,8 @@ def main() -> None:
         parser.error(f"unknown payloads: {', '.join(sorted(unknown))}; there are {', '.join(CODECS)}")
     enter_network("benchmarks.exchange", sys.argv[1:])
     args.payload = args.payload or list(CODECS)
+    wanted = {BARE: args.compare_checksums, SEALED: args.compare_sealing, SIGNED: args.compare_sealing}
+    args.guards = [guard for guard in GUARDS if wanted.get(guard, True)]
     args.link = args.link or [Link(1000, 10), Link(200, 50)]
     print(describe_machine())
     measurements = []

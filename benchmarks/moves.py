@@ -28,6 +28,7 @@ import shutil
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,8 +118,11 @@ def follow(rendezvous: str, folder: Path, num_rounds: int) -> Figures:
         folder: where islands may write.
         num_rounds: how many are looked at, after two that are not.
     """
+    from accelerate import Accelerator
+
     import hf_diloco
 
+    Accelerator(cpu=True)  # the first is not for two threads to make at once
     profiler = Profiler(Path(hf_diloco.__file__).parent)
     meet = threading.Barrier(NUM_ISLANDS)
     seen: list[dict[int, Trace]] = []
@@ -143,8 +147,8 @@ def follow(rendezvous: str, folder: Path, num_rounds: int) -> Figures:
     threads = [threading.Thread(target=train, args=(island,), daemon=True) for island in range(NUM_ISLANDS)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while not failures and any(thread.is_alive() for thread in threads):  # else one would wait long for who has failed
+        time.sleep(0.1)
     profiler.close()
     if failures:
         raise failures[0]

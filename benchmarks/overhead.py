@@ -276,7 +276,7 @@ def island(settings: dict[str, Any], number: int) -> None:
             "memory traffic of the outer step s": moving,
             "least (all-reduce + memory) / bare": (bare_seconds + moving) / bare_seconds,
             "outer state, bytes a parameter": 4
-            * sum(t.numel() for t in session.outer.method.state_dict().values())
+            * sum(t.numel() for t in session.outer.current.method.state_dict().values())
             / values,
             "at rest, bytes a parameter": (rest - before) / values,
             "peak in a sync, bytes a parameter": (peak.value - before) / values,

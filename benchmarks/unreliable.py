@@ -259,19 +259,19 @@ def who_misses(plan: dict[str, Any], round_number: int) -> set[int]:
 def wait_for(session: Any, path: str, seconds: float = 3600.0) -> None:
     """Returns once a record is in the store."""
     deadline = time.monotonic() + seconds
-    while session._store.get(path, 4 << 20) is None and time.monotonic() < deadline:
+    while session.store.get(path, 4 << 20) is None and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def pass_over(session: Any, number: int) -> None:
     """Lets a round take place without this island: nobody waits for one that has left."""
-    outer, members = session.outer, session._members
+    outer, members = session.outer, session.members
     members.standing.phase = "left"
     members.nudge()
     wait_for(session, f"rounds/{number:08d}/00/plan.json")
     members.standing.phase = "training"
     members.nudge()
-    outer.due_at = outer.steps + session.config.sync_every
+    outer.current.due_at = outer.steps + session.config.sync_every
 
 
 def main() -> None:

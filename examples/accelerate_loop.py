@@ -2,10 +2,7 @@
 
 Two islands on this machine:
 
-    export HF_DILOCO_NUM_ISLANDS=2 HF_DILOCO_RENDEZVOUS=tcp://127.0.0.1:29400
-    HF_DILOCO_ISLAND=0 python examples/accelerate_loop.py &
-    HF_DILOCO_ISLAND=1 python examples/accelerate_loop.py
-    wait
+    hf-diloco launch --islands 2 -- python examples/accelerate_loop.py
 
 Start an island of several ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
 """

@@ -2,10 +2,7 @@
 
 Needs `pip install peft`. Two islands on this machine:
 
-    export HF_DILOCO_NUM_ISLANDS=2 HF_DILOCO_RENDEZVOUS=tcp://127.0.0.1:29400
-    HF_DILOCO_ISLAND=0 python examples/lora.py &
-    HF_DILOCO_ISLAND=1 python examples/lora.py
-    wait
+    hf-diloco launch --islands 2 -- python examples/lora.py
 
 The small model with random weights stands in for one that you load with `from_pretrained`. Island 0's adapters are
 sent to all at the start; the frozen weights are not, so load the same ones everywhere.

@@ -2,12 +2,9 @@
 
 Two islands on this machine:
 
-    export HF_DILOCO_NUM_ISLANDS=2 HF_DILOCO_RENDEZVOUS=tcp://127.0.0.1:29400
-    HF_DILOCO_ISLAND=0 python examples/trainer_callback.py &
-    HF_DILOCO_ISLAND=1 python examples/trainer_callback.py
-    wait
+    hf-diloco launch --islands 2 -- python examples/trainer_callback.py
 
-Without these variables it is a run of one island. Nothing is downloaded: the text comes with Python.
+Without the launcher it is a run of one island. Nothing is downloaded: the text comes with Python.
 """
 
 from __future__ import annotations

@@ -2,10 +2,7 @@
 
 Needs `pip install trl`. Two islands on this machine:
 
-    export HF_DILOCO_NUM_ISLANDS=2 HF_DILOCO_RENDEZVOUS=tcp://127.0.0.1:29400
-    HF_DILOCO_ISLAND=0 python examples/trl_sft.py &
-    HF_DILOCO_ISLAND=1 python examples/trl_sft.py
-    wait
+    hf-diloco launch --islands 2 -- python examples/trl_sft.py
 
 The small model with random weights stands in for one that you load with `from_pretrained`; the data gives the first
 line of a docstring of Python's library and asks for what follows.

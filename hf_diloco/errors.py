@@ -72,19 +72,28 @@ class IslandLostError(ExchangeError):
 
 
 class DamagedTransferError(ExchangeError):
-    """Numbers that another island sent do not have the checksum that it sent along.
+    """Numbers that another island sent do not have the checksum that it sent along, or were not sealed by it.
 
     Attributes:
         islands: the numbers of the islands that sent them.
+        is_sealed: whether the connection has a key.
     """
 
-    def __init__(self, islands: Collection[int]) -> None:
+    def __init__(self, islands: Collection[int], is_sealed: bool = False) -> None:
         self.islands = tuple(sorted(islands))
+        self.is_sealed = is_sealed
         names = ", ".join(f"island {island}" for island in self.islands)
         super().__init__(
-            f"what {names} sent came damaged (its checksum differs): if this happens again, look at the memory and "
-            "the network of both machines"
+            f"what {names} sent came damaged ({damage(is_sealed)}): if this happens again, look at the memory and "
+            f"the network of both machines{', and at who sits between them' if is_sealed else ''}"
         )
+
+
+def damage(is_sealed: bool) -> str:
+    """What shows that something came otherwise than it was sent."""
+    if is_sealed:
+        return "it was altered on its way, or sent before or for another place: its seal does not hold"
+    return "its checksum differs"
 
 
 class MissedRoundError(ExchangeError):

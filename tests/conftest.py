@@ -28,6 +28,7 @@ GROUPS = {  # tests that share a costly fixture run in the same worker
     ): r"matrix on \2 ranks",
     re.compile(r"tests/distributed/test_shards\.py"): "refusals",
     re.compile(r"tests/docs/test_commands\.py"): "commands",
+    re.compile(r"tests/docs/test_site\.py"): "site",
     re.compile(r"tests/equivalence/test_equivalence\.py"): "equivalence",
     re.compile(r"tests/simulated/test_gossip_run\.py"): "gossip run",
 }

@@ -15,6 +15,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds import FixedSession
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork
@@ -94,7 +95,7 @@ def cut(mean: torch.Tensor) -> None:
 
 def save(session: FixedSession, folder: Path, global_step: int) -> Path:
     checkpoint = folder / f"checkpoint-{global_step}"
-    session.outer.save(checkpoint, global_step, {"steps": global_step})
+    save_state(session.outer, checkpoint, global_step, {"steps": global_step})
     (checkpoint / "trainer_state.json").write_text("{}")
     return checkpoint
 

@@ -15,6 +15,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.utils.clock import REAL, Clock
@@ -113,7 +114,7 @@ class Member:
     def save(self, folder: Path) -> Path:
         folder.mkdir(parents=True)
         torch.save(self.model.state_dict(), folder / "model.pt")
-        self.session.outer.save(folder, 0, {})
+        save_state(self.session.outer, folder, 0, {})
         return folder
 
     @property
@@ -135,7 +136,7 @@ class Member:
     def progress(self) -> torch.Tensor:
         """What it trained and has not brought into a round."""
         self.session.outer.current.take_progress()
-        return self.session.outer.scratch.clone()
+        return self.session.outer.current.scratch.clone()
 
     @property
     def next_residual(self) -> torch.Tensor:
@@ -161,7 +162,7 @@ def offer_spoilt(islands: Sequence[Member], value: float) -> None:
     def take_round(island: int) -> None:
         if island == 1:
             set_weights(spoilt.model, value)
-            spoilt.session.outer.steps = 1
+            spoilt.session.outer.current.steps = 1
             spoilt.session.outer.count_step()
             spoilt.sync()
         else:

@@ -1,4 +1,4 @@
-"""A server of `hf-diloco rendezvous` in this process, for tests of what it stores."""
+"""Web applications in this process, that of `hf-diloco rendezvous` above all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from hf_diloco.store.server import StoreServer
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The address of a server of `folder`, which ends with the block."""
+    with serving_app(StoreServer(folder).app()) as address:
+        yield address
+
+
+@contextmanager
+def serving_app(app: web.Application) -> Iterator[str]:
+    """The address of a server of `app`, which ends with the block."""
     listener = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.new_event_loop()
-    runner = web.AppRunner(StoreServer(folder).app(), access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
 
     async def start() -> None:
         await runner.setup()

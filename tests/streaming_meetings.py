@@ -11,6 +11,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.utils.clock import Clock
 from tests.islands import run_islands
@@ -84,7 +85,7 @@ class Streamer(Member):
         self.settle()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save({**state, "num_steps": self.num_steps}, folder / "model.pt")
-        self.session.outer.save(folder, 0, {})
+        save_state(self.session.outer, folder, 0, {})
         return folder
 
     def die(self) -> None:

@@ -65,7 +65,7 @@ def second_island(port: int, folder: Path, rounds: int, **config: Any) -> Iterat
             session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
             session.join(open_shards(make_model(lora=False, tied=True, seed=2), None), folder / "second")
             for _ in range(rounds):
-                session.outer.steps = session.config.sync_every
+                session.outer.current.steps = session.config.sync_every
                 session.sync()
             session.leave(finished=False)
         except BaseException as error:

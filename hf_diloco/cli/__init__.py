@@ -1,1 +1,1 @@
-"""The command line: `hf-diloco launch | report | status | topology | config-schema`. Nothing here imports torch."""
+"""The command line, `hf-diloco launch | report | status | topology | configs | ...`. Nothing here imports torch."""

@@ -8,7 +8,8 @@ accelerate 1.15:
 DeepSpeed            processes distributed_type      started by
 ==================== ========= ===================== =======================================================
 yes                  any       DEEPSPEED             torchrun; also one process needs the variables it sets
-no                   several   MULTI_GPU             torchrun; on CPU too: the Trainer then picks Gloo
+no                   several   MULTI_GPU             torchrun; on CPU too: the Trainer then picks Gloo; also with FSDP,
+                                                     which TrainingArguments turn on
 no                   one       NO                    a plain child process
 ==================== ========= ===================== =======================================================
 
@@ -29,22 +30,27 @@ import yaml
 from hf_diloco.errors import ConfigError
 
 
-def configuration(num_processes: int, deepspeed: bool) -> str:
-    """The text of an accelerate configuration file for an island of `num_processes` on this machine."""
+def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) -> str:
+    """The text of an accelerate configuration file for an island of `num_processes`, on all its machines together.
+
+    Which machine one is, and where they meet, is then for the command line of each.
+    """
+    several = {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}} if deepspeed else {}
     return yaml.safe_dump(
         {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": "DEEPSPEED" if deepspeed else "MULTI_GPU" if num_processes > 1 else "NO",
             "num_processes": num_processes,
-            "num_machines": 1,
+            "num_machines": num_machines,
             "machine_rank": 0,
             "use_cpu": False,
+            **({**several, "rdzv_backend": "static", "same_network": True} if num_machines > 1 else {}),
         },
         sort_keys=False,
     )
 
 
-def read_configuration(path: Path, deepspeed: bool) -> dict[str, Any]:
+def read_configuration(path: Path, deepspeed: bool, fsdp: bool = False) -> dict[str, Any]:
     """A user's own accelerate configuration file.
 
     Raises:
@@ -71,6 +77,14 @@ def read_configuration(path: Path, deepspeed: bool) -> dict[str, Any]:
             f"accelerate: {path} has distributed_type {kind}, but the run file has a deepspeed configuration: "
             "set distributed_type: DEEPSPEED, or deepspeed: null"
         )
+    if fsdp and kind == "DEEPSPEED":
+        raise ConfigError(
+            f"accelerate: {path} has distributed_type {kind}, but the run file has a block fsdp: set "
+            "distributed_type: FSDP or MULTI_GPU, or fsdp: null"
+        )
+    version = (values.get("fsdp_config") or {}).get("fsdp_version", 1)  # which Accelerate takes by default
+    if kind == "FSDP" and str(version) != "2":
+        raise ConfigError(f"accelerate: {path} is for FSDP1: set fsdp_config: {{fsdp_version: 2}}")
     if kind == "MULTI_CPU":
         raise ConfigError(
             f"accelerate: with distributed_type MULTI_CPU of {path} accelerate starts one process only: "

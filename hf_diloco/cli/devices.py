@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import split_tcp_url
 
 _PORTS = range(20_000, 32_000)
@@ -49,6 +50,31 @@ def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) 
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fitting_threads(num_processes: int) -> str:
+    """Threads of each of so many processes: OMP_NUM_THREADS, else this machine's cores shared among them.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is no number of threads.
+    """
+    given = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes))
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"OMP_NUM_THREADS={given}: give a number of threads from 1 on, or unset it")
+    return given
+
+
+def describe_crowding(unit: str, num_islands: int, num_processes: int, threads: int) -> str:
+    """What to say where the threads of local islands (or nodes) are more than the cores; else empty."""
+    cores, needed = num_cores(), num_islands * num_processes * threads
+    if needed <= cores:
+        return ""
+    processes = f" of {num_processes} processes" if num_processes > 1 else ""
+    remedy = "set OMP_NUM_THREADS lower, or unset it" if threads > 1 else "start fewer of them here"
+    return (
+        f"{num_islands} {plural(unit, num_islands)}{processes} with {threads} {plural('thread', threads)} each keep "
+        f"{needed} cores busy, and this machine has {cores}: they slow each other down; {remedy}"
+    )
 
 
 def free_ports(num_ports: int, host: str = "127.0.0.1") -> list[int]:

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hf_diloco.cli.progress import Progress as IslandProgress
+from hf_diloco.report.progress import Progress as IslandProgress
 from hf_diloco.utils.text import rate
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")

@@ -16,16 +16,21 @@ def print_ending(result: Result, plan: Plan, options: LaunchOptions, out: Consol
     if result.exit_code == FINISHED:
         _print_report(plan, out)
         return
+    print_failures(result, err)
+    if any(plan.run.folder.glob("island-*/checkpoint-*")):
+        _say(out, "to continue from the last checkpoint: ", (options.resume_command(plan.run), "bold"))
+    elif not result.failed:
+        _say(out, "there is no checkpoint yet: the same command begins anew")
+
+
+def print_failures(result: Result, err: Console) -> None:
+    """Prints why islands failed."""
     # What was killed comes first: an island that only lost its peer may have ended sooner.
     failed = sorted(
         (i for i in result.islands if i.number in result.failed), key=lambda i: result.outcome(i).code >= 0
     )
     for island in failed:
         _print_failure(island, result.outcome(island), None if island is failed[0] else result.outcome(failed[0]), err)
-    if any(plan.run.folder.glob("island-*/checkpoint-*")):
-        _say(out, "to continue from the last checkpoint: ", (options.resume_command(plan.run), "bold"))
-    elif not result.failed:
-        _say(out, "there is no checkpoint yet: the same command begins anew")
 
 
 def _print_report(plan: Plan, out: Console) -> None:

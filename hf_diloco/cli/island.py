@@ -20,8 +20,8 @@ import psutil
 from hf_diloco.cli.guard import end_descendants
 from hf_diloco.cli.log import LogFollower
 from hf_diloco.cli.outcome import FAILED, STOPPED, Outcome, read_outcome
-from hf_diloco.cli.progress import Progress, read_progress
 from hf_diloco.errors import DiLoCoError
+from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.utils.redact import redact_text
 
 _NUM_LINES_KEPT = 500  # of the log's end, in memory

@@ -6,11 +6,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hf_diloco import __version__
+from hf_diloco.cli import planning
+from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.cli.compare import compare
+from hf_diloco.cli.configs import configs_app
+from hf_diloco.cli.dashboard import dashboard
+from hf_diloco.cli.init import init
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
@@ -20,15 +27,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run file", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's, as in training.max_steps=20"),
-]
 StoreArgument = Annotated[
     str,
     typer.Argument(
@@ -58,9 +59,22 @@ def options(
     """Options of all commands."""
 
 
-@app.command()
+class _LaunchCommand(TyperCommand):
+    """What stands behind `--` is a command of the user's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            place = args.index("--")
+            ctx.obj, args = tuple(args[place + 1 :]), args[:place]
+        elif not args:
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_LaunchCommand)
 def launch(
-    run_file: RunFileArgument,
+    ctx: typer.Context,
+    run_file: Annotated[Path | None, RunFileArgument.__metadata__[0]] = None,
     overrides: Overrides = None,
     island: Annotated[
         int | None,
@@ -83,7 +97,11 @@ def launch(
     num_islands: Annotated[
         int | None,
         typer.Option(
-            "--num-islands", "--num-nodes", min=1, help=f"Number of islands, or nodes, in the run [{ENV_NUM_ISLANDS}]."
+            "--islands",
+            "--num-islands",
+            "--num-nodes",
+            min=1,
+            help=f"Number of islands, or nodes, in the run [{ENV_NUM_ISLANDS}].",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
@@ -105,28 +123,45 @@ def launch(
     """Start the islands of a run: all of them on this machine, or one on its cluster.
 
     Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them at once.
-    The same command continues the run.
+    The same command continues the run. Behind `--`, a command of your own takes the place of a run file.
 
     [bold]Examples[/bold]
 
-    [cyan]hf-diloco launch configs/quickstart.yaml[/cyan]
+    [cyan]hf-diloco launch quickstart[/cyan]
 
-    [cyan]hf-diloco launch configs/quickstart.yaml training.max_steps=60 diloco.sync_every=10 --name short[/cyan]
+    [cyan]hf-diloco launch quickstart training.max_steps=60 diloco.sync_every=10 --name short[/cyan]
 
     [cyan]hf-diloco launch run.yaml --island 1 --rendezvous tcp://10.0.0.1:29400[/cyan]
 
-    [cyan]hf-diloco launch configs/vision/quickstart.yaml gossip.method=dmsgd[/cyan]
+    [cyan]hf-diloco launch vision/quickstart gossip.method=dmsgd[/cyan]
+
+    [cyan]hf-diloco launch --islands 2 -- python my_script.py[/cyan]
+
+    [cyan]hf-diloco launch --islands 2 -- torchrun --nproc_per_node 4 my_script.py[/cyan]
 
     [bold]Exit codes[/bold]
 
     0: finished. 1: an island failed. 2: wrong command or run file. 3: stopped, every island with a checkpoint.
     130 (Ctrl-C) or 143 (SIGTERM): ended without waiting for checkpoints.
     """
+    if ctx.obj is not None:
+        from hf_diloco.cli.script import ScriptOptions, run_script
+
+        if run_file is not None or resume is not None:
+            given = f"--resume {resume}" if run_file is None else str(run_file)
+            raise ConfigError(f"{given} before `--`: either a run file, or options and a command of your own")
+        command = ScriptOptions(ctx.obj, island, num_islands, rendezvous, name, output)
+        raise typer.Exit(run_script(command, grace=grace, dry_run=dry_run))
+    if run_file is None:
+        raise ConfigError("launch what? A run file, as `hf-diloco launch quickstart`, or `-- python my_script.py`")
     from hf_diloco.cli.plan import LaunchOptions
     from hf_diloco.cli.run import run_launch
 
     asked = LaunchOptions(run_file, tuple(overrides or ()), island, num_islands, rendezvous, name, output, resume)
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
+
+
+app.command()(init)
 
 
 @app.command()
@@ -224,6 +259,9 @@ def rendezvous(
     raise typer.Exit(run_rendezvous(RendezvousOptions(address, folder, allow_public_address)))
 
 
+app.command()(compare)
+app.command()(dashboard)
+
 store_app = typer.Typer(
     help="Look after the store in which the islands of a run meet.",
     no_args_is_help=True,
@@ -231,6 +269,7 @@ store_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(store_app, name="store")
+app.add_typer(configs_app, name="configs")
 
 
 @store_app.callback()
@@ -325,6 +364,9 @@ def config_schema(
     from hf_diloco.apps.vision.runfile import VisionRun
 
     typer.echo(json.dumps((VisionRun if vision else RunFile).model_json_schema(), indent=2))
+
+
+planning.add_commands(app)
 
 
 def main() -> None:

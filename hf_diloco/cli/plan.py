@@ -18,7 +18,7 @@ from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.store.signing import load_key
+from hf_diloco.store.signing import find_key
 from hf_diloco.utils.urls import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -87,11 +87,13 @@ class Plan:
         run: the run file with all overrides.
         islands: the islands of this machine.
         rendezvous: where all islands meet; None for a run of one.
+        crowding: that their threads are more than this machine's cores; empty if they are not.
     """
 
     run: BaseRun
     islands: tuple[IslandPlan, ...]
     rendezvous: str | None
+    crowding: str = ""
 
 
 def make_plan(options: LaunchOptions) -> Plan:
@@ -113,8 +115,8 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
-    if rendezvous is not None and (is_object_store(rendezvous) or run.meeting.key_file):
-        load_key(run.meeting.key_file)
+    if rendezvous is not None:
+        find_key(run.meeting)
     shares = _devices(run, len(numbers), num_processes)
     threads = _threads(run, len(numbers) * num_processes)
     islands = []
@@ -129,22 +131,36 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
             [str(options.run_file), *options.all_overrides(type(run))],
             num_processes if config_file else None,
         )
-        environment: dict[str, str | None] = {
-            **dict.fromkeys(_FOREIGN),
-            ENV_ISLAND: str(number),
-            ENV_NUM_ISLANDS: str(run.meeting.num_islands),
-            ENV_RENDEZVOUS: rendezvous,
-            "HF_DILOCO_LAUNCHED": "1",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or LOOPBACK,
-            "OMP_NUM_THREADS": threads,
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if share:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        environment = island_environment(number, run.meeting.num_islands, rendezvous, threads, share)
         files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
         islands.append(IslandPlan(number, folder, tuple(command), environment, files))
-    return Plan(run, tuple(islands), rendezvous)
+    crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads))
+    return Plan(run, tuple(islands), rendezvous, crowding)
+
+
+def island_environment(
+    number: int, num_islands: int, rendezvous: str | None, threads: str, share: Sequence[str]
+) -> dict[str, str | None]:
+    """What an island's processes find in their environment, whatever program they run; None: removed.
+
+    Args:
+        number, num_islands, rendezvous: who it is, of how many, and where they meet.
+        threads: of each process.
+        share: the CUDA devices that are the island's.
+    """
+    devices_of_its_own = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
+    return {
+        **dict.fromkeys(_FOREIGN),
+        ENV_ISLAND: str(number),
+        ENV_NUM_ISLANDS: str(num_islands),
+        ENV_RENDEZVOUS: rendezvous,
+        "HF_DILOCO_LAUNCHED": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or LOOPBACK,
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **devices_of_its_own,
+    }
 
 
 def load_options(options: LaunchOptions) -> BaseRun:
@@ -174,13 +190,14 @@ def _check_resume(run: BaseRun, island: int) -> None:
 
 def _processes(run: BaseRun) -> tuple[int, Path | None]:
     """Processes of one island, and the user's accelerate configuration if there is one."""
-    if run.accelerate is None:
-        return run.launch.num_processes, None
-    path = Path(run.accelerate)
-    values = accelerate.read_configuration(path, run.deepspeed is not None)
-    if "num_processes" in run.launch.model_fields_set:
-        return run.launch.num_processes, path
-    return int(values.get("num_processes") or 1), path
+    num_processes, path = run.launch.num_processes, None
+    if run.accelerate is not None:
+        path = Path(run.accelerate)
+        values = accelerate.read_configuration(path, run.deepspeed is not None, run.fsdp is not None)
+        if "num_processes" not in run.launch.model_fields_set:
+            num_processes = int(values.get("num_processes") or 1)
+    run.check_ranks(num_processes)
+    return num_processes, path
 
 
 def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | None:
@@ -206,5 +223,4 @@ def _devices(run: BaseRun, num_islands: int, num_processes: int) -> list[list[st
 
 
 def _threads(run: BaseRun, num_processes_here: int) -> str:
-    fitting = str(max(1, devices.num_cores() // num_processes_here))
-    return str(run.launch.threads) if run.launch.threads else os.environ.get("OMP_NUM_THREADS") or fitting
+    return str(run.launch.threads) if run.launch.threads else devices.fitting_threads(num_processes_here)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.utils.addresses import is_loopback, is_public
+from hf_diloco.cli.listening import listen, url_of
+from hf_diloco.errors import ConfigError
+from hf_diloco.utils.addresses import is_loopback
 from hf_diloco.utils.limits import raise_file_limit
-from hf_diloco.utils.urls import split_tcp_url
 
 logger = logging.getLogger("hf_diloco")
 
@@ -42,8 +40,8 @@ def run_rendezvous(options: RendezvousOptions) -> int:
 
     from hf_diloco.store.server import StoreServer
 
-    listener = _listen(options)
-    host, port = listener.getsockname()[:2]
+    listener = listen(options.address, "the islands", options.allow_public_address)
+    url = url_of(listener)
     try:
         app = StoreServer(options.folder).app()
     except OSError as error:
@@ -53,46 +51,15 @@ def run_rendezvous(options: RendezvousOptions) -> int:
             "for a few copies of the model"
         ) from None
     raise_file_limit()
-    if not is_loopback(host):
+    if not is_loopback(listener.getsockname()[0]):
         logger.warning(
-            "who reaches %s:%d can read the weights, and delete what lies here: keep strangers out by a firewall or a "
+            "who reaches %s can read the weights, and delete what lies here: keep strangers out by a firewall or a "
             "VPN, and give the islands a key, so that nobody forges it (docs/security.md)",
-            host,
-            port,
+            url,
         )
-    print(f"islands meet at http://{_shown(host)}:{port}/NAME, kept in {options.folder}; Ctrl-C ends this", flush=True)
-    web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=5)
+
+    def tell(_: str) -> None:  # called once it serves, and Ctrl-C ends it as it should
+        print(f"islands meet at {url}/NAME, kept in {options.folder}; Ctrl-C ends this", flush=True)
+
+    web.run_app(app, sock=listener, print=tell, access_log=None, shutdown_timeout=5)
     return 0
-
-
-def _listen(options: RendezvousOptions) -> socket.socket:
-    try:
-        host, port = split_tcp_url(f"tcp://{options.address}")
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (ValueError, socket.gaierror):
-        raise ConfigError(
-            f"address {options.address!r}: expected HOST:PORT, this machine's address as the islands see it, as in "
-            "10.0.0.1:29400"
-        ) from None
-    if is_public(str(address[0])) and not options.allow_public_address:
-        raise RendezvousError(
-            f"{address[0]} is a public address, and nothing that goes there is encrypted: join the machines by a VPN "
-            "and use its addresses (docs/security.md has a recipe). Where a firewall lets nobody else in, add "
-            "--allow-public-address"
-        )
-    try:
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise RendezvousError(_problem(options.address, error)) from None
-
-
-def _problem(address: str, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"the port of {address} is in use: choose another, or end the program that has it"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"{address} is no address of this machine: give the one by which the islands reach it"
-    return f"cannot listen at {address}: {error.strerror or error}"
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 
+from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.ending import print_ending
+from hf_diloco.cli.island import IslandPlan
 from hf_diloco.cli.launch import Launcher
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan, plan_islands
 from hf_diloco.utils.text import plural
@@ -21,16 +24,18 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     """
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
+        run = load_options(options)
+        use_cache_without_hub(run.needs_hub)
         from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
 
-        run = load_options(options)
         check_all(run, lambda: plan_islands(run, options))
         _print_plan(plan_islands(run, options), out)
         return 0
     plan = make_plan(options)
     display = make_display(out, [island.number for island in plan.islands])
     launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.meeting.survives_losses)
-    display.note(_summary(plan))
+    for note in filter(None, (_summary(plan), plan.crowding)):
+        display.note(note)
     result = launcher.run()
     print_ending(result, plan, options, out, err)
     return result.exit_code
@@ -47,8 +52,13 @@ def _summary(plan: Plan) -> str:
 
 
 def _print_plan(plan: Plan, out: Console) -> None:
-    for island in plan.islands:
-        out.out(f"# {plan.run.unit} {island.number}", highlight=False)
+    print_commands(plan.islands, plan.run.unit, out)
+
+
+def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> None:
+    """Prints what would be started, as lines for a shell."""
+    for island in islands:
+        out.out(f"# {unit} {island.number}", highlight=False)
         for path, text in island.files.items():
             out.out(f"# {path}:", *(f"#   {line}" for line in text.splitlines()), sep="\n", highlight=False)
         out.out(island.shell_line() + "\n", highlight=False)

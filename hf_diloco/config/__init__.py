@@ -1,6 +1,7 @@
 """Settings of the outer loop, and what all blocks of settings share."""
 
 from hf_diloco.config.base import (
+    ENV_FOLDER,
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
@@ -15,6 +16,7 @@ from hf_diloco.config.base import (
 from hf_diloco.config.diloco import DiLoCoConfig
 
 __all__ = [
+    "ENV_FOLDER",
     "ENV_ISLAND",
     "ENV_NUM_ISLANDS",
     "ENV_RENDEZVOUS",

@@ -15,6 +15,7 @@ from hf_diloco.utils.text import nearest
 ENV_ISLAND = "HF_DILOCO_ISLAND"
 ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
 ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
+ENV_FOLDER = "HF_DILOCO_FOLDER"  # set by `hf-diloco launch -- COMMAND`: where it looks for an island's progress
 _ENVIRONMENT = {
     "island": ENV_ISLAND,
     "num_islands": ENV_NUM_ISLANDS,
@@ -102,6 +103,8 @@ def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
         return f"unknown setting {name}={shown!r}{hint}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
+    if problem["type"] == "missing":  # the input is the whole block around it
+        return f"{name}: {message}"
     if problem["type"] == "value_error":  # the validator's own text names the value
         return f"{name}: {message}" if name else message
     return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}"

@@ -104,21 +104,12 @@ def check_fragments(config: DiLoCoConfig) -> None:
 
 def check_meeting(config: DiLoCoConfig) -> None:
     """Raises ValueError if settings ask for what is not possible where the islands meet."""
-    if config.rendezvous is None:
-        return
-    if config.meets_in_store:
-        if config.anticipates:
-            wanted = wants_store(config) if config.meets_at_island_0 else ""
-            raise ValueError(
-                f"method={config.method} needs a rendezvous at tcp://HOST:PORT, and islands that stay"
-                f"{f', unlike with {wanted}' if wanted else ''}: every island anticipates what it brings to the next "
-                "round; choose method=diloco with fragment_sync_delay instead"
-            )
-    elif config.key_file is not None:
+    if config.rendezvous is not None and config.meets_in_store and config.anticipates:
+        wanted = wants_store(config) if config.meets_at_island_0 else ""
         raise ValueError(
-            f"key_file={config.key_file} authenticates what lies in a store, and islands that stay together over "
-            "tcp:// have none: set min_islands below num_islands, so that island 0 keeps one, or meet in an object "
-            "store, or leave key_file out"
+            f"method={config.method} needs a rendezvous at tcp://HOST:PORT, and islands that stay"
+            f"{f', unlike with {wanted}' if wanted else ''}: every island anticipates what it brings to the next "
+            "round; choose method=diloco with fragment_sync_delay instead"
         )
 
 

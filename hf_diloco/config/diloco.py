@@ -195,8 +195,15 @@ class DiLoCoConfig(StrictModel):
     )
     key_file: Path | None = Field(
         default=None,
-        description="store: file with the run's key, which authenticates what islands write [HF_DILOCO_KEY, the key]",
+        description="file with the run's key, with which islands authenticate what they tell each other, and encrypt "
+        "what goes directly between them [HF_DILOCO_KEY, the key]",
     )
+    encrypt: bool = Field(
+        default=True,
+        description="with a key: encrypt what goes directly between islands; false: only authenticate it, where a VPN "
+        "encrypts",
+    )
+    require_key: bool = Field(default=False, description="refuse to start without a key")
     bind_address: str | None = Field(
         default=None,
         description="local address for traffic between islands; default: the one that reaches the rendezvous",
@@ -215,7 +222,7 @@ class DiLoCoConfig(StrictModel):
     )
     allow_public_address: bool = Field(
         default=False,
-        description="mesh: meet at a public address, though traffic is neither encrypted nor authenticated",
+        description="mesh: meet at a public address, where strangers can disturb, and without a key read and change",
     )
     join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all islands at the start")
     sync_timeout: Seconds = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -131,8 +132,18 @@ class GossipConfig(StrictModel):
     )
     rate_limit: float | None = Field(default=None, gt=0, description="Mbit/s that a node may send; null: no limit")
     allow_public_address: bool = Field(
-        default=False, description="meet at a public address, though traffic is neither encrypted nor authenticated"
+        default=False,
+        description="meet at a public address, where strangers can disturb, and without a key read and change",
     )
+    key_file: Path | None = Field(
+        default=None,
+        description="file with the run's key, with which nodes authenticate and encrypt what they tell each other "
+        "[HF_DILOCO_KEY, the key]",
+    )
+    encrypt: bool = Field(
+        default=True, description="with a key: encrypt; false: only authenticate, where a VPN encrypts"
+    )
+    require_key: bool = Field(default=False, description="refuse to start without a key")
     join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all nodes at the start")
     exchange_timeout: Seconds = Field(
         default=120.0, description="seconds that a step waits for a neighbour; then it goes on without"

@@ -182,6 +182,43 @@ class Neighbours(ABC):
 _workspace = Workspace()
 
 
+class _Meeting:
+    """Where all nodes wait for each other, again and again.
+
+    Unlike `threading.Barrier`'s, a meeting that all have come to counts also for who wakes up from it only after
+    another one has left: under load that is seconds later.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._changed = threading.Condition()
+        self._arrivals = [0] * num_nodes
+        self._is_over = False
+
+    def wait(self, node: int, timeout: float) -> list[int]:
+        """Returns the nodes that did not come, and will not be waited for again: none, if all have."""
+        with self._changed:
+            self._arrivals[node] += 1
+            number = self._arrivals[node]
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over or not self._missing(number), timeout)
+            missing = self._missing(number)
+            if missing:
+                self._end()
+            return missing
+
+    def leave(self) -> None:
+        """Nobody waits any more for those who have not come."""
+        with self._changed:
+            self._end()
+
+    def _missing(self, number: int) -> list[int]:
+        return [node for node, count in enumerate(self._arrivals) if count < number]
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._changed.notify_all()
+
+
 class MemoryGraph:
     """The shared ground of nodes that are threads of one process; `node(i)` gives each its end."""
 
@@ -194,9 +231,8 @@ class MemoryGraph:
         self.topology = topology
         self.num_nodes = topology.num_nodes
         self.timeout = timeout
-        self.barrier = threading.Barrier(self.num_nodes)
+        self.meeting = _Meeting(self.num_nodes)
         self.given: dict[int, Any] = {}
-        self.arrivals = [0] * self.num_nodes
         self.board = MemoryBoard(self.num_nodes)
 
     def node(self, number: int) -> MemoryNeighbours:
@@ -264,7 +300,7 @@ class MemoryNeighbours(Neighbours):
         return MemoryPublished(self._graph.board, self.node)
 
     def close(self) -> None:
-        self._graph.barrier.abort()
+        self._graph.meeting.leave()
 
     def _show(self, given: Any, combine: Callable[[Mapping[int, Any]], None]) -> None:
         """Shows `given` to all nodes, and calls `combine` with what all show."""
@@ -275,12 +311,8 @@ class MemoryNeighbours(Neighbours):
         self._wait()  # until all have read: from then on vectors may change
 
     def _wait(self) -> None:
-        graph = self._graph
-        graph.arrivals[self.node] += 1
-        try:
-            graph.barrier.wait(graph.timeout)
-        except threading.BrokenBarrierError:
-            mine = graph.arrivals[self.node]
-            missing = [node for node, count in enumerate(graph.arrivals) if count < mine]
-            names = f"{plural('node', len(missing))} {numbers(missing)}" if missing else "a node"
-            raise IslandLostError(f"{names} did not come to the exchange", missing) from None
+        missing = self._graph.meeting.wait(self.node, self._graph.timeout)
+        if missing:
+            raise IslandLostError(
+                f"{plural('node', len(missing))} {numbers(missing)} did not come to the exchange", missing
+            )

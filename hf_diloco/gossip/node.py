@@ -24,7 +24,9 @@ from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import Topology
-from hf_diloco.store.rendezvous import connect_store, warn_unprotected
+from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
+from hf_diloco.store.sealed_store import seal_store
+from hf_diloco.store.signing import find_key
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
@@ -301,8 +303,11 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0)
     notes = WaitNotes(config.node, "node")
-    store, address = connect_store(config, is_host=config.node == 0, notes=notes)
-    warn_unprotected(address)
+    run_key, is_host = find_key(config), config.node == 0
+    bare, address = connect_store(config, is_host, notes)
+    store, key = seal_store(bare, run_key, config, is_host, f"node {config.node}")
+    if not run_key:
+        warn_if_exposed(address)
     return MeshNeighbours(
         store,
         topology,
@@ -312,4 +317,5 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
         exchange_timeout=config.exchange_timeout,
         rate_limit=RateLimit(config.bytes_per_second()),
         notes=notes,
+        key=key,
     )

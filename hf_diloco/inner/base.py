@@ -35,7 +35,7 @@ class Shards(ABC):
 
     Attributes:
         description: in words, for logs, as "ZeRO-2".
-        is_replicated: every rank holds all parameters (DDP, ZeRO-0), instead of a part of its own (ZeRO-1/2/3).
+        is_replicated: every rank holds all parameters (DDP, ZeRO-0), instead of a part of its own (ZeRO-1/2/3, FSDP2).
         sizes: element count of each trainable parameter by name, in the model's order. This order, unpadded, is the
             *canonical index space* in which islands with different shards understand each other.
         inner: the optimizer that trains the masters.

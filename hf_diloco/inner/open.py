@@ -22,14 +22,20 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
     Raises:
         UnsupportedError: when the outer loop cannot work with this pair, with the reason and the remedy.
     """
+    from hf_diloco.inner.fsdp2 import Fsdp2Shards, is_fsdp2, refuse_unsharded
     from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_split_models
 
-    _refuse_sharded_elsewhere(model)
+    is_sharded = is_fsdp2(model)
+    _refuse_sharded_elsewhere(model, is_sharded)
     refuse_split_models(model)
     inner = unwrap_optimizer(optimizer)
-    if is_deepspeed(inner):
+    shards: Shards
+    if is_sharded:
+        shards = Fsdp2Shards(model, inner)
+    elif is_deepspeed(inner):
         shards = open_deepspeed(model, inner)
     else:
+        refuse_unsharded(num_ranks)
         shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain", inner)
     if not shards.num_parameters:
         raise UnsupportedError("the model has no trainable parameter: nothing to synchronise")
@@ -43,19 +49,19 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _refuse_sharded_elsewhere(model: nn.Module) -> None:
+def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
-            raise _sharded(f"module {name or type(module).__name__}", "FSDP")
+        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
+            raise UnsupportedError(
+                f"module {name or type(module).__name__} is sharded by FSDP1, which flattens parameters in a way that "
+                "this package does not read: use FSDP2 (fsdp_version: 2, fully_shard), DDP or DeepSpeed ZeRO inside "
+                "the island"
+            )
     for name, parameter in model.named_parameters():
-        if "DTensor" in (type(parameter.data).__name__, type(parameter).__name__):
-            raise _sharded(f"parameter {name}", "FSDP or tensor parallelism (DTensor)")
+        if not is_fsdp2 and "DTensor" in (type(parameter.data).__name__, type(parameter).__name__):
+            raise UnsupportedError(
+                f"parameter {name} is sharded by tensor parallelism (a DTensor outside FSDP2's modules), which is not "
+                "supported yet: use FSDP2, DDP or DeepSpeed ZeRO inside the island"
+            )
         if parameter.is_meta:
             raise UnsupportedError(f"parameter {name} has no data (meta device): load the model before training")
-
-
-def _sharded(what: str, by: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} is sharded by {by}, which is not supported yet: use DDP or DeepSpeed ZeRO inside the island"
-    )

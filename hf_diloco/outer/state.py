@@ -8,36 +8,24 @@ Nothing here knows of other islands. What reads or writes parameters or files is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
 from hf_diloco.codecs import find_codec
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals
-from hf_diloco.methods.outer import Groups, OuterMethod, find_method
+from hf_diloco.methods.outer import Groups, find_method
 from hf_diloco.methods.outer.base import Buffers
-from hf_diloco.outer.checkpoint import (
-    FragmentIndex,
-    OuterIndex,
-    OuterPart,
-    check_checkpoint,
-    load_outer,
-    read_index,
-    save_outer,
-)
 from hf_diloco.outer.digests import model_digest
 from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.fragment import Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
-from hf_diloco.utils.own_files import is_own
 
 _RATES = "inner-rates"
 """The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
@@ -52,7 +40,9 @@ class OuterState:
 
     Attributes:
         codec: how pseudo-gradients travel.
-        fragments: of the model; set by `open`.
+        shards: this rank's master weights; set by `open`, as the next two.
+        fragments: of the model.
+        names: a digest of the parameters of each.
         round: rounds completed.
         num_begun: rounds begun: more than completed while some are under way.
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
@@ -62,8 +52,8 @@ class OuterState:
     """
 
     fragments: list[Fragment]
-    _shards: Shards
-    _names: list[str]
+    shards: Shards
+    names: list[str]
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
@@ -84,50 +74,15 @@ class OuterState:
         """The fragment that a round is of."""
         return self.fragments[self.number_of(round_number)]
 
-    # The fragment whose round is the next to begin; the only one, where there is one.
-
     @property
     def current(self) -> Fragment:
         """The fragment of the next round that begins."""
         return self.fragments[self.num_begun % len(self.fragments)]
 
     @property
-    def method(self) -> OuterMethod:
-        """Its outer parameters, and what else the method keeps."""
-        return self.current.method
-
-    @property
-    def partition(self) -> Partition:
-        """Which part of it is this rank's."""
-        return self.current.partition
-
-    @property
-    def scratch(self) -> torch.Tensor:
-        """Its fp32 host vector, for what is on its way in or out."""
-        return self.current.scratch
-
-    @property
     def steps(self) -> int:
-        """Inner steps since its last round."""
+        """Inner steps since the last round of that fragment."""
         return self.current.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.current.steps = steps
-
-    @property
-    def weight(self) -> float:
-        """Examples or tokens since then."""
-        return self.current.weight
-
-    @property
-    def due_at(self) -> int:
-        """Inner steps since then at which the next round is due."""
-        return self.current.due_at
-
-    @due_at.setter
-    def due_at(self, due_at: int) -> None:
-        self.current.due_at = due_at
 
     # The inner steps
 
@@ -165,7 +120,7 @@ class OuterState:
     @property
     def steps_left(self) -> int:
         """Inner steps until the next round is due."""
-        return self.due_at - self.steps
+        return self.current.due_at - self.current.steps
 
     # The first outer parameters
 
@@ -176,10 +131,10 @@ class OuterState:
             shards: of the model.
             parts: for each fragment its shards, and this rank's part of it.
         """
-        self._shards = shards
+        self.shards = shards
         if self._wants_rates:
             shards.inner.watch()
-        self._names = [model_digest(part) for part, _ in parts]
+        self.names = [model_digest(part) for part, _ in parts]
         pool = ScratchPool(max(partition.numel for _, partition in parts))
         self.fragments = []
         for number, (part, partition) in enumerate(parts):
@@ -197,7 +152,7 @@ class OuterState:
     @property
     def buffers(self) -> Buffers:
         """What becomes of the inner optimizer's buffers where a round begins."""
-        return self.method.buffers(self._shards.inner.kind)
+        return self.current.method.buffers(self.shards.inner.kind)
 
     def _groups_of(self, shards: Shards, partition: Partition) -> Groups | None:
         if not self._wants_rates:
@@ -207,15 +162,14 @@ class OuterState:
     @property
     def rates(self) -> list[float]:
         """The inner learning rate of each parameter group at the last step; empty where the method wants none."""
-        return list(self._shards.inner.rates) if self._wants_rates else []
+        return list(self.shards.inner.rates) if self._wants_rates else []
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
         for fragment in self.fragments:
             fragment.begin()
-            fragment.make_digest()
             self.rest(fragment)
-        self._combine_digests()
+        self.make_digests()
 
     # The outer parameters between rounds
 
@@ -239,46 +193,28 @@ class OuterState:
 
     # Rounds
 
-    def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
-        """See `Fragment.pseudo_gradient`."""
-        return self.current.pseudo_gradient(with_residual)
-
-    def install(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
-        """Takes the outer step with the averaged pseudo-gradient `mean`, and completes the round at once.
-
-        Args:
-            mean: this rank's part of it.
-            took_part: it was made with what `pseudo_gradient` returned last.
-            rates: the inner learning rates that the round's plan holds.
-        """
-        fragment = self.current
-        fragment.step(mean, took_part, rates)
-        self.drop_progress(fragment)
-        self.update_digest(fragment)
-        self.round = self.num_begun = self.round + 1
-
-    def install_beside(
+    def step(
         self,
+        round_number: int,
         mean: torch.Tensor,
-        used: torch.Tensor | None = None,
-        num_steps: int = 0,
+        took_part: bool = True,
         rates: Sequence[float] = (),
+        island: IslandGroup | None = None,
     ) -> None:
-        """Takes the outer step of a round without ending this island's own inner steps.
-
-        Its progress stays what it was, now on top of the new outer parameters. The masters move by what the outer
-        parameters move.
+        """Takes the outer step of a round, which completes it; the masters stay as they are.
 
         Args:
-            mean: the averaged pseudo-gradient.
-            used: what this island sent, before it trained on, that went into `mean`, and is its own no more.
-            num_steps: inner steps behind `used`.
+            round_number: of the round.
+            mean: this rank's part of the averaged pseudo-gradient.
+            took_part: it was made with what `Fragment.pseudo_gradient` returned last.
             rates: the inner learning rates that the round's plan holds.
+            island: see `Fragment.make_digest`.
         """
-        with self._keeping_progress(self.current, used, num_steps):
-            self.current.method.step(mean, rates)
-        self.update_digest(self.current)
-        self.round = self.num_begun = self.round + 1
+        fragment = self.fragment_of(round_number)
+        fragment.step(mean, took_part, rates)
+        self.update_digest(fragment, island)
+        self.round = round_number
+        self.num_begun = max(self.num_begun, round_number)
 
     def shrink(self, fragment: Fragment, num_steps: int) -> None:
         """Takes inner steps that a round has used, but whose values are gone, from this island's own progress.
@@ -307,7 +243,7 @@ class OuterState:
         """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""
         fragment.write_masters()
         if self.buffers == "zero":
-            self._shards.inner.zero_buffers()
+            self.shards.inner.zero_buffers()
 
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
@@ -325,11 +261,10 @@ class OuterState:
         """
         for fragment, state in zip(self.fragments, states, strict=True):
             self.land(fragment)
-            with self._keeping_progress(fragment):
+            with self.keeping_progress(fragment):
                 fragment.method.load_state_dict(state)
-            fragment.make_digest()
             self.rest(fragment)
-        self._combine_digests()
+        self.make_digests()
         steps_left = self.steps_left
         self.round = self.num_begun = round_number
         self.set_due_in(max(steps_left, 0))
@@ -340,9 +275,18 @@ class OuterState:
         return [fragment.method.state_dict() for fragment in self.fragments]
 
     @contextmanager
-    def _keeping_progress(
+    def keeping_progress(
         self, fragment: Fragment, used: torch.Tensor | None = None, num_steps: int = 0
     ) -> Iterator[None]:
+        """Keeps what this island has trained since the last round on top of outer parameters that change within.
+
+        The masters move by what the outer parameters move.
+
+        Args:
+            fragment: of the round.
+            used: what this island sent, before it trained on, that went into the round, and is its own no more.
+            num_steps: inner steps behind `used`.
+        """
         fragment.take_progress()
         delta = fragment.scratch
         if used is not None:
@@ -355,9 +299,14 @@ class OuterState:
         """Writes the outer parameters into the masters: the inner steps begin anew from there."""
         for fragment in self.fragments:
             fragment.write_masters()
-            fragment.make_digest()
             fragment.install_in = None
             fragment.start_anew(fragment.due_at)
+        self.make_digests()
+
+    def make_digests(self) -> None:
+        """Computes the digests of all fragments."""
+        for fragment in self.fragments:
+            fragment.make_digest()
         self._combine_digests()
 
     def update_digest(self, fragment: Fragment, island: IslandGroup | None = None) -> None:
@@ -373,97 +322,3 @@ class OuterState:
         """Lets other fragments have the scratch vector of one that is under way no more."""
         if len(self.fragments) > 1:
             fragment.release()
-
-    # Checkpoints
-
-    def save(self, checkpoint: Path, global_step: int, data: Mapping[str, Any], is_last: bool = True) -> None:
-        """Writes the outer state into a checkpoint folder, whole or not at all.
-
-        Args:
-            checkpoint: the folder.
-            global_step: optimizer steps of the whole training.
-            data: how far the island had read.
-            is_last: everything else is in the folder already.
-
-        Raises:
-            CheckpointError: it cannot be written; on every rank.
-        """
-        index = OuterIndex(
-            round=self.round,
-            steps_since_sync=self.steps,
-            weight_since_sync=self.weight,
-            global_step=global_step,
-            num_parameters=self._shards.num_parameters,
-            model=model_digest(self._shards),
-            outer_digest=self.outer_hash,
-            run=self.run,
-            settings=self.config.model_dump(),
-            data=dict(data),
-            fragments=[
-                FragmentIndex(
-                    steps=fragment.steps,
-                    weight=fragment.weight,
-                    install_in=fragment.install_in,
-                    digest=fragment.digest,
-                    parameters=names,
-                )
-                for fragment, names in zip(self.fragments, self._names, strict=True)
-            ],
-        )
-        rates = {_RATES: torch.tensor(self.rates, dtype=torch.float64)} if self.rates else {}
-        parts = [OuterPart({**fragment.state_dict(), **rates}, fragment.intervals) for fragment in self.fragments]
-        save_outer(checkpoint, self.island, parts, index, is_last)
-
-    def restore(self, checkpoint: Path) -> None:
-        """Takes over the outer state of a checkpoint. The masters must have been restored already.
-
-        Raises:
-            CheckpointError: on every rank, where one rank cannot read it, or it is of another model.
-        """
-        if checkpoint != self.checked:
-            check_checkpoint(checkpoint, self.island)
-        self.island.on_all(lambda: self._load(checkpoint))
-        for fragment in self.fragments:
-            fragment.make_digest()
-        self._combine_digests()
-
-    def _load(self, checkpoint: Path) -> None:
-        index = read_index(checkpoint)
-        if index.model != model_digest(self._shards):
-            raise CheckpointError(
-                f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
-                f"here {self._shards.num_parameters:,} (or others of the same number)"
-            )
-        method = index.settings.get("method", "diloco")
-        if not _is_same_method(method, self.config.method):
-            raise CheckpointError(
-                f"{checkpoint} is of a run with method={method}, here method={self.config.method}, which cannot go on "
-                f"from there: resume with method={method}, or start in another run folder"
-            )
-        stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
-        if len(stored) != len(self.fragments):
-            raise CheckpointError(
-                f"{checkpoint} is of a run with num_fragments={len(stored)}, here num_fragments="
-                f"{len(self.fragments)}, which cannot go on from there: resume with the same number"
-            )
-        if any(counts.parameters not in ("", names) for counts, names in zip(stored, self._names, strict=True)):
-            raise CheckpointError(
-                f"{checkpoint} is of a run with as many fragments, but other parameters in them: resume with the same "
-                "fragment_order and fragment_patterns"
-            )
-        for number, (fragment, counts) in enumerate(zip(self.fragments, stored, strict=True)):
-            state = load_outer(checkpoint, index, fragment.intervals)
-            if (rates := state.pop(_RATES, None)) is not None:
-                self._shards.inner.rates = rates.tolist()
-            fragment.load_state_dict(state)
-            fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
-            fragment.digest = counts.digest
-            if index.round > number:  # it has had its first round
-                fragment.due_at = self.config.sync_every
-        self.round = self.num_begun = index.round
-        self.run = index.run
-
-
-def _is_same_method(one: str, other: str) -> bool:
-    """A user's own may lie in another place, and may have been corrected since."""
-    return one == other or (is_own(one) and is_own(other) and one.rpartition(":")[2] == other.rpartition(":")[2])

@@ -69,8 +69,9 @@ def loss_plot(run: Run, report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="inner step", ylabel="loss (nats)" if report.method else "loss (nats per token)")
 
-    legend = _island_legend(list(train), "training, ")
-    legend += [LegendEntry("evaluation, outer weights", css_colour(INK), "dot")] if outer else []
+    noun, weights = ("node", "mean of all nodes") if report.method else ("island", "outer weights")
+    legend = _training_legend(list(train), noun)
+    legend += [LegendEntry(f"evaluation, {weights}", css_colour(INK), "dot")] if outer else []
     legend += [LegendEntry("evaluation, inner weights", css_colour(INK), "ring")] if inner else []
     rounds = "Upright lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
     longest = max((len(points) for points in train.values()), default=0)
@@ -218,7 +219,7 @@ def columns(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _island_legend(islands: Sequence[int], prefix: str) -> list[LegendEntry]:
-    if len(islands) > NUM_COLOURS:
-        return [LegendEntry(f"{prefix}each of {len(islands)} islands", css_colour(colour(islands[0])))]
-    return [LegendEntry(f"{prefix}island {number}", css_colour(colour(number))) for number in islands]
+def _training_legend(numbers: Sequence[int], noun: str) -> list[LegendEntry]:
+    if len(numbers) > NUM_COLOURS:
+        return [LegendEntry(f"training, each of {len(numbers)} {noun}s", css_colour(colour(numbers[0])))]
+    return [LegendEntry(f"training, {noun} {number}", css_colour(colour(number))) for number in numbers]

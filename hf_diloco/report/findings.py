@@ -46,30 +46,32 @@ def _not_outer(island: IslandReport) -> Iterator[str]:
     if island.on_boundary is False:
         past = f", {island.steps_since_sync} steps past its last synchronisation" if island.steps_since_sync else ""
         yield (
-            f"island {island.island} ended off a synchronisation boundary{past}: its final weights are its own, not "
-            "the outer model's" + ("" if _stopped_early(island) else "; let max_steps be a multiple of sync_every")
+            f"{island.noun} {island.island} ended off a synchronisation boundary{past}: its final weights are its "
+            "own, not the outer model's"
+            + ("" if _stopped_early(island) else "; let max_steps be a multiple of sync_every")
         )
     if island.inner_eval_loss is not None and island.has_outer_loop:
         yield (
-            f"island {island.island}'s last evaluation (step {island.inner_eval_step}, loss "
+            f"{island.noun} {island.island}'s last evaluation (step {island.inner_eval_step}, loss "
             f"{island.inner_eval_loss:.4f}) was of its own weights, not the outer model's"
         )
     for name, loss in (("training", island.train_loss), ("evaluation", island.eval_loss)):
         if loss is not None and not math.isfinite(loss):
-            yield f"island {island.island}'s last {name} loss is not finite ({loss}): the training diverged"
+            yield f"{island.noun} {island.island}'s last {name} loss is not finite ({loss}): the training diverged"
 
 
 def _missing(missing: Sequence[int], islands: Sequence[IslandReport]) -> Iterator[str]:
     if missing:
+        noun = next((island.noun for island in islands), "island")
         yield (
-            f"no record of {plural('island', len(missing))} {numbers(missing)} here: all figures cover "
-            f"{plural('island', len(islands))} {numbers(i.island for i in islands)} alone; copy the missing island-N "
+            f"no record of {plural(noun, len(missing))} {numbers(missing)} here: all figures cover "
+            f"{plural(noun, len(islands))} {numbers(i.island for i in islands)} alone; copy the missing island-N "
             f"{plural('folder', len(missing))} into the run folder for the whole"
         )
 
 
 def _incomplete(record: IslandRun, island: IslandReport) -> Iterator[str]:
-    name = f"island {island.island}"
+    name = f"{island.noun} {island.island}"
     if not record.sections:
         yield f"{name} has recorded nothing in {record.folder / METRICS}: it has not begun to train, or failed before"
     elif record.start is None:

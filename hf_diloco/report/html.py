@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_diloco import __version__
 from hf_diloco.errors import ConfigError
@@ -15,7 +16,8 @@ from hf_diloco.report.read import Run
 from hf_diloco.report.records import Start
 from hf_diloco.report.summary import Report, summarise
 
-TEMPLATE = "report.html.j2"
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path:
@@ -32,8 +34,15 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
     Raises:
         ConfigError: when the file cannot be written.
     """
-    page = render(run, report or summarise(run))
-    target = Path(path)
+    return write_page(render(run, report or summarise(run)), Path(path))
+
+
+def write_page(page: str, target: Path) -> Path:
+    """Writes a page whole or not at all; returns its path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,27 +57,39 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
 
 def render(run: Run, report: Report) -> str:
     """Returns the page as text."""
+    return fill("report.html.j2", **figures_of(run, report), settings=setting_groups(run))
+
+
+def fill(template: str, **values: Any) -> str:
+    """One of the package's templates, filled in; all text is escaped."""
+    return _templates().get_template(template).render(version=__version__, **values)
+
+
+def figures_of(run: Run, report: Report) -> dict[str, Any]:
+    """What pages show of a run, by the names that templates have for it."""
+    return {
+        "report": report,
+        "subtitle": rows.subtitle(report),
+        "tiles": rows.tiles(report),
+        "overview": rows.overview(report),
+        "columns": rows.island_columns(report),
+        "island_rows": [rows.island_row(report, island) for island in report.islands],
+        "round_columns": rows.ROUND_COLUMNS,
+        "round_rows": [rows.round_row(entry) for entry in report.rounds],
+        "plots": (node_figures if report.method else figures).plots(run, report),
+    }
+
+
+@cache
+def _templates() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=PackageLoader("hf_diloco", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        report=report,
-        version=__version__,
-        subtitle=rows.subtitle(report),
-        tiles=rows.tiles(report),
-        overview=rows.overview(report),
-        columns=rows.island_columns(report),
-        island_rows=[rows.island_row(report, island) for island in report.islands],
-        round_columns=rows.ROUND_COLUMNS,
-        round_rows=[rows.round_row(entry) for entry in report.rounds],
-        plots=(node_figures if report.method else figures).plots(run, report),
-        settings=setting_groups(run),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -62,6 +62,7 @@ class IslandReport(BaseModel):
         num_sections: times it started or resumed.
         run_is_over: the run's last round is complete, however many steps this island took.
         comes_and_goes: it may miss rounds, and catches up.
+        noun: what it is called: a node where it averages with its neighbours.
         eval_accuracy, consensus_distance: of the last evaluation, in runs of image classifiers; of the mean of all
             nodes, and how far these are from it.
     """
@@ -100,11 +101,12 @@ class IslandReport(BaseModel):
     consensus_distance: float | None = None
     num_images: int | None = None
     images_per_second: float | None = None
+    noun: Literal["island", "node"] = "island"
 
 
 def summarise_island(island: IslandRun) -> IslandReport:
     """Computes the figures of one island over all its sections."""
-    start, syncs = island.start, _exchanges(island)
+    start, syncs = island.start, exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = max((record.step for record in island.of(Record)), default=None)
     num_steps = _num_recorded_steps(island, steps)
@@ -148,10 +150,11 @@ def summarise_island(island: IslandRun) -> IslandReport:
         consensus_distance=outer.consensus_distance if outer else None,
         num_images=_num_images(start, num_steps),
         images_per_second=_images_per_second(island),
+        noun="node" if start is not None and start.method is not None else "island",
     )
 
 
-def _exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
+def exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
     """What says how much was exchanged: between islands, or, where there is no outer loop, between ranks in 1 bit."""
     between: list[Sync | Mix | Train] = [*records.of(Sync), *records.of(Mix)]
     starts = records.of(Start)
@@ -175,7 +178,7 @@ def _num_recorded_steps(island: IslandRun, steps: int | None) -> int | None:
 
 def _bytes_repeated(island: IslandRun, bytes_sent: int | None) -> int | None:
     """What rounds sent that a resume threw away."""
-    everything = total([0, *(one.bytes_sent for section in island.sections for one in _exchanges(section))])
+    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
     return None if everything is None or bytes_sent is None else everything - bytes_sent
 
 

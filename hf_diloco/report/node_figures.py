@@ -70,7 +70,10 @@ def traffic_plot(run: Run, report: Report) -> Plot:
     legend = [LegendEntry(f"sent: {text.size(sent[-1][1])}", css_colour(colour(0)))]
     if per_step:
         legend.append(LegendEntry(f"data parallelism: {text.size(per_step)}", css_colour(colour(1)), "dashed"))
-    caption = "Measured payload of all nodes on record. The comparison is a ring all-reduce of fp32 gradients."
+    caption = (
+        "Measured payload of all nodes on record. The comparison is a ring all-reduce of fp32 gradients; a node sends "
+        "its vector to every neighbour, and waits for these alone."
+    )
     return Plot("Traffic between nodes", caption, draw("traffic", paint), tuple(legend))
 
 

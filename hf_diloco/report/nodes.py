@@ -71,7 +71,18 @@ def traffic(report: Report, repeated_in: str) -> str:
 def _data_parallel(report: Report) -> str:
     if report.bytes_per_step_sync is None:
         return text.MISSING
-    return f"would have sent {text.size(report.bytes_per_step_sync)}  (fp32 gradients, ring all-reduce)"
+    return f"would have sent {text.size(report.bytes_per_step_sync)}  (fp32 gradients, ring all-reduce){_why(report)}"
+
+
+def _why(report: Report) -> str:
+    """Where nodes have sent more than data parallelism would have, which is no defect."""
+    would = report.bytes_per_step_sync
+    if not would or report.bytes_sent is None or report.bytes_sent <= would:
+        return ""
+    return (
+        f". Nodes sent {text.ratio(report.bytes_sent / would)} as much: each sends its vector to every neighbour, and "
+        "waits for these alone. A graph with fewer neighbours, or a payload of fewer bits, sends less"
+    )
 
 
 def _payload(report: Report) -> str:

@@ -171,15 +171,16 @@ def tiles(report: Report) -> list[Tile]:
 
 def subtitle(report: Report) -> str:
     """What was trained, and how, in one line; what is unknown is left out."""
+    noun = "island" if report.method is None else "node"
     num = report.num_islands if report.num_islands is not None else len(report.covers)
-    covers = f"records of {text.plural('island', len(report.covers))} {text.numbers(report.covers)} only"
+    covers = f"records of {text.plural(noun, len(report.covers))} {text.numbers(report.covers)} only"
     layouts = sorted({island.shards for island in report.islands if island.shards})
     known = [
-        (num, f"{num} {text.plural('island', num)}"),
+        (num, f"{num} {text.plural(noun, num)}"),
         (report.missing_islands or None, covers),
         (report.num_parameters, f"{text.short_count(report.num_parameters)} parameters"),
         (layouts or None, " / ".join(layouts)),
-        (report.steps, f"{text.count(report.steps)} inner steps"),
+        (report.steps, f"{text.count(report.steps)} {'inner ' if report.method is None else ''}steps"),
         (report.outer_method, f"method {report.outer_method}"),
         (report.outer_lr, f"outer lr {text.number(report.outer_lr)}"),
         (report.outer_momentum, f"momentum {text.number(report.outer_momentum)}"),

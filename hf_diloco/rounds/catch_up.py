@@ -13,7 +13,8 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.snapshot_records import Snapshot
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.round_plan import Part, PlannedRound
+from hf_diloco.rounds.round import Part
+from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes, name_all
@@ -53,10 +54,10 @@ class Recovery:
         self._notes = WaitNotes(config.island, clock=clock)
 
     def await_average(self, planned: PlannedRound) -> bool:
-        """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
+        """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
+        return self.island.on_leader(lambda: self._await_average(planned))
 
-        Asked on the leader only.
-        """
+    def _await_average(self, planned: PlannedRound) -> bool:
         engine = self._engines[self.outer.number_of(planned.number)]
         deadline = self._clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")

@@ -26,6 +26,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
@@ -90,7 +91,7 @@ class DirectEngine(Engine):
         self._size = size
         self._author = author
         self._address = address
-        self._key = key
+        self._key = LinkKey.of_run(key, log.seal.run_id, config.encrypt)
         self._rate_limit = rate_limit
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
@@ -117,7 +118,8 @@ class DirectEngine(Engine):
             mesh = self._connect(planned, own, ranges)
             return mesh.average(mean, planned.weights, self._codec, observe)
         except DamagedTransferError as error:  # by place, as all that a mesh knows
-            raise DamagedTransferError([planned.offers[place].island for place in error.islands]) from None
+            islands = [planned.offers[place].island for place in error.islands]
+            raise DamagedTransferError(islands, error.is_sealed) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
             raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None

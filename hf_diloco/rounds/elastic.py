@@ -15,17 +15,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
-    CheckpointError,
     DiLoCoError,
     IslandLostError,
     MissedRoundError,
-    StopRequested,
     StoreError,
     StoreFullError,
 )
@@ -40,20 +37,20 @@ from hf_diloco.membership.quorum import Council, Rules, author_of
 from hf_diloco.membership.run import RunRecord, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
+from hf_diloco.outer.saved_state import restore_state
+from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.flights import Flight
-from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
+from hf_diloco.rounds.measure import SyncClock, SyncReport
 from hf_diloco.rounds.open import open_engines
 from hf_diloco.rounds.pace import Pace
-from hf_diloco.rounds.round_plan import PlannedRound, RoundPassed, SyncClock
-from hf_diloco.rounds.rounds import Rounds
+from hf_diloco.rounds.round import Contribution, RoundPassed
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.rounds.wait_for_islands import LOOK_SECONDS, await_islands, find_snapshot
 from hf_diloco.store.host import StoreHost
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import warn_if_exposed
-from hf_diloco.store.signing import load_key
+from hf_diloco.store.signing import find_key
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.clock import REAL, Clock
@@ -87,7 +84,7 @@ class ElasticSession(BaseSession):
         members: the islands.
     """
 
-    rounds: Rounds
+    rounds: ElasticRounds
     engines: list[Engine]
     council: Council | None = None
     members: Members | None = None
@@ -110,7 +107,7 @@ class ElasticSession(BaseSession):
         self._is_training = False
         self._is_closing = False
         self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
-        self._key = island.on_all(lambda: load_key(config.key_file))
+        self._key = island.on_all(lambda: find_key(config))
         server = split_server_url(config.rendezvous)
         if island.is_leader and not self._key and server and server[0] == "http":
             warn_if_exposed(server[1])
@@ -149,14 +146,18 @@ class ElasticSession(BaseSession):
             self._choose()
             self.outer.open(shards, [(part, self._lanes_of(part)) for part in self._cut(shards)])
             if checkpoint is not None:
-                self.outer.restore(checkpoint)
+                restore_state(self.outer, checkpoint)
             else:
                 self.outer.begin()
             parent = self.outer.run
             is_new = self._enter(shards, folder, facts or {})
-            replaced = self._take_state(is_new, parent, from_checkpoint=checkpoint is not None)
-            self._await_islands()
-            self._let_round_pass()
+            joining = Joining(
+                self._run, self.rounds, self._snapshots, self._pace, self._should_stop, self._stand, self._clock
+            )
+            replaced = joining.take_state(is_new, parent, from_checkpoint=checkpoint is not None)
+            if not self._has_last_round:
+                joining.await_islands()
+            joining.let_round_pass()
             if self._is_late:
                 self._pace.align_to_others()
             self._is_training = True
@@ -169,7 +170,7 @@ class ElasticSession(BaseSession):
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""
-        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **facts})
+        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **self._sealing_fact(), **facts})
 
         def enter() -> tuple[dict[str, Any], bool, int, bool]:
             run, is_new = enter_run(
@@ -200,11 +201,16 @@ class ElasticSession(BaseSession):
         author = author_of(self.config.island, claim)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
-        self.rounds = Rounds(
+        self.rounds = ElasticRounds(
             self.config, self.outer, self._talk, self.engines, self._snapshots, self.council, claim, self._clock
         )
         self._pace = Pace(self.config, self.outer, self.members)
         return is_new
+
+    def _sealing_fact(self) -> dict[str, Any]:
+        if not self._key or not self.config.is_direct:
+            return {}
+        return {"links": "encrypted" if self.config.encrypt else "authenticated"}
 
     def _bucket_of(self, fragment: Fragment) -> BucketExchange:
         intervals = fragment.partition.intervals
@@ -221,81 +227,6 @@ class ElasticSession(BaseSession):
             config.is_direct,
             config.num_fragments,
         )
-
-    def _take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
-        """Comes to the newest outer state of the run; returns whether the masters were replaced."""
-        before = self.outer.outer_hash
-        self.outer.run = self._run.run
-        if is_new:
-            self._offer_start()
-        if from_checkpoint and parent == self._run.run:
-            self._catch_up(is_resuming=True)
-        elif from_checkpoint and not is_new and parent != self._run.parent:
-            raise CheckpointError(
-                f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "
-                f"{self._run.run}: resume with the rendezvous of that run, or start in another run folder"
-            )
-        else:
-            self._start_from_snapshot()
-        return self.outer.outer_hash != before
-
-    def _start_from_snapshot(self) -> None:
-        """As an island without a part in the run so far."""
-        before = self.outer.round, self.outer.outer_hash
-        if not self.rounds.recovery.take_over(self._find_snapshot):
-            self._offer_start()
-            self.rounds.recovery.take_over(self._snapshots.start)
-        if (self.outer.round, self.outer.outer_hash) != before:
-            self.outer.write_masters()
-        self._catch_up()
-
-    def _catch_up(self, is_resuming: bool = False) -> None:
-        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own.
-
-        One that the others have not decided yet, or whose average they have not put into the store, is tried again.
-
-        Raises:
-            IslandLostError: that stays so for `join_timeout` seconds.
-        """
-        last, since = -1, self._clock.now()
-        while True:
-            if self.outer.round != last:
-                last, since = self.outer.round, self._clock.now()
-            try:
-                planned = self.rounds.find(is_resuming)
-                if planned is None:
-                    return
-                self.rounds.carry_out(planned, SyncClock(), is_resuming)
-            except IslandLostError as error:
-                if not self.island.on_leader(partial(self._may_try_again, since)):
-                    raise
-                if self.island.is_leader:
-                    logger.info("still catching up: %s", error)
-
-    def _may_try_again(self, since: float) -> bool:
-        if self._should_stop():
-            raise StopRequested
-        self._clock.sleep(LOOK_SECONDS)
-        return self._clock.now() < since + self.config.join_timeout
-
-    def _offer_start(self) -> None:
-        """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
-        self._write_snapshot()
-        self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
-
-    def _write_snapshot(self) -> None:
-        states = self.outer.states
-        self._talk.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
-
-    def _await_islands(self) -> None:
-        """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
-        if not self._has_last_round:
-            self.island.on_leader(
-                lambda: await_islands(self.config, self._need_members(), self._should_stop, self._clock)
-            )
-
-    def _find_snapshot(self) -> str | None:
-        return find_snapshot(self._run, self._snapshots, self._need_members(), self._should_stop, self._clock)
 
     # Rounds
 
@@ -340,87 +271,51 @@ class ElasticSession(BaseSession):
             f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
         )
 
-    def _carry_out(self, flight: Flight) -> None:
+    def _carry_out(self, own: Contribution) -> SyncReport:
         self._stand("syncing")
         try:
-            self._rescue_average()
-            self._after_round(self.rounds.carry_flight(flight))
+            self.rounds.rescue_average()
+            report = self.rounds.carry_out(own)
+            self.rounds.write_snapshot_if_due()
+            return report
         finally:
             self._stand("training")
 
     def _go_on(self) -> None:
         """Training goes on."""
-        self._overlap.last_end = time.monotonic()
-        self._went_on = self._overlap.last_end, self.outer.num_steps
+        self._background.last_end = time.monotonic()
+        self._went_on = self._background.last_end, self.outer.num_steps
 
     def _sync(self) -> SyncReport:
-        clock = SyncClock(self._overlap.last_end)
+        clock = SyncClock(self._background.last_end)
         round_before = self.outer.round
         report = None
         while True:
-            planned = self.rounds.find()
+            with clock.counts("waiting"):
+                planned = self.rounds.find()
             if planned is None and (self._has_last_round or self._has_caught_up(round_before)):
                 if report is None:
                     raise MissedRoundError(
                         f"holds the outer parameters of round {self.outer.round} without a part in it"
                     )
                 return report
-            captured = None
+            own = None
             if planned is None:
-                self._rescue_average()
-                captured = self.rounds.capture()
-                offer = self.rounds.publish(captured, clock)
-                planned = clock.wait(lambda: self.rounds.convene(offer))  # noqa: B023 - called at once
+                self.rounds.rescue_average()
+                own = self.rounds.capture(clock)
+                planned = self.rounds.agree(own)
             fragment = self.outer.current
-            report = self.rounds.carry_out(planned, clock, captured=captured) or report
+            report = self.rounds.follow(planned, clock, own=own) or report
             self.outer.rest(fragment)
             if report is not None and not fragment.steps:
-                self._after_round(planned)
+                self.rounds.write_snapshot_if_due()
                 return report
-
-    def _rescue_average(self) -> None:
-        """Where nobody has put the last average into the store, a snapshot takes its place."""
-        self.rounds.rest()
-        if self._talk.on_leader(self.rounds.is_average_missing):
-            logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
-            self._snapshots.wait()
-            self._write_snapshot()
 
     def _has_caught_up(self, round_before: int) -> bool:
         """Whether this island has come to where the others are in the middle of their inner steps."""
         return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
 
-    def _let_round_pass(self) -> None:
-        """Others that are about to plan a round would wait until an island that begins now has trained for it too."""
-        if self.outer.round == 0:  # where the run begins, all take part
-            return
-        deadline = self._clock.now() + self.config.grace  # after which they plan it anyway, if they can
-        notes = WaitNotes(self.config.island, clock=self._clock)
-        note = notes.begin(self.config.grace, f"round {self.outer.round + 1}")
-
-        def wait() -> bool:
-            while self._pace.others_convene() and self._clock.now() < deadline:
-                if self._need_members().standing.phase != "passing":
-                    self._stand("passing")
-                if self._need_council().current(self.outer.round + 1).plan:
-                    return True
-                if self._should_stop():
-                    raise StopRequested
-                note.look("the others, which begin it without this island")
-                self._clock.sleep(LOOK_SECONDS)
-            return self._need_council().current(self.outer.round + 1).plan is not None  # they were faster
-
-        while self.island.on_leader(wait):
-            self._catch_up()
-
     # Between rounds
-
-    def _after_round(self, planned: PlannedRound) -> None:
-        first = min(participant.island for participant in planned.plan.participants)
-        if planned.number % self.config.snapshot_every == 0 and first == self.config.island:
-            self._snapshots.write_behind(
-                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
-            )
 
     def _stand(self, phase: Phase) -> None:
         """What the next sign of life says; it is given at once, because others may wait to hear it."""
@@ -451,7 +346,7 @@ class ElasticSession(BaseSession):
         self._is_closing = False
         if not finished and self._is_training and self.outer.steps:
             try:
-                self.rounds.bequeath()
+                self.rounds.publish_and_leave()
             except DiLoCoError as error:
                 logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
         self.has_left = True
@@ -485,17 +380,9 @@ class ElasticSession(BaseSession):
             )
 
     def close(self) -> None:
-        self._overlap.close()
+        self._background.close()
         if hasattr(self, "engines"):
             self._snapshots.wait()
             self.rounds.rest()
             for engine in self.engines:
                 engine.close()
-
-    def _need_council(self) -> Council:
-        assert self.council is not None
-        return self.council
-
-    def _need_members(self) -> Members:
-        assert self.members is not None
-        return self.members

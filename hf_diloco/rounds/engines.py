@@ -69,16 +69,13 @@ class Engine(ABC):
         """Whether who comes late finds what a committed plan amounts to in the store."""
         return True
 
-    @abstractmethod
-    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
+    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
         """Hears how an attempt went; `mean` is this rank's part of the average, which stays until `rest`."""
 
-    @abstractmethod
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """Returns when `settled` needs the average no more."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Lets go of all connections."""
 
 
@@ -112,15 +109,6 @@ class BucketEngine(Engine):
         values = torch.empty(self._bucket.length)
         self._bucket.average([_infos(offer)], [1.0], self._codec, values)
         return values
-
-    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _infos(offer: OfferRecord) -> list[ObjectInfo]:

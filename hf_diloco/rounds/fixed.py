@@ -1,14 +1,6 @@
 """A session of fixed membership: all islands are there from the first round to the last, or the run ends.
 
-    capture: read masters -> pseudo-gradient
-    carry out: arrive -> exchange -> vote -> (commit) outer step
-    land: write masters
-
-With `fragment_sync_delay`, a thread carries the round out behind the inner steps, and it lands as many steps after its
-capture. Rounds are carried out in their order.
-
-Among islands, a failed round changes nothing: the exchange works on a scratch vector, and parameters and outer state
-are touched only after the round was committed.
+What a round is, `rounds.round` says; how these islands agree on it, `rounds.fixed_rounds`.
 """
 
 from __future__ import annotations
@@ -18,19 +10,15 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.buffers import BufferShards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.partition import Partition, choose_partition, layout_of
+from hf_diloco.inner.partition import choose_partition, layout_of
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
 from hf_diloco.membership.ledger import Ledger
@@ -41,13 +29,14 @@ from hf_diloco.membership.records import (
     parse_records,
 )
 from hf_diloco.membership.verdicts import states_are_equal
-from hf_diloco.rounds.carrier import Carrier
-from hf_diloco.rounds.eager_rounds import EagerRounds
-from hf_diloco.rounds.flights import Flight
-from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.rounds.round_plan import RoundRepeated
+from hf_diloco.outer.eager import EagerFragment
+from hf_diloco.outer.saved_state import restore_state
+from hf_diloco.rounds.background import Background
+from hf_diloco.rounds.fixed_rounds import FixedRounds
+from hf_diloco.rounds.measure import SyncClock, SyncReport
+from hf_diloco.rounds.round import Contribution, RoundRepeated, capture
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.transport.base import Exchange, Traffic
+from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.open import Transport, open_transport
 from hf_diloco.utils.clock import REAL, Clock
 
@@ -85,7 +74,6 @@ class FixedSession(BaseSession):
     ) -> None:
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
-        self._buffers: list[Partition] = []
         self._is_closing = False
         self._transport = self._connect(transport)
         self._ledger = Ledger(
@@ -98,10 +86,8 @@ class FixedSession(BaseSession):
             clock=clock,
             links=self._exchanges,
         )
-        self._carrier = Carrier(config, self.outer, self._ledger, self._exchanges)
-        self._eager: EagerRounds | None = None
-        if config.anticipates:
-            self._eager = EagerRounds(config, self.outer, island, self._overlap, self._carry_out_now, self._exchanges)
+        self._rounds = FixedRounds(config, self.outer, self._talk, self._ledger, self._exchanges)
+        self._eager = EagerRounds(island, self._rounds, self._background) if config.anticipates else None
         island.on_leader(self._ledger.claim)
 
     @property
@@ -146,16 +132,16 @@ class FixedSession(BaseSession):
             )
             self.island.on_all(self._open_lanes)
             if self.outer.buffers == "average":
-                self._buffers = [
+                self._rounds.buffers = [
                     choose_partition(BufferShards(shards, name), self.island, layouts, block_values)
                     for name in shards.inner.buffers
                 ]
             if checkpoint is not None:
-                self.outer.restore(checkpoint)
+                restore_state(self.outer, checkpoint)
             else:
                 self.outer.begin()
             replaced = self._agree_on_start(resumed=checkpoint is not None)
-        self._overlap.last_end = time.monotonic()
+        self._background.last_end = time.monotonic()
         return replaced
 
     def _meet(self, shards: Shards, folder: Path, facts: Facts) -> list[JoinRecord]:
@@ -171,7 +157,7 @@ class FixedSession(BaseSession):
         return records
 
     def _open_lanes(self) -> None:
-        for lane in self.outer.partition.lanes:
+        for lane in self.outer.current.partition.lanes:
             self._exchanges.append(self._transport.open(lane))
 
     def _agree_on_start(self, resumed: bool) -> bool:
@@ -191,9 +177,7 @@ class FixedSession(BaseSession):
 
     def _broadcast_start(self) -> None:
         for fragment in self.outer.fragments:
-            parts = fragment.partition.split(fragment.method.parameters)
-            for exchange, part in zip(self._exchanges, parts, strict=True):
-                exchange.broadcast(part, source=0)
+            self._rounds.broadcast(fragment.partition, fragment.method.parameters)
 
     def _find_broken(self) -> set[int]:
         return {island for exchange in self._exchanges for island in exchange.find_broken()}
@@ -217,7 +201,7 @@ class FixedSession(BaseSession):
             try:
                 if self._eager is None:
                     return super().advance(is_last)
-                self._overlap.raise_failure()
+                self._background.raise_failure()
                 return self._eager.advance(is_last)
             except RoundRepeated:  # all under way have given back what they took
                 if self._eager is None:
@@ -225,49 +209,17 @@ class FixedSession(BaseSession):
                     if not is_last:
                         return self._take_reports()
 
-    def _carry_out(self, flight: Flight) -> None:
-        self._carrier.carry_out(flight, self._talk)
-
-    def _carry_out_now(self, flight: Flight) -> SyncReport:
-        try:
-            self._carrier.carry_out(flight, self.island)
-        except DiLoCoError:
-            flight.give_back()
-            self.outer.num_begun -= 1
-            raise
-        return self._overlap.report(flight, flight.seconds_stepping)
+    def _carry_out(self, own: Contribution) -> SyncReport:
+        return self._rounds.carry_out(own)
 
     def sync(self) -> SyncReport:
         while True:
-            flight = self._overlap.capture()
             try:
-                self._carry_out_now(flight)
-                break
+                report = self._rounds.carry_out(capture(self.outer, SyncClock(self._background.last_end)))
             except RoundRepeated:
                 continue
-        landing = time.monotonic()
-        self.outer.restart(flight.fragment)
-        if self.outer.buffers == "average":
-            self._average_buffers(flight)
-        self.outer.rest(flight.fragment)
-        self._overlap.last_end = time.monotonic()
-        return self._overlap.report(flight, self._overlap.last_end - landing)
-
-    def _average_buffers(self, flight: Flight) -> None:
-        """Each of the inner optimizer's buffers becomes its mean over the islands that took part."""
-        vector, traffic = flight.fragment.scratch, Traffic()
-        for partition in self._buffers:
-            partition.gather(vector)
-            traffic += self.island.on_all(partial(self._average_vector, partition, vector, flight.weights))
-            partition.scatter(vector)
-        sent, received = self.island.sum([traffic.bytes_sent, traffic.bytes_received])
-        flight.traffic += Traffic(int(sent), int(received))
-
-    def _average_vector(self, partition: Partition, vector: torch.Tensor, weights: list[float]) -> Traffic:
-        traffic = Traffic()
-        for exchange, part in zip(self._exchanges, partition.split(vector), strict=True):
-            traffic += exchange.average(part, weights, CODECS["fp32"])
-        return traffic
+            self._background.last_end = time.monotonic()
+            return report
 
     # Leaving
 
@@ -297,4 +249,70 @@ class FixedSession(BaseSession):
             exchange.close()
         self._exchanges.clear()
         self._is_closing = True
-        self._overlap.close()
+        self._background.close()
+
+
+class EagerRounds:
+    """Rounds whose averages come a round late, and this island's own part of them at once; see `methods.outer.eager`.
+
+    Args:
+        island: the ranks of this island.
+        rounds: carries rounds out.
+        background: does so behind the inner steps of the next one.
+    """
+
+    def __init__(self, island: IslandGroup, rounds: FixedRounds, background: Background) -> None:
+        self.config = rounds.config
+        self.outer = rounds.outer
+        self.island = island
+        self._rounds = rounds
+        self._background = background
+
+    def advance(self, is_last: bool) -> list[SyncReport]:
+        """Uses the average of the round that ends, and this island's own part of the one that begins."""
+        fragment = self.outer.current
+        assert isinstance(fragment, EagerFragment)
+        reports = [self._background.collect()] if self._background.oldest else []
+        if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
+            reports.append(self._carry_out_now(self._anticipated(fragment)))
+        own = self._background.begin()
+        if is_last:
+            reports.append(self._carry_out_now(own))
+            fragment.step_eagerly(None)
+            self.island.on_all(lambda: self._average_parameters(fragment))
+        else:
+            # Its inner steps are used, come what may.
+            own.steps, own.examples, own.due_at = 0, 0.0, self.config.sync_every
+            fragment.step_eagerly(own.delta if own.is_finite else None)
+            self._background.start(own)
+        fragment.write_masters()
+        self._background.last_end = time.monotonic()
+        return reports
+
+    def _carry_out_now(self, own: Contribution) -> SyncReport:
+        self._background.start(own)
+        return self._background.collect()
+
+    def _anticipated(self, fragment: EagerFragment) -> Contribution:
+        """The round whose part of this island has been used, and which did not take place."""
+        delta = fragment.anticipated()
+        (square,) = self.island.sum([float(delta.dot(delta))])
+        self.outer.num_begun += 1
+        return Contribution(
+            number=self.outer.num_begun,
+            fragment=fragment,
+            delta=delta,
+            square=square,
+            weight=1.0,
+            steps=0,
+            examples=0.0,
+            due_at=fragment.due_at,
+            rates=(),
+            clock=SyncClock(),
+            is_begun=True,
+        )
+
+    def _average_parameters(self, fragment: EagerFragment) -> None:
+        """After the last round: what momentum has left of the islands' differences goes."""
+        parameters, weights = fragment.method.parameters, [1.0] * self.config.num_islands
+        self._rounds.average_exactly(fragment.partition, parameters, weights)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
+
+from hf_diloco.transport.base import Traffic
 
 
 @dataclass(frozen=True)
@@ -18,9 +23,9 @@ class SyncReport:
         round: number of the round, from 1.
         participants: the islands whose pseudo-gradients were averaged.
         seconds_computing: from the end of the last round to the start of this one.
-        seconds_waiting: until all islands had arrived.
+        seconds_waiting: until all islands had arrived, and until all had voted.
         seconds_exchanging: moving and averaging pseudo-gradients.
-        seconds_applying: reading and writing masters, the outer step, the vote.
+        seconds_applying: reading and writing masters, the outer step.
         pseudo_gradient_norm: Euclidean norm of this island's own.
         cosine: of this island's pseudo-gradient to the average of the others'; None for a single island, and for
             payloads that leave most of it out.
@@ -46,32 +51,74 @@ class SyncReport:
     seconds_hidden: float = 0.0
 
 
-class CosineSums:
-    """Sums for the cosine, made block by block while these are in the cache."""
+class SyncClock:
+    """Where the seconds and bytes of a round go.
+
+    Args:
+        last_end: when the round before it was over, in seconds of the monotonic clock.
+
+    Attributes:
+        computing: until it was made.
+        waiting: for other islands.
+        exchanging: moving and averaging pseudo-gradients.
+        applying: what training waits for beside: the masters, the outer step.
+        stepping: the same behind inner steps.
+        traffic: of this rank.
+    """
+
+    def __init__(self, last_end: float | None = None) -> None:
+        self.computing = 0.0 if last_end is None else time.monotonic() - last_end
+        self.waiting = self.exchanging = self.applying = self.stepping = 0.0
+        self.traffic = Traffic()
+
+    @contextmanager
+    def counts(self, what: Literal["waiting", "exchanging", "applying", "stepping"]) -> Iterator[None]:
+        """Counts what is done within."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.monotonic() - begun)
+
+
+class AverageStats:
+    """What is learnt of an average block by block while these are in the cache: sums for the cosine.
+
+    Attributes:
+        dot: of this rank's own values and the average.
+        square: of the average.
+        digest: of the whole island's average.
+    """
 
     def __init__(self) -> None:
         self.dot = 0.0
-        self.mean = 0.0
+        self.square = 0.0
+        self.digest = ""
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         """See `transport.base.Observer`."""
         self.dot += float(torch.dot(own, mean))
-        self.mean += float(torch.dot(mean, mean))
+        self.square += float(torch.dot(mean, mean))
 
 
-class AverageStats(CosineSums):
-    """What is learnt of the averages block by block: sums for the cosine, and a digest of each lane's average."""
+class LaneStats(AverageStats):
+    """The same, and a digest of each lane's average."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.digests: list[Any] = []
+        self._digests: list[Any] = []
 
     def begin_lane(self) -> None:
-        self.digests.append(xxhash.xxh3_128())
+        self._digests.append(xxhash.xxh3_128())
 
     def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         super().observe(own, mean)
-        self.digests[-1].update(mean.numpy().data)
+        self._digests[-1].update(mean.numpy().data)
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the lanes, in their order."""
+        return [digest.hexdigest() for digest in self._digests]
 
 
 def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:

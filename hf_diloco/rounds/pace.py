@@ -24,6 +24,12 @@ class Pace:
         self.island = outer.island
         self._members = members
 
+    @property
+    def members(self) -> Members:
+        """The islands; asked by the leader only."""
+        assert self._members is not None
+        return self._members
+
     def align_to_others(self) -> None:
         """An island that joins in the middle of a round syncs with the others, if it has time for a step.
 
@@ -58,7 +64,7 @@ class Pace:
         return is_any and len(others) >= self.config.quorum
 
     def _others_under_way(self) -> list[BeatRecord]:
-        alive = self._need_members().alive()
+        alive = self.members.alive()
         here = self.config.island
         return [beat for island, beat in alive.items() if island != here and beat.phase not in ("joining", "passing")]
 
@@ -74,7 +80,3 @@ class Pace:
     @property
     def _length(self) -> int:
         return steps_before(self.config, self.outer.round + 1)
-
-    def _need_members(self) -> Members:
-        assert self._members is not None, "only the leader asks"
-        return self._members

@@ -1,22 +1,19 @@
-"""What the ranks of an island share about a round: its plan, what they have offered, and what it takes."""
+"""Plans of rounds among islands that come and go, as all ranks of an island see them: the leader asks the council."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.quorum import Attempt, Council
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
-from hf_diloco.transport.base import Traffic
+from hf_diloco.outer.state import OuterState
+from hf_diloco.store.log import Record
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class PlannedRound:
+class PlannedRound(Record):
     """An attempt with its plan, as all ranks see it."""
 
     number: int
@@ -25,30 +22,25 @@ class PlannedRound:
     outcome: OutcomeRecord | None
     offers: list[OfferRecord]
 
-    def dump(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "attempt": self.attempt,
-            "plan": self.plan.model_dump(),
-            "outcome": self.outcome.model_dump() if self.outcome else None,
-            "offers": [offer.model_dump() for offer in self.offers],
-        }
-
-    @classmethod
-    def load(cls, raw: dict[str, Any]) -> PlannedRound:
-        outcome = raw["outcome"]
-        return cls(
-            raw["number"],
-            raw["attempt"],
-            PlanRecord.model_validate(raw["plan"]),
-            OutcomeRecord.model_validate(outcome) if outcome else None,
-            [OfferRecord.model_validate(offer) for offer in raw["offers"]],
-        )
+    @property
+    def participants(self) -> dict[int, float]:
+        """Their weights, by island."""
+        return {participant.island: participant.weight for participant in self.plan.participants}
 
     @property
     def weights(self) -> list[float]:
         """The participants' weights."""
         return [participant.weight for participant in self.plan.participants]
+
+    @property
+    def rates(self) -> list[float]:
+        """The inner learning rates with which all take the outer step, where the method wants them."""
+        return self.plan.rates
+
+    @property
+    def as_attempt(self) -> Attempt:
+        """As the council knows it."""
+        return Attempt(self.number, self.attempt, self.plan)
 
     @property
     def is_committed(self) -> bool:
@@ -60,44 +52,111 @@ class PlannedRound:
         return next((place for place, offer in enumerate(self.offers) if offer.island == island), None)
 
 
-class Part(Enum):
-    """How much of this island's progress a round uses up."""
+class Plans:
+    """One rank's view of them. Every method is collective over the island's ranks.
 
-    NONE = auto()
-    SOME = auto()
-    WHOLE = auto()
+    Args:
+        outer: this rank's outer state: plans are of its next round.
+        island: the ranks of this island.
+        council: decides rounds; on the island's leader only.
+    """
 
-
-class RoundPassed(DiLoCoError):
-    """A round under way takes place without what this island has for it."""
-
-
-class RoundRepeated(DiLoCoError):
-    """All islands have aborted a round, and take it again: their averages differed, or a transfer came damaged."""
-
-
-class SyncClock:
-    """Where the seconds and bytes of one synchronisation go; `last_end` is when the one before it was over."""
-
-    def __init__(self, last_end: float | None = None) -> None:
-        self.started = time.monotonic()
-        self.computing = 0.0 if last_end is None else self.started - last_end
-        self.waiting = 0.0
-        self.exchanging = 0.0
-        self.traffic = Traffic()
-
-    def wait(self, call: Callable[[], T]) -> T:
-        """Counts what `call` takes as waiting for other islands."""
-        begun = time.monotonic()
-        try:
-            return call()
-        finally:
-            self.waiting += time.monotonic() - begun
-
-    def averaged(self) -> None:
-        """All until here was exchange or waiting, all from here on is not."""
-        self.exchanging = time.monotonic() - self.started - self.waiting
+    def __init__(self, outer: OuterState, island: IslandGroup, council: Council | None) -> None:
+        self.outer = outer
+        self.island = island
+        self._council = council
+        self._open: Attempt | None = None  # had no plan when `find` looked; others may have written one since
 
     @property
-    def applying(self) -> float:
-        return time.monotonic() - self.started - self.waiting - self.exchanging
+    def council(self) -> Council:
+        """Asked by the leader only."""
+        assert self._council is not None
+        return self._council
+
+    def find(self) -> PlannedRound | None:
+        """The next round, if it has a plan already.
+
+        Raises:
+            PayloadError: a record of it is damaged.
+        """
+
+        def find() -> dict[str, Any] | None:
+            while (attempt := self.council.current(number)).plan:
+                if planned := self._with_offers(attempt):
+                    return planned.model_dump()
+            self._open = attempt
+            return None
+
+        number = self.outer.round + 1
+        raw = self.island.on_leader(find)
+        return self._load(raw) if raw else None
+
+    def convene(self, offer: OfferRecord) -> PlannedRound:
+        """Offers, and waits for the plan of the next round."""
+
+        def convene() -> dict[str, Any]:
+            while True:
+                known, self._open = self._open, None
+                attempt = known if known and known.round == number else self.council.current(number)
+                if attempt.plan is None:
+                    attempt = self.council.convene(attempt, offer)
+                if planned := self._with_offers(attempt):
+                    return planned.model_dump()
+
+        number = self.outer.round + 1
+        try:
+            return self._load(self.island.on_leader(convene))
+        except PayloadError as error:  # committed meanwhile, and damaged: `find` says so
+            raise IslandLostError(str(error)) from None
+
+    def leave(self, offer: OfferRecord) -> None:
+        """Offers, unless the next round has a plan already, and waits for nothing."""
+
+        def leave() -> None:
+            attempt = self.council.current(self.outer.round + 1)
+            if attempt.plan is None:
+                self.council.offer(attempt, offer)
+
+        self.island.on_leader(leave)
+
+    def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
+        """Votes for an average, and waits for what is decided."""
+        return self._decide(planned, lambda attempt: self.council.commit(attempt, digest))
+
+    def abort(self, planned: PlannedRound, offer: str, reason: str) -> OutcomeRecord:
+        """See `Council.abort`."""
+        return self._decide(planned, lambda attempt: self.council.abort(attempt, offer, reason))
+
+    def await_outcome(self, planned: PlannedRound, timeout: float) -> None:
+        """Returns when an attempt that this island has no part in is decided.
+
+        Raises:
+            IslandLostError: that takes longer than `timeout` seconds.
+        """
+        self.island.on_leader(lambda: self.council.await_outcome(planned.as_attempt, planned.offers, timeout))
+
+    def remember(self, planned: PlannedRound) -> None:
+        """See `Council.remember`."""
+        self.island.on_leader(lambda: self.council.remember(planned.number, planned.plan))
+
+    def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:
+        raw = self.island.on_leader(lambda: call(planned.as_attempt).model_dump())
+        return OutcomeRecord.model_validate(raw)
+
+    def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
+        offers = self.council.offers_of(attempt)
+        if attempt.plan is None or offers is None:
+            return None
+        return PlannedRound(
+            number=attempt.round, attempt=attempt.number, plan=attempt.plan, outcome=attempt.outcome, offers=offers
+        )
+
+    def _load(self, raw: dict[str, Any]) -> PlannedRound:
+        planned = PlannedRound.model_validate(raw)
+        if planned.plan.state != self.outer.outer_hash:
+            raise DivergedError(
+                f"round {planned.number}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
+                f"that all agreed on ({planned.plan.state[:12]}): suspect memory or a changed library. It ends before "
+                "it spoils the others; started again, it resumes from its last checkpoint"
+            )
+        return planned

@@ -17,9 +17,9 @@ from hf_diloco.membership.facts import MAX_STEPS, Facts
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.flights import Flight
+from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.rounds.overlap import Overlap
+from hf_diloco.rounds.round import Contribution
 
 logger = logging.getLogger("hf_diloco")
 
@@ -49,7 +49,7 @@ class BaseSession(ABC):
         self.outer = OuterState(config, island)
         # A thread's talk inside the island must not mix with the training's.
         self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
-        self._overlap = Overlap(config, self.outer, self._carry_out)
+        self._background = Background(config, self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = False
         self.chosen = ""
@@ -109,7 +109,7 @@ class BaseSession(ABC):
     @property
     def _holds_up_training(self) -> bool:
         """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
-        return self._pulls and self._overlap.is_landing
+        return self._pulls and self._background.is_landing
 
     def _choose(self) -> None:
         """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
@@ -139,7 +139,7 @@ class BaseSession(ABC):
         Args:
             is_last: it is the last step of the run.
         """
-        if self._overlap.failure or self.outer.is_due or self._overlap.landing() is not None:
+        if self._background.failure or self.outer.is_due or self._background.landing() is not None:
             return True
         return is_last and self.config.is_streaming and not self.outer.on_boundary
 
@@ -154,17 +154,17 @@ class BaseSession(ABC):
         Raises:
             As `sync`.
         """
-        self._overlap.raise_failure()
+        self._background.raise_failure()
         if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
-        while (fragment := self._overlap.landing(at_once=is_last)) is not None:
-            self._reports += self._overlap.land(fragment)
+        while (fragment := self._background.landing(at_once=is_last)) is not None:
+            self._reports += self._background.land(fragment)
         if is_last and self.config.is_streaming:
             while self.outer.steps and not self.is_over:
                 self._reports.append(self.sync())
         elif self.outer.is_due and self.config.overlaps:
             if not self._has_begun_all:
-                self._overlap.take_off()
+                self._background.take_off()
         elif self.outer.is_due or is_last:  # steps of missed rounds may be left, and end before a round is due
             self._reports.append(self.sync())
         return self._take_reports()
@@ -179,8 +179,8 @@ class BaseSession(ABC):
         return reports
 
     @abstractmethod
-    def _carry_out(self, flight: Flight) -> None:
-        """Averages over the islands and takes the outer step; called on a thread, where rounds overlap training."""
+    def _carry_out(self, own: Contribution) -> SyncReport:
+        """Takes a contribution through its round; called on a thread, where rounds overlap training."""
 
     def settle(self) -> list[SyncReport]:
         """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
@@ -188,7 +188,7 @@ class BaseSession(ABC):
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
         """
-        self._reports += self._overlap.settle()
+        self._reports += self._background.settle()
         return self._take_reports()
 
     @abstractmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_diloco.status.models import IslandStatus, RoundStatus, RunStatus
+from hf_diloco.status.models import RunStatus
+from hf_diloco.status.rows import ISLAND_COLUMNS, ROUND_COLUMNS, figures, island_row, round_row
 from hf_diloco.utils import text
 
 if TYPE_CHECKING:
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_ISLAND_COLUMNS = ("island", "host", "phase", "life", "round", "lag", "steps", "tokens/s", "ranks", "starts")
-_ROUND_COLUMNS = ("round", "state", "attempts", "islands", "left out", "payload", "took")
+_LIFE = ISLAND_COLUMNS.index("life")
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
 _STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 
@@ -33,107 +33,27 @@ def _overview(status: RunStatus) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _figures(status):
+    for name, value in figures(status):
         table.add_row(name, _plain(value))
     return table
 
 
-def _figures(status: RunStatus) -> list[tuple[str, str]]:
-    host = f" ({status.begun_on})" if status.begun_on else ""
-    stored = status.stored
-    return [
-        ("run", f"{status.run[:12]} at {status.url}, begun by island {status.begun_by}{host}"),
-        ("rounds", _progress(status)),
-        (
-            "key",
-            "yes: what islands write is authenticated"
-            if status.has_key
-            else "none: whoever can write to the store is believed",
-        ),
-        ("snapshot", _snapshot(status)),
-        (
-            "in the store",
-            f"{text.size(stored.payloads)} pseudo-gradients, {text.size(stored.snapshots)} snapshots, "
-            f"{text.size(stored.records)} records",
-        ),
-    ]
-
-
-def _progress(status: RunStatus) -> str:
-    of_all = f" of {status.num_rounds:,}" if status.num_rounds is not None else ""
-    progress = f"{status.round:,}{of_all} committed"
-    if status.is_over:
-        return f"{progress}: the run is over"
-    if status.seconds_per_round is None:
-        return progress
-    progress += f", {text.seconds(round(status.seconds_per_round, 2))} each"
-    if status.num_rounds is None or status.num_rounds <= status.round:
-        return progress
-    return f"{progress}, {text.seconds((status.num_rounds - status.round) * status.seconds_per_round)} to go"
-
-
-def _snapshot(status: RunStatus) -> str:
-    snapshot = status.snapshot
-    if snapshot is None:
-        return "none that is whole"
-    by = f" by island {snapshot.island}" if snapshot.island is not None else ""
-    return f"round {snapshot.round:,}{by}, {text.size(snapshot.num_bytes)}"
-
-
 def _island_table(status: RunStatus) -> Table:
-    table = _table(_ISLAND_COLUMNS)
-    sync_every = status.settings.get("sync_every")
-    for island in status.islands:
-        steps = text.count(island.steps)
-        table.add_row(
-            str(island.island),
-            _plain(island.host or text.MISSING),
-            island.phase or text.MISSING,
-            _sign_of_life(island),
-            text.count(island.round),
-            text.count(island.lag),
-            f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
-            text.count(island.tokens_per_second or None),
-            text.count(island.num_ranks),
-            str(island.claim),
-        )
-    return table
-
-
-def _sign_of_life(island: IslandStatus) -> Text:
     from rich.text import Text
 
-    words = {"ended": text.MISSING, "unknown": "unknown yet"}
-    shown = words.get(island.presence, island.presence)
-    if island.presence == "silent":
-        shown = f"silent {text.seconds(round(island.seconds_silent))}"
-    return Text(shown, style=_STYLES[island.presence])
+    table = _table(ISLAND_COLUMNS)
+    for island in status.islands:
+        cells = [_plain(cell) for cell in island_row(status, island)]
+        cells[_LIFE] = Text(cells[_LIFE].plain, style=_STYLES[island.presence])
+        table.add_row(*cells)
+    return table
 
 
 def _round_table(status: RunStatus) -> Table:
-    table = _table(_ROUND_COLUMNS)
+    table = _table(ROUND_COLUMNS)
     for entry in status.rounds:
-        table.add_row(
-            text.count(entry.round),
-            _state(entry),
-            str(entry.attempts),
-            text.numbers(entry.participants or entry.offered) or text.MISSING,
-            _plain("; ".join(_left_out(entry)) or text.MISSING),
-            "direct" if entry.payload_bytes is None else text.size(entry.payload_bytes),
-            text.seconds(None if entry.seconds is None else round(entry.seconds, 2)),
-        )
+        table.add_row(*map(_plain, round_row(entry)))
     return table
-
-
-def _state(entry: RoundStatus) -> str:
-    if entry.state == "gathering":
-        return f"{len(entry.offered)} {text.plural('offer', len(entry.offered))} so far"
-    return entry.state
-
-
-def _left_out(entry: RoundStatus) -> list[str]:
-    tried_again = [f"tried again: {reason}" for reason in entry.aborted]
-    return [f"{island}: {reason}" for island, reason in entry.left_out.items()] + tried_again
 
 
 def _table(columns: tuple[str, ...]) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import time
 from datetime import timedelta
@@ -13,7 +12,6 @@ from typing import Protocol
 from torch.distributed import TCPStore
 
 from hf_diloco.errors import RendezvousError
-from hf_diloco.store.signing import ENV_KEY
 from hf_diloco.utils.addresses import check_specific, is_loopback, is_public
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.listening import Door, keep_door
@@ -100,17 +98,6 @@ def find_address(config: Place) -> str:
     return address
 
 
-def warn_unprotected(address: str) -> None:
-    """Says what the run's key does not do over tcp://, and what follows; see `warn_if_exposed`."""
-    if os.environ.get(ENV_KEY):
-        logger.warning(
-            "%s is set, but protects nothing over tcp://: it authenticates what lies in an object store, and "
-            "connections between islands that meet in one",
-            ENV_KEY,
-        )
-    warn_if_exposed(address)
-
-
 def warn_if_exposed(address: str) -> None:
     """Names the risk of talking without authentication at an address that other machines reach."""
     try:
@@ -120,7 +107,8 @@ def warn_if_exposed(address: str) -> None:
     if not is_loopback(numeric):
         logger.warning(
             "what goes over %s is neither encrypted nor authenticated: who reaches its ports can read the weights, "
-            "change them, or end the run. Keep strangers out by a firewall or a VPN (docs/security.md has a recipe)",
+            "change them, or end the run. Give all one key (key_file or HF_DILOCO_KEY), and keep strangers out by a "
+            "firewall or a VPN (docs/security.md has a recipe)",
             address,
         )
 
@@ -138,8 +126,9 @@ def refuse_public(address: str, port: int, config: Place) -> None:
     if not config.allow_public_address and is_public(numeric):
         raise RendezvousError(
             f"{address} ({numeric}) is a public address, and traffic between islands is neither encrypted nor "
-            "authenticated: join the machines by a VPN and use its addresses (docs/security.md has a recipe), or meet "
-            "in an object store. Where a firewall lets nobody else in, set allow_public_address: true"
+            "authenticated without a key; with one, strangers who reach a port can still end a process: join the "
+            "machines by a VPN and use its addresses (docs/security.md has a recipe), or meet in an object store. "
+            "Where a firewall lets nobody else in, set allow_public_address: true"
         )
 
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hf_diloco.errors import ConfigError, ForgedError
-
-logger = logging.getLogger(__name__)
 
 ENV_KEY = "HF_DILOCO_KEY"
 MIN_KEY_BYTES = 16
@@ -122,13 +119,38 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+class KeySettings(Protocol):
+    """The settings that say where the run's key is; see `DiLoCoConfig`."""
+
+    @property
+    def key_file(self) -> Path | None:
+        """See `load_key`."""
+
+    @property
+    def require_key(self) -> bool:
+        """Whether there must be one."""
+
+
+def find_key(config: KeySettings) -> bytes:
+    """The run's key; empty if there is none.
+
+    Raises:
+        ConfigError: as `load_key`; or there is none, and `require_key` wants one.
+    """
+    key = load_key(config.key_file)
+    if config.require_key and not key:
+        raise ConfigError(
+            f"require_key=true, and there is no key: make one by {_MAKE_KEY}, and give it to all as key_file or "
+            f"{ENV_KEY}; or leave require_key out"
+        )
+    return key
+
+
 def load_key(key_file: Path | None) -> bytes:
     """Returns the run's key: the first line of `key_file`, else HF_DILOCO_KEY, else none (empty).
 
-    A key file that others on this machine can read is warned about.
-
     Raises:
-        ConfigError: the file cannot be read, or the key is too short.
+        ConfigError: the file cannot be read, or others on this machine can read it, or the key is too short.
     """
     if key_file is not None:
         return _checked(_read_key(key_file), f"key_file={key_file}")
@@ -146,7 +168,7 @@ def _read_key(path: Path) -> bytes:
             f"key_file={path}: {error.strerror}. Put the run's key there ({_MAKE_KEY}), the same on all islands"
         ) from None
     if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("key_file=%s can be read by other users of this machine: chmod 600 it", path)
+        raise ConfigError(f"key_file={path}: other users of this machine can read it: chmod 600 it")
     key = lines[0].strip() if lines else b""
     if len(key) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"key_file={path}: the first line has more than {MAX_KEY_FILE_BYTES} bytes; is it a key?")
@@ -162,4 +184,4 @@ def _checked(key: bytes, origin: str) -> bytes:
     return key
 
 
-__all__ = ["ENV_KEY", "MAX_RECORD_BYTES", "Seal", "load_key"]
+__all__ = ["ENV_KEY", "MAX_RECORD_BYTES", "Seal", "find_key", "load_key"]

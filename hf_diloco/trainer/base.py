@@ -11,6 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.saving import Saving
 from hf_diloco.trainer.stop import StopFlag
@@ -32,9 +34,13 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def __init__(self, stop_file: str | Path | None) -> None:
         self.stopped = False
         self.moved_at_end = False
+        folder = launchers_folder()
+        if stop_file is None and folder is not None:
+            stop_file = folder / STOP_FILE
         self._stop = StopFlag(Path(stop_file) if stop_file else None)
         self._saving: Saving | None = None
         self._record: R | None = None
+        self._sync_every = 0  # steps between rounds, if there are any
 
     def stop(self) -> None:
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
@@ -65,6 +71,22 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._saving.end()
         self._saving = Saving(args, ranks, find_whole, trainer, find_needed)
+        if trainer is not None:
+            self._tell_launcher(args, trainer)
+
+    def _tell_launcher(self, args: TrainingArguments, trainer: Trainer) -> None:
+        """Has the launcher of a user's own script see how far training is."""
+        folder, handler = launchers_folder(), trainer.callback_handler
+        if folder is None or any(isinstance(one, RunFilesCallback) for one in handler.callbacks):
+            return
+        progress = Progress(folder, trainer.state.max_steps, unit="examples")
+        examples = examples_per_step(args)
+        # Trainers call what is added while they call others.
+        trainer.add_callback(RunFilesCallback(progress, self._num_rounds, self._sync_every, examples, in_script=True))
+
+    def _num_rounds(self) -> int:
+        """Synchronisations completed."""
+        return 0
 
     def _end(self) -> None:
         self._stop.uninstall()

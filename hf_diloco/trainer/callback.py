@@ -24,6 +24,7 @@ from hf_diloco.inner import Shards, open_shards, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds, step_of
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds import BaseSession, open_session
@@ -50,10 +51,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
         trainer = Trainer(model, args, train_dataset=ds, callbacks=[DiLoCoCallback(sync_every=500)])
 
-    Works with plain PyTorch, DDP and DeepSpeed ZeRO-0/1/2/3 inside the island. Between synchronisations the Trainer
-    is untouched. The outer state is saved with every checkpoint of the Trainer and restored when training resumes.
-    When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the step is finished, a
-    checkpoint is written, and training ends; a lost island then raises `IslandLostError` from `trainer.train()`.
+    Works with plain PyTorch, DDP, DeepSpeed ZeRO-0/1/2/3 and FSDP2 inside the island. Between synchronisations the
+    Trainer is untouched. The outer state is saved with every checkpoint of the Trainer and restored when training
+    resumes. When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the step is finished,
+    a checkpoint is written, and training ends; a lost island then raises `IslandLostError` from `trainer.train()`.
 
     Args:
         config: the outer loop's settings; or give them by name.
@@ -90,6 +91,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self.config = choose_config(DiLoCoConfig, config, settings, "DiLoCoCallback(sync_every=500)")
         RunCallback.__init__(self, stop_file)
         HasOuterWeights.__init__(self)
+        self._sync_every = self.config.sync_every
         self._facts: Facts = facts_given(fingerprint)
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._failure: DiLoCoError | None = None
@@ -210,7 +212,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
-        self._outer.save(checkpoint, state.global_step, position)
+        save_state(self._outer, checkpoint, state.global_step, position)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -272,6 +274,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _note(self, report: SyncReport) -> None:
         self._unnoted.append(report)
+
+    def _num_rounds(self) -> int:
+        return self.round
 
     @property
     def _outer(self) -> OuterState:

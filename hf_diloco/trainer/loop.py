@@ -17,6 +17,7 @@ from hf_diloco.inner import open_shards, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds import open_session
 from hf_diloco.rounds.measure import SyncReport
@@ -179,7 +180,9 @@ class OuterLoop(HasOuterWeights):
         """
         for report in self._need_session().settle():
             self._note(report)
-        self._need_session().outer.save(Path(folder), self._global_step, {"steps": self._global_step}, is_last=False)
+        save_state(
+            self._need_session().outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False
+        )
 
     def _advance(self, is_last: bool = False) -> SyncReport | None:
         reports = self._need_session().advance(is_last)
@@ -230,9 +233,10 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 def _settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
     """What `REFUSALS` names of an Accelerator and of what it has prepared."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return {
         "optim": type(unwrap_optimizer(optimizer)).__name__,
-        "fsdp": getattr(accelerator.state, "fsdp_plugin", None),
+        "fsdp_config": {"version": plugin.fsdp_version} if plugin else None,
         "parallelism_config": accelerator.parallelism_config,
         "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,
     }

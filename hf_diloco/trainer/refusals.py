@@ -27,6 +27,11 @@ def _is_best(value: Any) -> bool:
     return str(getattr(value, "value", value)) == "best"
 
 
+def _is_fsdp1(value: Any) -> bool:
+    found = value if isinstance(value, Mapping) else {}
+    return str(found.get("version", found.get("fsdp_version", 2))) == "1"
+
+
 def is_schedule_free(optimizer: Any) -> bool:
     """Whether the name of an optimizer, in `optim` or of its class, is one of schedule-free training."""
     return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
@@ -98,9 +103,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "fsdp",
-        "FSDP is not supported yet; use DDP or DeepSpeed ZeRO inside the island",
-        where=("islands", "nodes", "loop", "onebit"),
+        "neighbours, 1-bit optimizers and Muon need whole tensors, which FSDP cuts; leave it out, for DDP",
+        where=("nodes", "onebit", "muon"),
         values="any",
+    ),
+    Refusal(
+        "fsdp_config",
+        "FSDP1 flattens parameters in a way that this package does not read; set version to 2",
+        where=("islands", "loop"),
+        applies=_is_fsdp1,
+        values="version 1",
     ),
     Refusal(
         "parallelism_config",

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerState, TrainingArguments
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import Trainer, TrainerState, TrainingArguments, trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.errors import CheckpointError
@@ -201,6 +202,8 @@ def _writing_steps(trainer: Trainer) -> list[tuple[Any, str]]:
     if engine is not None:
         writer = engine.checkpoint_engine
         steps += [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+    if trainer.is_fsdp_enabled:
+        steps += [(trainer_module, "save_fsdp_model"), (trainer_module, "save_fsdp_optimizer")]
     return steps
 
 
@@ -214,11 +217,14 @@ def _save_engine(engine: Any, failures: list[str], folder: str, **kwargs: Any) -
 def _noting(call: Callable[..., Any], failures: list[str], *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
+    except CheckpointException as error:  # by which every rank is told what others met in a sharded checkpoint
+        for met, _ in error.failures.values():
+            _note(met, failures)
     except Exception as error:
         _note(error, failures)
 
 
-def _note(error: Exception, failures: list[str]) -> None:
+def _note(error: BaseException, failures: list[str]) -> None:
     if not is_write_failure(error):
         raise error
     failures.append(reason_of(error))

@@ -8,7 +8,7 @@ import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.transport.base import BLOCK_VALUES, Traffic, averaged_by_all
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.transfers import Transfers
 
 CHUNK_VALUES = 1 << 20
 """Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""

@@ -7,29 +7,33 @@ then whether the connection of the transfer that takes so long still stands.
 
 A TCP connection sends no more in a round trip than its buffers hold, and one that loses a packet slows down by itself.
 Where links are long, several connections between two islands, each a group of its own, carry more than one.
+
+With a key both ends of each connection prove that they hold it, and all that goes over it is sealed: see `sealing`.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import re
-import threading
+import itertools
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from queue import Empty
 
 import torch
 import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.sealing import Channel, LinkKey
+from hf_diloco.store.sealed_store import SealedStore
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.handshake import End, agree
 from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.sealing import Sealer
+from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
 from hf_diloco.utils.listening import GlooListener
 
 PROBE_SECONDS = 0.5
@@ -42,74 +46,8 @@ they would be so large that a rate limit lets through one burst after the other.
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
 
-
-class Work(NamedTuple):
-    """One send or receive under way, and over which of the connections to its peer."""
-
-    handle: Any
-    peer: int
-    connection: int
-
-
-class _Check(NamedTuple):
-    received: torch.Tensor
-    checksum: torch.Tensor
-    peer: int
-
-
-class Transfers:
-    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
-
-    Attributes:
-        damaged: peers of whom something has come that does not have its checksum. It was replaced by zeros, which
-            every codec can decode.
-    """
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-        self.damaged: set[int] = set()
-        self._checks: list[_Check] = []
-        self._traffic = Traffic()
-
-    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
-        self.works.append(work)
-        self._traffic += Traffic(sent, received)
-
-    def expect(self, received: torch.Tensor, checksum: torch.Tensor, peer: int) -> None:
-        """Has `check` compare what was received with a checksum that comes behind it."""
-        self._checks.append(_Check(received, checksum, peer))
-
-    def check(self) -> None:
-        """Looks at what has come, once it has; see `damaged`."""
-        for received, checksum, peer in self._checks:
-            if _checksum(received) != int(checksum):
-                received.zero_()
-                self.damaged.add(peer)
-        self._checks.clear()
-
-    def drop(self) -> None:
-        """Lets go of all that are under way: they hold the group, and the group its sockets."""
-        self.works.clear()
-        self._checks.clear()
-
-    def take_traffic(self) -> Traffic:
-        """What was moved since the last call."""
-        traffic, self._traffic = self._traffic, Traffic()
-        return traffic
-
-
-class Deadline:
-    """One limit for a whole exchange: Gloo's own timeouts are per step, and a trickle could go on for ever."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def remaining(self) -> timedelta:
-        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
+HANDSHAKE_TAG = 1 << 29
+"""Of the messages that go before all transfers; those are fewer."""
 
 
 class Connections:
@@ -124,9 +62,12 @@ class Connections:
         timeout: seconds that connecting may take.
         num_connections: between any two of them, the same on all.
         rate_limit: for all that is sent; default: none.
+        key: what the others must hold too, and all is sealed with; default: nobody proves anything, and tensors go
+            as they are.
 
     Raises:
         IslandLostError: the others did not connect in time.
+        ForgedError: one of them does not hold the key.
 
     Attributes:
         groups: one a connection; none once this end is closed.
@@ -142,6 +83,7 @@ class Connections:
         timeout: float,
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
+        key: LinkKey | None = None,
     ) -> None:
         self.num_connections = num_connections
         self._rate_limit = rate_limit or RateLimit()
@@ -149,31 +91,75 @@ class Connections:
         self.groups: list[ProcessGroupGloo] = []
         if self._peers:
             self.groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
-        self._waiter = _Waiter()
+        self._waiter = Waiter()
+        self._sealer: Sealer | None = None
+        if key and self._peers:
+            self._sealer = self._prove(key, name, island, timeout)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether there is a key."""
+        return self._sealer is not None
+
+    def channel(self, peer: int, tag: int) -> Channel | None:
+        """What seals a small message to a peer, or opens one of its own; None without a key."""
+        return self._sealer.channel(End(peer, tag % self.num_connections)) if self._sealer else None
 
     def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        transfers: Transfers,
+        with_checksum: bool = False,
+        as_it_is: bool = False,
     ) -> None:
         """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
-        waited for. A checksum goes behind it, over the same connection, if the other end expects one."""
+        waited for.
+
+        With a key it is sealed, for its place among what is sent with this tag: a tag is used with one `Transfers`
+        only at each end, and never again. Without one a checksum goes behind it, if the other end expects one.
+
+        Args:
+            tensor: 1-D, in host memory.
+            peer: to whom.
+            tag: tells transfers apart; the same at both ends.
+            transfers: counts it.
+            with_checksum: whether a checksum goes behind it, where there is no key; the same at both ends.
+            as_it_is: the caller seals; the same at both ends.
+        """
         for connection, part in self.spread(tensor, tag):
-            self._rate_limit.take(part.nbytes)
-            transfers.add(self._start("send", part, peer, tag, connection), sent=part.nbytes)
-        if with_checksum and tensor.numel():
+            sealer = None if as_it_is else self._sealer
+            num_bytes = part.nbytes
+            for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
+                self._rate_limit.take(wire.nbytes)
+                transfers.add(self._start("send", wire, peer, tag, connection), sent=num_bytes)
+                num_bytes = 0
+        if with_checksum and not self._sealer and tensor.numel():
             checksum = torch.tensor([_checksum(tensor)])  # made while the first part is on its way
             transfers.add(self._start("send", checksum, peer, tag, tag % self.num_connections))
 
     def receive(
-        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        transfers: Transfers,
+        with_checksum: bool = False,
+        as_it_is: bool = False,
     ) -> None:
-        """Starts receiving; the tensor is whole once the transfer has been waited for, and, with a checksum, either
-        what was sent or 0 and `peer` in `Transfers.damaged`."""
+        """Starts receiving; see `send`. The tensor is whole once the transfer has been waited for; with a key or a
+        checksum it is then what was sent, or 0 and `peer` is in `Transfers.damaged`."""
         for connection, part in self.spread(tensor, tag):
-            transfers.add(self._start("recv", part, peer, tag, connection), received=part.nbytes)
-        if with_checksum and tensor.numel():
+            sealer = None if as_it_is else self._sealer
+            num_bytes = part.nbytes
+            for wire in sealer.expect(part, End(peer, connection), tag, transfers) if sealer else (part,):
+                transfers.add(self._start("recv", wire, peer, tag, connection), received=num_bytes)
+                num_bytes = 0
+        if with_checksum and not self._sealer and tensor.numel():
             checksum = torch.empty(1, dtype=torch.int64)
             transfers.add(self._start("recv", checksum, peer, tag, tag % self.num_connections))
-            transfers.expect(tensor, checksum, peer)
+            transfers.expect(tensor, lambda: _checksum(tensor) == int(checksum), peer)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """Blocks until all are done; returns what they moved.
@@ -218,6 +204,30 @@ class Connections:
             num_parts = max(fewest, min(self.num_connections, most))
             for number, part in enumerate(tensor.tensor_split(num_parts)):
                 yield (tag + number) % self.num_connections, part
+
+    def _prove(self, key: LinkKey, name: str, island: int, timeout: float) -> Sealer:
+        """Agrees on session keys over each connection; closes all if a peer does not hold the key."""
+        ends = [End(peer, connection) for peer in self._peers for connection in range(self.num_connections)]
+        deadline, tags = Deadline(timeout), itertools.count(HANDSHAKE_TAG)
+        try:
+            return Sealer(agree(key, name, island, ends, lambda said: self._swap(said, next(tags), deadline)))
+        except DiLoCoError:
+            self.close()
+            raise
+
+    def _swap(self, said: Mapping[End, bytes], tag: int, deadline: Deadline) -> dict[End, bytes]:
+        """Sends a message over each connection; returns those of equal length that come."""
+        transfers = Transfers()
+        heard = {end: torch.empty(len(message), dtype=torch.uint8) for end, message in said.items()}
+        for end, message in said.items():
+            transfers.add(self._start("recv", heard[end], end.peer, tag, end.connection))
+            sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            transfers.add(self._start("send", sent, end.peer, tag, end.connection))
+        try:
+            self.wait(transfers, deadline)
+        finally:
+            transfers.drop()
+        return {end: bytes(message.numpy()) for end, message in heard.items()}
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
         if not self.groups:
@@ -278,65 +288,6 @@ def _checksum(tensor: torch.Tensor) -> int:
     return digest - (digest >> 63 << 64)
 
 
-class _Waiter:
-    """A thread that blocks on transfers, so that nobody else must."""
-
-    def __init__(self) -> None:
-        self._requests: SimpleQueue[tuple[list[Work], Deadline] | None] = SimpleQueue()
-        self._results: SimpleQueue[IslandLostError | None] = SimpleQueue()
-        self._progress = _Progress()
-        self.is_busy = False
-        thread = threading.Thread(
-            target=_wait_for_all,
-            args=(self._requests, self._results, self._progress),
-            name="hf-diloco-transfers",
-            daemon=True,  # a transfer that Gloo does not wake must not keep the process
-        )
-        thread.start()
-        self.end = weakref.finalize(self, self._requests.put, None)
-
-    @property
-    def position(self) -> int:
-        """The number of the transfer that is waited for."""
-        return self._progress.position
-
-    def start(self, works: list[Work], deadline: Deadline) -> None:
-        self.is_busy = True
-        self._progress.position = 0
-        self._requests.put((works, deadline))
-
-    def result(self, timeout: float) -> IslandLostError | None:
-        """None once all are done, or the error of the first that failed; raises `Empty` while neither is known."""
-        result = self._results.get(timeout=timeout)
-        self.is_busy = False
-        return result
-
-
-class _Progress:
-    position = 0
-
-
-def _wait_for_all(
-    requests: SimpleQueue[tuple[list[Work], Deadline] | None],
-    results: SimpleQueue[IslandLostError | None],
-    progress: _Progress,
-) -> None:
-    while (request := requests.get()) is not None:
-        error = _first_failure(*request, progress)
-        del request  # or it would keep the works, and through them the sockets, until the next
-        results.put(error)
-
-
-def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> IslandLostError | None:
-    for work in works:
-        try:
-            work.handle.wait(deadline.remaining())
-        except RuntimeError as error:
-            return lost(work.peer, reason(error))
-        progress.position += 1
-    return None
-
-
 @functools.cache
 def _outlive_threads() -> None:
     """Gloo's threads may still want the interpreter while it shuts down, which aborts the process."""
@@ -361,6 +312,8 @@ def _connect_all(
 
 def _clone(store: Store, timeout: float) -> Store:
     """For a thread of its own: who waits for a key of a TCP store keeps others from using the same client."""
+    if isinstance(store, SealedStore):
+        return store.clone(timeout)
     if isinstance(store, TCPStore):
         return TCPStore(store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     return store
@@ -381,18 +334,3 @@ def _connect(store: Store, name: str, island: int, num_islands: int, address: st
             "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
             f"{reason(error)}"
         ) from None
-
-
-def lost(peer: int, reason: str) -> IslandLostError:
-    """The error for a peer that is gone or late."""
-    return IslandLostError(
-        f"island {peer} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
-        "exchange_timeout; else start all islands again: the run resumes from the newest round that all hold",
-        [peer],
-    )
-
-
-def reason(error: Exception) -> str:
-    """What Gloo says, without the place in its source and its general advice."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")

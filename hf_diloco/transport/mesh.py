@@ -3,8 +3,8 @@
 Two islands send each other their chunks and both average. More than two cut each chunk into one piece an island:
 every piece goes to its owner, which averages in fp32, encodes the average and sends it to all, so that an island sends
 and receives 2 (n-1)/n of its payload, as a ring all-reduce would. Where averages cannot be encoded again (codecs that
-need error feedback, and are small), all send theirs to all. Behind each piece goes its checksum. Several chunks are in
-flight at once: one transfer hides the round trip and the arithmetic of another.
+need error feedback, and are small), all send theirs to all. Behind each piece goes its checksum; with a key each is
+sealed instead. Several chunks are in flight at once: one transfer hides the round trip and the arithmetic of another.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
-from hf_diloco.errors import DamagedTransferError, DiLoCoError, ExchangeError, IslandLostError
-from hf_diloco.transport import handshake
+from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import (
     Exchange,
     Observer,
@@ -35,10 +35,11 @@ from hf_diloco.transport.chunks import (
     length,
     num_chunks_in_flight,
 )
-from hf_diloco.transport.connections import Connections, Deadline, Transfers, lost
+from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.peer_failures import LossNotes
 from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.transfers import Deadline, Transfers, lost
 
 Watch = Callable[[], Callable[[], None]]
 
@@ -53,11 +54,12 @@ class MeshExchange(Exchange):
         num_islands: islands in the run.
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each whole exchange, may take.
-        key: of the run; with one, the others prove that they hold it before anything is exchanged.
+        key: of the run; with one, the others prove that they hold it, and all that is exchanged is sealed.
         notes: where islands note whom they lost; default: notes of the lane's own.
         num_connections: between any two islands, the same on all.
         rate_limit: for all that this process sends; lanes may share one. Default: none.
-        with_checksums: the same on all; without them, damage on the way is seen only when averages are compared.
+        with_checksums: where there is no key; the same on all. Without them, damage on the way is seen only when
+            averages are compared.
         watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
             is said of waits.
 
@@ -74,7 +76,7 @@ class MeshExchange(Exchange):
         num_islands: int,
         address: str,
         timeout: float,
-        key: bytes = b"",
+        key: LinkKey | None = None,
         notes: LossNotes | None = None,
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
@@ -94,10 +96,10 @@ class MeshExchange(Exchange):
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(store, name, island)
         self._rate_limit = rate_limit or RateLimit()
-        self.links = Connections(store, name, island, num_islands, address, timeout, num_connections, self._rate_limit)
+        self.links = Connections(
+            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit, key
+        )
         self._messages = Messages(self.links, self._peers)
-        if key and self._peers:
-            self._authenticate(name, key)
 
     def prepare(self, values: torch.Tensor, codec: Codec) -> None:
         size = chunk_values(values.numel(), codec)
@@ -198,13 +200,6 @@ class MeshExchange(Exchange):
             "one of them, or choose a payload of fewer bits"
         )
 
-    def _authenticate(self, name: str, key: bytes) -> None:
-        try:
-            self._tag = handshake.authenticate(self.links, name, self.island, self._peers, key, self._timeout)
-        except DiLoCoError:
-            self.close()
-            raise
-
     # One chunk's way: scatter, reduce, finish.
 
     def _expect(self, slot: int, values: torch.Tensor, codec: Codec) -> Chunk:
@@ -286,7 +281,7 @@ class MeshExchange(Exchange):
         """Raises `DamagedTransferError` if something came damaged: at the end, as the others wait for the rest."""
         if self._damaged:
             damaged, self._damaged = self._damaged, set()
-            raise DamagedTransferError(damaged)
+            raise DamagedTransferError(damaged, self.links.is_sealed)
 
     def _mean(self, chunk: Chunk, where: slice, weights: Sequence[float], codec: Codec) -> torch.Tensor:
         """Averages a block of the piece that this island owns; leaves its own values as they are."""

@@ -4,6 +4,7 @@ Everybody sends one message to all others at a time, and receives theirs. A mess
 `MAX_FRAME_BYTES`:
 
     checksum of the rest (xxh3_64, 8 bytes) | length of the message (4 bytes) | the message
+    length of what follows (4 bytes) | the message, sealed                    with a key
 
 The buffers for the next messages are handed to Gloo together with this one: a sender then need not ask first whether
 anybody receives, which would take a whole round trip. What does not come, or comes damaged, is simply not there: who
@@ -16,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -23,7 +25,9 @@ import torch
 import xxhash
 
 from hf_diloco.errors import ExchangeError
-from hf_diloco.transport.connections import Connections, Transfers, Work
+from hf_diloco.sealing import OVERHEAD, Channel
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.transfers import Transfers, Work
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30
@@ -72,16 +76,17 @@ class Messages:
         if not self._expected:
             self._expect()
         tag, expected, self._heard = self._tag, self._expected, {}
-        frame = _pack(message)
         for peer in self._peers:
+            frame = _pack(message, tag, self._links.channel(peer, tag))
             try:
-                self._links.send(frame, peer, tag, expected[peer].transfers)
+                self._links.send(frame, peer, tag, expected[peer].transfers, as_it_is=True)
             except ExchangeError:  # nor can it be received from
                 continue
         self._tag += 1
         self._expect()
         for peer, (received, transfers) in expected.items():
-            self._listener.hear(_Wanted(transfers.works, peer, received, self._heard, notify))
+            unpack = partial(_unpack, tag=tag, channel=self._links.channel(peer, tag))
+            self._listener.hear(_Wanted(transfers.works, peer, received, self._heard, notify, unpack))
         return True
 
     def heard(self) -> dict[int, bytes]:
@@ -105,7 +110,7 @@ class Messages:
             frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
             self._expected[peer] = _Expected(frame, transfers)
             try:
-                self._links.receive(frame, peer, self._tag, transfers)
+                self._links.receive(frame, peer, self._tag, transfers, as_it_is=True)
             except ExchangeError:
                 continue
 
@@ -118,6 +123,7 @@ class _Wanted(NamedTuple):
     frame: torch.Tensor
     heard: dict[int, bytes]
     notify: Callable[[], None]
+    unpack: Callable[[bytes], bytes | None]
 
 
 class _Listener:
@@ -159,21 +165,36 @@ def _hear(wanted: _Wanted) -> None:
             work.handle.wait(_FOREVER)
     except RuntimeError:  # the connection broke
         return
-    message = _unpack(bytes(wanted.frame.numpy()))
+    message = wanted.unpack(bytes(wanted.frame.numpy()))
     if message is not None:
         wanted.heard[wanted.peer] = message
 
 
-def _pack(message: bytes) -> torch.Tensor:
-    if len(message) > MAX_FRAME_BYTES - _HEADER_BYTES:
+def _pack(message: bytes, tag: int, channel: Channel | None) -> torch.Tensor:
+    if len(message) > MAX_FRAME_BYTES - (_LENGTH_BYTES + OVERHEAD if channel else _HEADER_BYTES):
         message = b""
+    if channel:
+        sealed = channel.seal(_place(tag), message)
+        return _tensor(len(sealed).to_bytes(_LENGTH_BYTES, "big") + sealed)
     body = len(message).to_bytes(_LENGTH_BYTES, "big") + message
-    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(body) + body), dtype=torch.uint8)
+    return _tensor(xxhash.xxh3_64_digest(body) + body)
 
 
-def _unpack(frame: bytes) -> bytes | None:
+def _unpack(frame: bytes, tag: int, channel: Channel | None) -> bytes | None:
     """The message; None if it is damaged."""
+    if channel:
+        length = int.from_bytes(frame[:_LENGTH_BYTES], "big")
+        return channel.open(_place(tag), frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
     length = int.from_bytes(frame[_CHECKSUM_BYTES:_HEADER_BYTES], "big")
     body = frame[_CHECKSUM_BYTES : _HEADER_BYTES + length]
     is_whole = len(frame) >= _HEADER_BYTES + length and frame[:_CHECKSUM_BYTES] == xxhash.xxh3_64_digest(body)
     return body[_LENGTH_BYTES:] if is_whole else None
+
+
+def _place(tag: int) -> tuple[int, int]:
+    """The only message with its tag."""
+    return tag, 0
+
+
+def _tensor(frame: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(frame), dtype=torch.uint8)

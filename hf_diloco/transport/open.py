@@ -9,7 +9,9 @@ from typing import Self
 from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.store.rendezvous import connect_store, warn_unprotected
+from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
+from hf_diloco.store.sealed_store import seal_store
+from hf_diloco.store.signing import find_key
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
@@ -73,16 +75,18 @@ class MeshTransport(Transport):
         num_ranks: of the island.
 
     Raises:
-        RendezvousError: the rendezvous cannot be opened or reached.
+        RendezvousError: the rendezvous cannot be opened or reached, or the run there has another key.
     """
 
     def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:
         self._config = config
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
-        self.store, self._address = connect_store(config, is_host=is_leader and config.island == 0, notes=self._notes)
-        if is_leader:
-            warn_unprotected(self._address)
+        key, is_host = find_key(config), is_leader and config.island == 0
+        store, self._address = connect_store(config, is_host, self._notes)
+        self.store, self._key = seal_store(store, key, config, is_host, f"island {config.island}")
+        if is_leader and not key:
+            warn_if_exposed(self._address)
 
     def open(self, lane: int) -> Exchange:
         config = self._config
@@ -96,6 +100,7 @@ class MeshTransport(Transport):
                 config.num_islands,
                 self._address,
                 config.exchange_timeout,
+                self._key,
                 num_connections=config.connections,
                 rate_limit=self._rate_limit,
                 watch=lambda: self._notes.watch(config.exchange_timeout, "exchange", others),

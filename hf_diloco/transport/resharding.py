@@ -16,6 +16,7 @@ from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.peer_failures import LossNotes
@@ -66,7 +67,7 @@ class SegmentedMesh:
         all_ranges: of all ranks of all islands that take part, in their order; checked.
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each exchange of a piece, may take.
-        key: of the run; empty: nobody is asked to prove anything.
+        key: see `MeshExchange`.
         num_connections: between any two owners, the same on all.
         rate_limit: for all that this rank sends; default: none.
         watch: see `MeshExchange`.
@@ -85,7 +86,7 @@ class SegmentedMesh:
         all_ranges: Sequence[Sequence[Range]],
         address: str,
         timeout: float,
-        key: bytes,
+        key: LinkKey | None,
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
         watch: Watch | None = None,
@@ -124,14 +125,16 @@ class SegmentedMesh:
             raise ExchangeError("these connections are closed")
         traffic = Traffic()
         damaged: set[int] = set()
+        is_sealed = False
         for piece, mesh in self._pieces:
             low = piece.start - self._own.start
             try:
                 traffic += mesh.average(values[low : low + piece.length], weights, codec, observe)
             except DamagedTransferError as error:  # the others wait for the pieces that are left
                 damaged.update(error.islands)
+                is_sealed = error.is_sealed
         if damaged:
-            raise DamagedTransferError(damaged)
+            raise DamagedTransferError(damaged, is_sealed)
         return traffic
 
     def close(self) -> None:

@@ -96,9 +96,12 @@ def printable(value: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What a misspelt name may have been meant to be, for the end of a clause; empty if it is like none."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """What a misspelt or shortened name may mean, for the end of a clause; empty if it is like none."""
+    candidates = list(known)
+    close = difflib.get_close_matches(name, candidates, n=1)
+    longer = [one for one in candidates if name in one.split("_")]  # delay, for fragment_sync_delay
+    meant = close or (longer if len(longer) == 1 else [])
+    return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 def _scaled(value: float, units: tuple[str, ...], space: str) -> str:

@@ -17,7 +17,9 @@ from hf_diloco.errors import RendezvousError
 from hf_diloco.utils.addresses import check_specific
 
 STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
-VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST:PORT/NAME or memory://NAME"
+VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or http://HOST:PORT/NAME"
+"""What users are told. Nobody but a test has a use for memory://NAME."""
+
 _SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
 OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 """Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
@@ -76,7 +78,7 @@ def split_tcp_url(url: str) -> tuple[str, int]:
     if parts and parts.scheme != "tcp":
         raise ValueError(
             f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
-            f"{', '.join(STORE_SCHEMES)}"
+            f"{', '.join(scheme for scheme in STORE_SCHEMES if scheme != 'memory')}"
         )
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")

@@ -18,8 +18,8 @@ IN_BRIEF = {
     (ranks, name)
     for ranks in (1, 2)
     for name in ("plain", "zero0 bf16 client", "zero1 bf16 json", "zero2 fp32 client", "zero3 bf16 lora")
-} | {(2, "zero3 fp32 muon")}
-"""One of each stage, in fp32 and bf16, of torch's optimizer and DeepSpeed's, and Muon. The others are slow tests."""
+} | {(2, "zero3 fp32 muon"), (2, "fsdp2 fp32"), (2, "fsdp2 bf16 empty shards")}
+"""One of each stage and FSDP2, in fp32 and bf16, of both optimizers, and Muon. The others are slow tests."""
 
 CELL_NAMES = [
     pytest.param(num_ranks, cell.name, marks=() if (num_ranks, cell.name) in IN_BRIEF else pytest.mark.slow)

@@ -17,6 +17,8 @@ LAYOUTS = [
     ("zero2 fp32 client", "zero2 fp32 client"),
     ("zero3 fp32 client", "zero3 fp32 client"),
     ("zero3 fp32 client", "plain"),
+    ("fsdp2 fp32", "fsdp2 fp32"),
+    ("fsdp2 fp32", "zero3 fp32 client"),
 ]
 """Of island 0 and of island 1, each of two ranks."""
 

@@ -10,10 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.processes import ROOT, run
+from tests.clocks import LONG
+from tests.processes import ROOT, Processes, find_free_port, run
+from tests.report_runs import write_run
 
 _ASSIGNMENT = re.compile(r"\w+=")
 
@@ -49,13 +52,44 @@ def _hf_diloco(words: list[str]) -> None:
     if words[0] == "rendezvous":  # it would go on for ever, if the page's address were this machine's
         assert "is no address of this machine" in run([*program, *words], expect=1).output
         return
+    if words[0] == "dashboard":
+        _dashboard([*program, *words])
+        return
+    if words[0] == "compare":
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (word for word in words if word.startswith("runs/")):
+                write_run(Path(folder, name))
+            run([*program, *words], cwd=Path(folder))
+        return
+    if words[0] == "init":
+        with tempfile.TemporaryDirectory() as folder:
+            run([*program, *words, "--folder", folder])
+        return
     if words[0] != "launch":
+        run([*program, *words])
+        return
+    if "--" in words:  # a script that stands for the reader's own
+        words = [*words[: words.index("--")], "--dry-run", "--", "python", "-c", "pass"]
         run([*program, *words])
         return
     completed = run([*program, *words, "--dry-run"], expect=None)
     # Tests have no network. Data of the Hub are tried last: with any other problem the line would begin with that.
     is_offline = re.search(r"^error: data: cannot read \S+: \w+: Couldn't reach", completed.output, re.MULTILINE)
     assert completed.returncode == (2 if is_offline else 0), completed.output
+
+
+def _dashboard(command: list[str]) -> None:
+    """Starts it, over a run of the name that is given; of a store there must at least be one."""
+    where = command[command.index("dashboard") + 1]
+    if "://" in where:
+        assert "there is no folder" in run(command, expect=1).output
+        return
+    with tempfile.TemporaryDirectory() as folder, Processes() as processes:
+        write_run(Path(folder, where))
+        program = processes.spawn([*command, "--listen", f"127.0.0.1:{find_free_port()}"], cwd=Path(folder))
+        program.wait_for("open http://", LONG)
+        program.interrupt()
+        program.wait(LONG)
 
 
 def _train_lm(words: list[str]) -> None:
@@ -113,12 +147,12 @@ def _pip(words: list[str]) -> None:
     assert words == ["install", "."]
 
 
-def _sbatch(words: list[str]) -> None:
-    script = next(index for index, word in enumerate(words) if word.endswith(".sh"))
-    options = words[:script]
-    assert options[::2] == ["--nodes", "--gpus-per-node"]
-    check_shell((ROOT / words[script]).read_text())
-    assert (ROOT / words[script + 1]).is_file()
+def _deployed(words: list[str]) -> None:
+    """A command of an engine, on a file of `hf-diloco init`; or on a secret."""
+    files = [word for word in words if word.startswith("deploy/")]
+    engines = {"islands.sbatch": "slurm", "compose.yaml": "compose", "job.yaml": "kubernetes"}
+    assert files or words[:2] == ["create", "secret"]
+    assert all(engines[Path(file).name] == Path(file).parent.name for file in files)
 
 
 def _two_clusters(words: list[str]) -> None:
@@ -148,8 +182,10 @@ _CHECKS: dict[str, Callable[[list[str]], None]] = {
     "hf-diloco": _hf_diloco,
     "make": _make,
     "pip": _pip,
+    "docker": _deployed,
+    "kubectl": _deployed,
     "python": _python,
-    "sbatch": _sbatch,
+    "sbatch": _deployed,
     str(Path("scripts/two_clusters.sh")): _two_clusters,
     "torchrun": _torchrun,
 }

@@ -15,7 +15,7 @@ from hf_diloco.apps.common.yaml_file import read_yaml
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.store.signing import ENV_KEY
-from tests.docs import run_file_tables
+from scripts.site import run_file_tables
 from tests.docs.pages import PAGES, Block, all_blocks, anchors, blocks, links
 from tests.processes import ROOT
 
@@ -101,13 +101,13 @@ RUN_FILE_PAGES = pytest.mark.parametrize("page", list(run_file_tables.PAGES), id
 
 @RUN_FILE_PAGES
 def test_run_file_tables_are_the_schema(page: Path) -> None:
-    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m tests.docs.run_file_tables"
+    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m scripts.site.run_file_tables"
 
 
 def test_the_table_of_what_is_refused_is_the_list() -> None:
     page = run_file_tables.TRAINER_PAGE
     assert run_file_tables.blocks_with_tables(page.read_text()) == [run_file_tables.NO_OUTER_LOOP]
-    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m tests.docs.run_file_tables"
+    assert page.read_text() == run_file_tables.with_tables(page), "run: python -m scripts.site.run_file_tables"
 
 
 @RUN_FILE_PAGES
@@ -201,7 +201,8 @@ def test_every_deepspeed_layout_is_listed() -> None:
 
 def test_environment_variables_are_listed() -> None:
     rows = set(re.findall(r"^\| `(HF_DILOCO_\w+)` \|", (DOCS / "launching.md").read_text(), re.MULTILINE))
-    assert rows == {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY, "HF_DILOCO_DEBUG"}
+    whole_run = {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY}
+    assert rows == {*whole_run, config.ENV_FOLDER, "HF_DILOCO_DEBUG"}
 
 
 def test_defaults_in_prose_are_the_codes() -> None:

@@ -138,6 +138,14 @@ def largest_difference(first: Path, second: Path) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
+def relative_difference(first: Path, second: Path) -> float:
+    """The length of the difference between two runs' final weights, as a part of their own length."""
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    difference = sum(float((a[name].double() - b[name].double()).square().sum()) for name in a)
+    return float((difference / sum(float(one.double().square().sum()) for one in a.values())) ** 0.5)
+
+
 def assert_identical(first: Path, second: Path) -> None:
     """Final weights and all training losses of island 0 are equal bit for bit."""
     a, b = weights(first), weights(second)

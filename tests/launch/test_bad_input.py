@@ -102,6 +102,7 @@ def test_wrong_for_the_island(runs: Runs, override: str) -> None:
 @pytest.mark.parametrize("where", ["file", "variable"])
 def test_a_key_that_is_too_short(runs: Runs, tmp_path: Path, where: str) -> None:
     key = tmp_path / "run.key"
+    key.touch(mode=0o600)
     key.write_text("swordfish\n")
     overrides = ["diloco.rendezvous=file:///no/such", *([f"diloco.key_file={key}"] if where == "file" else [])]
     command: list[str | Path] = [*LAUNCH, runs.write("wrong", {}), *overrides]

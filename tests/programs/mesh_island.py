@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport import chunks, mesh
 from hf_diloco.transport.rate import RateLimit
 
@@ -36,7 +37,7 @@ def main() -> None:
         num_islands,
         "127.0.0.1",
         settings["timeout"],
-        key=settings.get("key", "").encode(),
+        key=LinkKey.of_run(settings.get("key", "").encode(), "test", encrypt=True),
         num_connections=settings.get("num_connections", 1),
         rate_limit=RateLimit(settings.get("rate_limit")),
     )

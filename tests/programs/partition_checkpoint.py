@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds import FixedSession
 from tests.programs.shards_pieces import Cut, ListShards, make_shards
 
@@ -81,7 +82,7 @@ def save(island: IslandGroup, cut: Cut, folder: Path) -> torch.Tensor:
     for number in (1, 2):
         take_round(session, shards, number)
     session.outer.count_step(weight=3.0)
-    session.outer.save(folder, global_step=5, data={})
+    save_state(session.outer, folder, global_step=5, data={})
     shards.write(values(3))
     session.outer.count_step(weight=3.0)
     session.sync()
@@ -91,8 +92,8 @@ def save(island: IslandGroup, cut: Cut, folder: Path) -> torch.Tensor:
 def resume(island: IslandGroup, cut: Cut, folder: Path, expected: torch.Tensor) -> list[str]:
     session, shards = start(island, cut, values(9), folder)
     failed = []
-    if (session.outer.round, session.outer.steps, session.outer.weight) != (2, 1, 3.0):
-        failed.append(f"stands at {session.outer.round}, {session.outer.steps}, {session.outer.weight}")
+    if (session.outer.round, session.outer.steps, session.outer.current.weight) != (2, 1, 3.0):
+        failed.append(f"stands at {session.outer.round}, {session.outer.steps}, {session.outer.current.weight}")
     shards.write(values(3))
     session.outer.count_step(weight=3.0)
     session.sync()
@@ -151,11 +152,11 @@ def die_while_saving(folder: Path) -> None:
         assert island
         session, shards = start(island, "flat", values(0))
         take_round(session, shards, 1)
-        session.outer.save(folder / "checkpoint-2", global_step=2, data={})
+        save_state(session.outer, folder / "checkpoint-2", global_step=2, data={})
         take_round(session, shards, 2)
         if not island.is_leader:
             os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        session.outer.save(folder / "checkpoint-4", global_step=4, data={})
+        save_state(session.outer, folder / "checkpoint-4", global_step=4, data={})
 
 
 def main() -> None:

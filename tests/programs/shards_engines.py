@@ -1,4 +1,4 @@
-"""Tiny Llamas and the engines that train them: plain PyTorch, DDP, or DeepSpeed, as a `Cell` says."""
+"""Tiny Llamas and the engines that train them: plain PyTorch, DDP, FSDP2 or DeepSpeed, as a `Cell` says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.programs.shards_table import Cell
 
@@ -41,9 +45,10 @@ def make_model(cell: Cell, zero_config: dict[str, Any] | None = None) -> nn.Modu
         made_by = deepspeed.zero.Init(config_dict_or_path=zero_config)
     with made_by:
         model: nn.Module = LlamaForCausalLM(config)
-    if cell.adapt == "lora":
+    if cell.adapt.startswith("lora"):
         torch.manual_seed(2)
-        model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
+        rank = 1 if cell.adapt == "lora of rank 1" else 3
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
     if cell.adapt == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "layers.0.mlp" not in name and "norm" not in name
@@ -88,7 +93,12 @@ def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [(name, parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All of them, named as in the model as it was made."""
+    return [(name.replace("_checkpoint_wrapped_module.", ""), one) for name, one in model.named_parameters()]
 
 
 def autocast(cell: Cell) -> AbstractContextManager[Any]:
@@ -150,6 +160,42 @@ class PlainEngine(Engine):
             return self._model(input_ids=tokens).logits
 
 
+class Fsdp2Engine(PlainEngine):
+    """As Accelerate does it: a unit a block, one of what is used last, which stays whole after the forward pass."""
+
+    def __init__(self, cell: Cell, num_ranks: int) -> None:
+        self._cell = cell
+        self.module = self._model = model = make_model(cell)
+        options = dict(cell.fsdp or {})
+        if options.pop("offload", False):
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if options.pop("checkpointing", False):
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        if cell.numbers == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mesh"] = init_device_mesh("cpu", (num_ranks,))
+        for module in [one for one in model.modules() if isinstance(one, LlamaDecoderLayer)]:
+            fully_shard(module, **options)
+        inner = model.get_submodule("base_model.model") if cell.adapt.startswith("lora") else model
+        assert isinstance(inner, LlamaForCausalLM)
+        last: list[nn.Module] = [inner.model.norm, inner.model.embed_tokens, inner.lm_head]
+        fully_shard(last, **{**options, "reshard_after_forward": False})
+        fully_shard(model, **options)
+        self.optimizer = torch.optim.AdamW(split_groups(cell, trainable(model)), lr=LEARNING_RATE, **ADAM)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which parameters are gathered for the forward pass."""
+        return torch.float32 if self._cell.numbers == "fp32" else torch.bfloat16
+
+    def step(self, batches: list[torch.Tensor]) -> None:
+        self._model.train()
+        for tokens in batches:
+            (self._model(input_ids=tokens, labels=tokens).loss / len(batches)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 class DeepSpeedEngine(Engine):
     def __init__(self, cell: Cell, num_ranks: int) -> None:
         from accelerate.utils import DeepSpeedOptimizerWrapper
@@ -207,4 +253,6 @@ def deepspeed_config(cell: Cell, num_ranks: int) -> dict[str, Any]:
 
 
 def make_engine(cell: Cell, num_ranks: int) -> Engine:
+    if cell.fsdp is not None:
+        return Fsdp2Engine(cell, num_ranks)
     return PlainEngine(cell, num_ranks) if cell.stage is None else DeepSpeedEngine(cell, num_ranks)

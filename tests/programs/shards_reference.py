@@ -5,24 +5,31 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_diloco.inner import Shards
 from tests.programs.shards_engines import (
     ADAM,
     LEARNING_RATE,
     Engine,
+    Fsdp2Engine,
     autocast,
     groups_of_optimizer,
     make_model,
     muon,
+    named_parameters,
     trainable,
 )
 from tests.programs.shards_table import Cell
 
 
 def working_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """The parameters that the forward pass uses, whole, frozen ones too. Collective under ZeRO-3."""
-    parameters = dict(engine.module.named_parameters())
+    """The parameters that the forward pass uses, whole, frozen ones too. Collective under ZeRO-3 and FSDP2."""
+    parameters = dict(named_parameters(engine.module))
+    if isinstance(engine, Fsdp2Engine):
+        # What is unsharded at the moment is a copy, and no DTensor: the next forward pass uses it as it is.
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in parameters.items()}
+        return {name: one.detach().to(engine.dtype, copy=True) for name, one in whole.items()}
     if any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
         import deepspeed
 
@@ -52,7 +59,8 @@ class Reference:
         for name, buffer in engine.module.named_buffers():  # DeepSpeed leaves some of them in fp32
             self.model.get_buffer(name).data = buffer.clone()
         keep = self.dtype if cell.numbers == "bf16 parameters" else torch.float32
-        self._masters = {name: nn.Parameter(p.detach().to(keep).clone()) for name, p in trainable(self.model)}
+        given = make_model(cell) if cell.fsdp is not None else self.model  # DeepSpeed's begin from rounded weights
+        self._masters = {name: nn.Parameter(p.detach().to(keep).clone()) for name, p in trainable(given)}
         groups = groups_of_optimizer(cell, list(self._masters.items()))
         is_muon = cell.optimizer == "muon"
         self._optimizer = muon(groups) if is_muon else torch.optim.AdamW(groups, lr=LEARNING_RATE, **ADAM)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import time
 import warnings
@@ -19,13 +20,14 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import Shard, distribute_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.errors import UnsupportedError
@@ -62,6 +64,8 @@ def attempt(make: Callable[[], Made], island: IslandGroup) -> str:
             layout_of(open_shards(model, optimizer, island.size), island)
         except UnsupportedError as error:
             return f"refused: {error}"
+        finally:
+            os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
     return "opened" + "".join(f"; warned: {item.message}" for item in warned if "hf_diloco" in str(item.message))
 
 
@@ -143,10 +147,39 @@ def pipeline(stage: int) -> Made:
     return by_deepspeed(stage, model, train_batch_size=2)
 
 
-def fsdp2() -> Made:
+def fsdp2(**options: Any) -> Made:
     model = small_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, **{"mesh": init_device_mesh("cpu", (2,)), **options})
     return model, torch.optim.AdamW(model.parameters())
+
+
+def hsdp() -> Made:
+    return fsdp2(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def fsdp2_by_columns() -> Made:
+    return fsdp2(shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+
+
+def fsdp2_of_a_part() -> Made:
+    model = small_model()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fsdp2_after_the_optimizer() -> Made:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, optimizer
+
+
+def fsdp2_left_out() -> Made:
+    """What Accelerate hands on where FSDP was asked for, on CPU."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = small_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator.unwrap_model(model), optimizer
 
 
 def dtensors() -> Made:
@@ -205,6 +238,11 @@ CASES: dict[str, Callable[[], Made]] = {
     "not optimized zero2": lambda: not_optimized(2),
     "not optimized zero3": lambda: not_optimized(3),
     "fsdp2": fsdp2,
+    "hsdp": hsdp,
+    "fsdp2 by columns": fsdp2_by_columns,
+    "fsdp2 of a part": fsdp2_of_a_part,
+    "fsdp2 after the optimizer": fsdp2_after_the_optimizer,
+    "fsdp2 left out": fsdp2_left_out,
     "dtensors": dtensors,
     "fsdp1": lambda: fsdp1(use_orig_params=True),
     "fsdp1 flat": lambda: fsdp1(use_orig_params=False),

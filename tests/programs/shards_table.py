@@ -18,7 +18,7 @@ class Cell:
         numbers: fp32; bf16 with fp32 masters; `autocast` in bf16; or bf16 parameters without any fp32 master.
         optimizer: torch's AdamW handed to DeepSpeed, or the AdamW of DeepSpeed's JSON file; `fused` stands for
             DeepSpeed's own kernels, which decide how ZeRO-0 keeps its masters; or the Muon of its JSON file.
-        adapt: train LoRA adapters, or freeze some of the parameters, or train all of them.
+        adapt: train LoRA adapters, perhaps of one row or column each, or freeze some of the parameters, or train all.
         tied: the output layer shares the weights of the embedding.
         groups: two parameter groups, with and without weight decay, instead of one.
         accumulation: micro-batches an optimizer step.
@@ -26,13 +26,14 @@ class Cell:
         config: further keys of DeepSpeed's JSON.
         zero_init: the model is partitioned while it is made, as `from_pretrained` does under ZeRO-3.
         ranks: the numbers of ranks that it runs with.
+        fsdp: without DeepSpeed, by FSDP2: arguments of `fully_shard`, or "offload" or "checkpointing": true.
     """
 
     name: str
     stage: int | None = None
     numbers: Literal["fp32", "bf16", "autocast", "bf16 parameters"] = "fp32"
     optimizer: Literal["client", "json", "fused", "muon"] = "client"
-    adapt: Literal["all", "lora", "frozen"] = "all"
+    adapt: Literal["all", "lora", "lora of rank 1", "frozen"] = "all"
     tied: bool = True
     groups: bool = True
     accumulation: int = 1
@@ -40,12 +41,19 @@ class Cell:
     config: dict[str, Any] = field(default_factory=dict)
     zero_init: bool = False
     ranks: tuple[int, ...] = ALL_RANKS
+    fsdp: dict[str, Any] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the masters."""
+        return self.stage in (1, 2, 3) or self.fsdp is not None
 
 
 def _cells() -> Iterator[Cell]:
     yield Cell("plain", ranks=(1, 2, 3))
     yield Cell("plain autocast lora", numbers="autocast", adapt="lora", accumulation=2)
     yield Cell("plain bf16 parameters", numbers="bf16 parameters", adapt="frozen", tied=False)
+    yield from _fsdp2_cells()
     for stage in (0, 1, 2, 3):
         three = (1, 2, 3) if stage else ALL_RANKS
         yield Cell(f"zero{stage} fp32 client", stage, ranks=three)
@@ -96,6 +104,19 @@ def _cells() -> Iterator[Cell]:
     yield Cell("zero3 bf16 secondary", 3, "bf16", zero={"zero_hpz_partition_size": 2}, ranks=(2,))
     yield Cell("zero3 fp32 zero.Init", 3, zero_init=True)
     yield Cell("zero3 bf16 zero.Init lora", 3, "bf16", "json", adapt="lora", zero_init=True)
+
+
+def _fsdp2_cells() -> Iterator[Cell]:
+    yield Cell("fsdp2 fp32", fsdp={}, ranks=(1, 2, 3))
+    yield Cell("fsdp2 bf16", numbers="bf16", fsdp={}, accumulation=2, ranks=(1, 2, 3))
+    yield Cell("fsdp2 untied", fsdp={}, tied=False, groups=False, ranks=(2,))
+    yield Cell("fsdp2 lora", adapt="lora", fsdp={}, accumulation=2, ranks=(2,))
+    yield Cell("fsdp2 bf16 empty shards", numbers="bf16", adapt="lora of rank 1", fsdp={}, ranks=(2, 3))
+    yield Cell("fsdp2 frozen", adapt="frozen", fsdp={}, tied=False, ranks=(2, 3))
+    yield Cell("fsdp2 bf16 parameters", numbers="bf16 parameters", fsdp={}, tied=False, ranks=(2,))
+    yield Cell("fsdp2 bf16 offload", numbers="bf16", fsdp={"offload": True}, ranks=(2,))
+    yield Cell("fsdp2 checkpointing", fsdp={"checkpointing": True}, ranks=(2,))
+    yield Cell("fsdp2 kept after forward", fsdp={"reshard_after_forward": False}, ranks=(2,))
 
 
 CELLS = list(_cells())

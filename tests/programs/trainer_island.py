@@ -1,14 +1,16 @@
 """One rank of an island that trains a tiny Llama with the Trainer: settings come as JSON, the result goes to a file.
 
-Settings: output_dir, result, zero (null, 0..3), bf16, own_optimizer ("AdamW" of DeepSpeed), offload, lora, data_seed,
-per_device_batch, accumulation, max_steps, save_steps, schedule, resume (a folder, or "common"), fail_at, extra
-(TrainingArguments), diloco (null or DiLoCoConfig fields; island, num_islands and rendezvous: environment).
+Settings: output_dir, result, zero (null, 0..3), fsdp (null, or `fsdp_config`), full_disk_at (a step), bf16,
+own_optimizer ("AdamW" of DeepSpeed), offload, lora, data_seed, per_device_batch, accumulation, max_steps, save_steps,
+schedule, resume (a folder, or "common"), fail_at, extra (TrainingArguments), diloco (null or DiLoCoConfig fields;
+island, num_islands and rendezvous: environment).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,12 @@ def main() -> None:
             if state.global_step == settings.get("fail_at"):
                 os.kill(os.getpid(), 9)
 
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """The disk takes no file as long as those of a checkpoint, from one step to the next."""
+            is_full = state.global_step + 1 == settings.get("full_disk_at")
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000 if is_full else hard, hard))
+
     # TrainingArguments first: under DeepSpeed they decide how a model is made.
     args = TrainingArguments(
         output_dir=settings["output_dir"],
@@ -125,8 +133,13 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
         seed=7,
+        **({} if settings.get("fsdp") is None else {"fsdp": True, "fsdp_config": settings["fsdp"]}),
         **settings.get("extra", {}),
     )
+    if settings.get("fsdp") is not None:
+        from accelerate.utils import DistributedType
+
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate leaves FSDP out
     model = make_model(settings.get("lora", False), settings.get("tied", True), settings.get("model_seed", 1))
     callbacks: list[Any] = [Recorder()]
     if settings.get("diloco") is not None:
@@ -152,6 +165,10 @@ def main() -> None:
 
 def gather_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """The working copies, which the forward pass uses, of all trainable parameters."""
+    if trainer.is_fsdp_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        return {name: value for name, value in state.items() if name in trained}
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     if hasattr(next(iter(parameters.values())), "ds_id"):
         import deepspeed

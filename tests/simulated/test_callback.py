@@ -21,9 +21,11 @@ from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, Island
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.trainer import callback as callbacks
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import second_island
@@ -146,7 +148,7 @@ def test_the_model_ends_on_the_outer_parameters(tmp_path: Path) -> None:
     callback = DiLoCoCallback(sync_every=4)
     trainer = make_trainer(tmp_path, callback)
     trainer.train()
-    outer = callback._need_session().outer.method.parameters
+    outer = callback._need_session().outer.current.method.parameters
     assert torch.equal(torch.cat([one.flatten() for one in weights_of(trainer).values()]), outer)
 
 
@@ -162,7 +164,7 @@ def test_steps_that_were_in_no_round_are_brought_to_a_last_one(
 
     def miss_the_second(session: ElasticSession) -> Any:
         if session.outer.round == 1 and session.outer.steps == 2:
-            session.outer.due_at = 4
+            session.outer.current.due_at = 4
             raise MissedRoundError("round 2 is missed on purpose")
         return sync(session)
 
@@ -382,7 +384,7 @@ def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -
     first.num_rounds = 4
     first.join(open_shards(make_model(lora=False, tied=True, seed=1), None), tmp_path / "first")
     for _ in range(2):
-        first.outer.steps = 2
+        first.outer.current.steps = 2
         first.sync()
     first.leave(finished=False)
     newcomer = make_trainer(tmp_path / "second", DiLoCoCallback(DiLoCoConfig(island=1, **common)))
@@ -557,14 +559,13 @@ class KilledError(Exception):
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The process ends after the Trainer has written the checkpoint of `step`, before the outer state is beside it."""
-    save = OuterState.save
 
-    def maybe_save(self: OuterState, checkpoint: Path, global_step: int, data: Any) -> None:
+    def maybe_save(outer: OuterState, checkpoint: Path, global_step: int, data: Any) -> None:
         if global_step == step:
             raise KilledError
-        save(self, checkpoint, global_step, data)
+        save_state(outer, checkpoint, global_step, data)
 
-    monkeypatch.setattr(OuterState, "save", maybe_save)
+    monkeypatch.setattr(callbacks, "save_state", maybe_save)
 
 
 def complete_steps(folder: Path) -> list[int]:

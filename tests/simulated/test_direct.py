@@ -18,13 +18,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError
+from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
 from hf_diloco.transport import Traffic
-from hf_diloco.transport.connections import Connections, Deadline, Transfers
-from hf_diloco.transport.handshake import NUM_TAGS, authenticate
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
@@ -277,7 +276,9 @@ def ranks_of(islands: Sequence[Ranges]) -> list[Rank]:
 
 
 def connect(store: Store, rank: Rank, islands: Sequence[Ranges], key: bytes = b"") -> SegmentedMesh:
-    return SegmentedMesh(store, "00000001-00", rank.island, rank.own, islands, LOCALHOST, LONG, key)
+    return SegmentedMesh(
+        store, "00000001-00", rank.island, rank.own, islands, LOCALHOST, LONG, LinkKey(key) if key else None
+    )
 
 
 def make_values(number: int, island: int, size: int) -> torch.Tensor:
@@ -474,7 +475,7 @@ def test_a_run_key_keeps_others_out() -> None:
 def test_a_forged_note_of_loss_does_not_hide_the_loss(folder: Folder) -> None:
     def run(island: int) -> None:
         store = folder.store()
-        exchange = MeshExchange(store, "a", island, 2, LOCALHOST, LONG, KEY)
+        exchange = MeshExchange(store, "a", island, 2, LOCALHOST, LONG, LinkKey(KEY))
         if island == 1:
             folder.store(key=OTHER_KEY).set("lost/a/1", "0")
             exchange.close()
@@ -499,7 +500,7 @@ def in_mesh(keys: Sequence[bytes]) -> list[torch.Tensor | BaseException]:
     store = HashStore()
 
     def run(island: int) -> torch.Tensor:
-        exchange = MeshExchange(store, "0", island, len(keys), LOCALHOST, LONG, keys[island])
+        exchange = MeshExchange(store, "0", island, len(keys), LOCALHOST, LONG, LinkKey(keys[island]))
         values = torch.full((20,), float(island))
         exchange.average(values, [1] * len(keys), FP32)
         exchange.close()
@@ -543,137 +544,3 @@ def test_a_refusal_leaves_no_connection_open() -> None:
 def count_open() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
-
-
-def joined(num_ends: int, talk: Callable[[int, Connections], object], timeout: float = LONG) -> list[object]:
-    """What `talk` raises, or None, at each end of fresh connections, all of which stay open until all have ended."""
-    store = HashStore()
-    ended = threading.Barrier(num_ends)
-
-    def run(end: int) -> None:
-        links = Connections(store, "0", end, num_ends, LOCALHOST, timeout)
-        try:
-            talk(end, links)
-        finally:
-            ended.wait(LONG)
-            links.close()
-
-    return list(try_islands(num_ends, run))
-
-
-@pytest.mark.parametrize(
-    ("names", "keys", "is_good"),
-    [
-        (("1/0", "1/0"), (KEY, KEY), True),
-        (("1/0", "2/0"), (KEY, KEY), False),
-        (("1/0", "1/0"), (KEY, OTHER_KEY), False),
-        (("1/0", "1/0"), (KEY, b""), False),
-    ],
-    ids=["the same", "another name", "another key", "no key"],
-)
-def test_a_proof_holds_for_its_key_and_connection_alone(
-    names: tuple[str, str], keys: tuple[bytes, bytes], is_good: bool
-) -> None:
-    outcomes = joined(2, lambda end, links: authenticate(links, names[end], end, [1 - end], keys[end], timeout=LONG))
-    for outcome in outcomes:
-        if is_good:
-            assert outcome is None
-        else:
-            assert isinstance(outcome, ForgedError)
-
-
-def test_a_proof_for_another_number_is_refused() -> None:
-    """End 1 proves that it is 2."""
-    outcomes = joined(
-        2,
-        lambda end, links: authenticate(links, "0", 2 if end else 0, [1 - end], KEY, timeout=LONG),
-    )
-    assert [type(outcome) for outcome in outcomes] == [ForgedError] * 2
-
-
-def test_a_proof_sent_back_proves_nothing() -> None:
-    """End 1 has no key: it returns nonce and proof as they come."""
-
-    def talk(end: int, links: Connections) -> None:
-        if end == 0:
-            authenticate(links, "0", 0, [1], KEY, timeout=LONG)
-            return
-        for tag in range(1, NUM_TAGS + 1):
-            echo(links, tag)
-
-    honest, mirror = joined(2, talk)
-    assert isinstance(honest, ForgedError)
-    assert mirror is None
-
-
-def echo(links: Connections, tag: int) -> None:
-    heard = torch.empty(32, dtype=torch.uint8)
-    for act in (links.receive, links.send):
-        transfers = Transfers()
-        act(heard, 0, tag, transfers)
-        links.wait(transfers, Deadline(LONG))
-
-
-def test_a_proof_from_before_proves_nothing() -> None:
-    """End 1 repeats what it said when it held the key."""
-    said: dict[int, torch.Tensor] = {}
-
-    class Recorder(Connections):
-        def send(
-            self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = False
-        ) -> None:
-            said[tag] = tensor.clone()
-            super().send(tensor, peer, tag, transfers)
-
-    store = HashStore()
-
-    def run(end: int) -> None:
-        kind = Recorder if end else Connections
-        links = kind(store, "first", end, 2, LOCALHOST, LONG)
-        authenticate(links, "0", end, [1 - end], KEY, timeout=LONG)
-
-    run_islands(2, run)
-
-    def talk(end: int, links: Connections) -> None:
-        if end == 0:
-            authenticate(links, "0", 0, [1], KEY, timeout=LONG)
-            return
-        heard = torch.empty(32, dtype=torch.uint8)
-        for tag in range(1, NUM_TAGS + 1):
-            transfers = Transfers()
-            links.send(said[tag], 0, tag, transfers)
-            links.receive(heard, 0, tag, transfers)
-            links.wait(transfers, Deadline(LONG))
-
-    honest, _ = joined(2, talk)
-    assert isinstance(honest, ForgedError)
-
-
-def test_who_stays_silent_is_lost() -> None:
-    def talk(end: int, links: Connections) -> None:
-        if end != 1:
-            authenticate(links, "0", end, [peer for peer in range(3) if peer != end], KEY, timeout=0.5)
-
-    started = time.monotonic()
-    first, _, third = joined(3, talk)
-    for outcome in (first, third):
-        assert isinstance(outcome, IslandLostError)
-        assert outcome.islands == (1,)
-    assert time.monotonic() - started < AT_ONCE
-
-
-def test_who_leaves_before_proving_anything_is_lost_at_once() -> None:
-    store = HashStore()
-
-    def run(end: int) -> None:
-        links = Connections(store, "0", end, 2, LOCALHOST, LONG)
-        if end == 1:
-            links.close()
-            return
-        authenticate(links, "0", 0, [1], KEY, timeout=LONG)
-
-    started = time.monotonic()
-    outcome, _ = try_islands(2, run)
-    assert isinstance(outcome, IslandLostError)
-    assert outcome.islands == (1,)
-    assert time.monotonic() - started < AT_ONCE

@@ -30,11 +30,11 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
 from hf_diloco.membership.snapshot_records import Snapshot
-from hf_diloco.rounds import FixedSession, elastic
+from hf_diloco.rounds import FixedSession, joining
 from hf_diloco.rounds.elastic import ElasticSession
-from hf_diloco.rounds.rounds import Rounds
+from hf_diloco.rounds.elastic_rounds import ElasticRounds
+from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.rounds.wait_for_islands import await_islands
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
@@ -119,7 +119,7 @@ def test_a_run_of_codes_in_which_nothing_happens_is_the_mesh_bit_for_bit(
     for member, expected in zip(found, train_fixed(num_islands, 8, WIDE, **settings), strict=True):
         assert torch.equal(member.weights, expected)
         block_values = member.session.outer.codec.block_values
-        assert all(start % block_values == 0 for start, _ in member.session.outer.partition.intervals)
+        assert all(start % block_values == 0 for start, _ in member.session.outer.current.partition.intervals)
 
 
 @only("mesh")
@@ -189,7 +189,7 @@ def test_progress_of_an_island_that_missed_rounds_is_kept_on_top_of_the_others(t
     assert first.session.outer.round == 2
     late.sync()
     assert late.session.outer.round == 2  # caught up; the first one has just begun its inner steps, so it goes on
-    assert (late.session.outer.steps, late.session.outer.due_at) == (3, 5)
+    assert (late.session.outer.steps, late.session.outer.current.due_at) == (3, 5)
     assert torch.allclose(late.weights, start + moved + progress, atol=1e-6)
     before = late.weights
     late.step()
@@ -216,7 +216,7 @@ def test_an_offer_that_was_used_later_is_used_once(tmp_path: Path) -> None:
     second.train(2)  # finds the first one's offer, so there is a quorum
     assert second.reports[-1].participants == [0, 1]
     mean = second.weights - start
-    first.session.outer.due_at = 0
+    first.session.outer.current.due_at = 0
     report = first.session.sync()
     assert report.round == 1
     assert first.session.outer.steps == 1
@@ -231,7 +231,7 @@ def test_an_offer_that_was_used_and_is_gone_is_used_once(tmp_path: Path, steps_s
     first, late = run_islands(2, lambda island: meeting.island(island))
     late.step()
     late.step()
-    late.session.rounds.bequeath()
+    late.session.rounds.publish_and_leave()
     for _ in range(steps_since):
         late.step()
     progress = late.weights - first.weights
@@ -371,7 +371,7 @@ def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: 
 def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    islands[1].session.outer.method.parameters[3] += 1.0
+    islands[1].session.outer.current.method.parameters[3] += 1.0
     islands[1].session.outer.update_digest(islands[1].session.outer.current)
     outcomes = try_islands(3, lambda which: islands[which].train_to(2))
     assert isinstance(outcomes[1], DivergedError)
@@ -470,14 +470,14 @@ def test_who_comes_back_tries_again_while_a_round_is_not_decided(
     checkpoint = islands[1].save(tmp_path / "checkpoint")
     islands[1].die()
     islands[0].train(4)
-    carry_out, count = Rounds.carry_out, itertools.count()
+    follow, count = ElasticRounds.follow, itertools.count()
 
-    def undecided(self: Rounds, *args: Any) -> Any:
+    def undecided(self: ElasticRounds, *args: Any) -> Any:
         if next(count) < 2:
             raise IslandLostError("round 2 is not decided after 2 s")
-        return carry_out(self, *args)
+        return follow(self, *args)
 
-    monkeypatch.setattr(Rounds, "carry_out", undecided)
+    monkeypatch.setattr(ElasticRounds, "follow", undecided)
     again = meeting.island(1, checkpoint=checkpoint)
     assert again.hash == islands[0].hash
 
@@ -569,7 +569,7 @@ def test_islands_that_began_together_take_all_steps_of_the_first_round(
         if config.island == 1:
             assert has_stepped.wait(30)
 
-    monkeypatch.setattr(elastic, "await_islands", gather_late)
+    monkeypatch.setattr(joining, "await_islands", gather_late)
 
     def run(island: int) -> int:
         member = meeting.island(island)
@@ -634,9 +634,9 @@ def test_an_offer_that_was_used_later_leaves_what_the_codec_left_out(
     second.train(2)  # finds the first one's offer, so there is a quorum
     assert second.reports[-1].participants == [0, 1]
     if not is_known:
-        first.session.outer.pseudo_gradient()  # as for an offer that the store did not take
+        first.session.outer.current.pseudo_gradient()  # as for an offer that the store did not take
     before = first.residual
-    first.session.outer.due_at = 0
+    first.session.outer.current.due_at = 0
     assert first.session.sync().round == 3
     assert first.session.outer.steps == 1
     assert first.hash == second.hash
@@ -666,7 +666,7 @@ def test_an_offer_that_was_used_and_is_gone_leaves_what_the_codec_left_out(
     late.step()
     late.step()
     expected = late.next_residual
-    late.session.rounds.bequeath()
+    late.session.rounds.publish_and_leave()
     for _ in range(steps_since):
         late.step()
     progress = late.progress
@@ -714,8 +714,8 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     deaf.step()
     progress, residual = deaf.progress, deaf.residual
     if not is_known:
-        deaf.session.outer.pseudo_gradient()
-    deaf.session.outer.due_at = 0
+        deaf.session.outer.current.pseudo_gradient()
+    deaf.session.outer.current.due_at = 0
     deaf.sync()
     assert (deaf.hash, deaf.session.outer.round, deaf.session.outer.steps) == (islands[0].hash, 3, 1)
     assert torch.allclose(deaf.progress, progress / 3, atol=1e-6), "a third of the steps"
@@ -1012,15 +1012,31 @@ def test_another_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         meeting.island(1)
 
 
+def test_a_key_changes_no_bit_and_encryption_is_agreed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DILOCO_KEY", "0123456789abcdef")
+    direct: dict[str, Any] = {"exchange": "mesh", "bind_address": "127.0.0.1"}
+    for folder, encrypt in (("encrypted", True), ("authenticated", False)):
+        (tmp_path / folder).mkdir()
+        meeting = Meeting(tmp_path / folder, 2, encrypt=encrypt, **direct)
+        found = run_islands(2, lambda island, meeting=meeting: meeting.island(island).train(10).leave())  # type: ignore[misc]
+        for member, expected in zip(found, train_fixed(2, 10), strict=True):
+            assert torch.equal(member.weights, expected)
+    (tmp_path / "both").mkdir()
+    meeting = Meeting(tmp_path / "both", 2, join_timeout=0.5, min_islands=1, **direct)
+    meeting.island(0)
+    with pytest.raises(FingerprintError, match=r"links differs .*island 0: encrypted; island 1: authenticated"):
+        meeting.island(1, encrypt=False)
+
+
 def test_the_run_starts_though_whoever_began_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first island was killed between its first record and its snapshot."""
     meeting = Meeting(tmp_path, 2)
 
-    def die(session: ElasticSession) -> None:
+    def die(*_: Any, **__: Any) -> bool:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ElasticSession, "_offer_start", die)
+        patch.setattr(Joining, "take_state", die)
         session = ElasticSession(meeting.config(0), IslandGroup())
         model = make_model()
         with pytest.raises(KeyboardInterrupt):

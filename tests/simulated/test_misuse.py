@@ -38,7 +38,7 @@ HARMLESS = """
     data_seed use_cpu accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     remove_unused_columns label_names train_sampling_strategy length_column_name ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp_config debug
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout debug
     skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
 """
 

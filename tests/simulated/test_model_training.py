@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diloco.apps.common.environment import prepare_environment
 from hf_diloco.apps.common.process import STOPPED
-from hf_diloco.apps.common.run_files import Progress
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.train import train
 from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.trainer.progress import Progress
 
 RUN: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}},  # dropout

@@ -209,7 +209,7 @@ def test_an_island_that_joins_begins_at_the_anchor(tmp_path: Path) -> None:
     late = meeting.join(2)
     assert late.hash == islands[0].hash
     state, other = late.session.outer.states[0], islands[0].session.outer.states[0]
-    assert torch.equal(late.weights, islands[0].session.outer.method.parameters)
+    assert torch.equal(late.weights, islands[0].session.outer.current.method.parameters)
     assert torch.equal(state["momentum"], other["momentum"])
     everyone = [*islands, late]
     for _ in range(2):

@@ -26,6 +26,7 @@ REFUSED_VALUES: dict[str, Any] = {
     "save_strategy": "best",
     "optim": "schedule_free_adamw",
     "fsdp": "full_shard",
+    "fsdp_config": {"version": 1},
     "parallelism_config": "tp",
     "deepspeed": "zero2.json",
     "save_total_limit": 1,

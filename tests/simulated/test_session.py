@@ -258,7 +258,7 @@ def test_16_bit_parameters_have_an_outer_state_of_32(tmp_path: Path) -> None:
         set_weights(model, weights_of(model).float() - 1e-2)
         session.outer.count_step()
         session.sync()
-    outer = session.outer.method.parameters
+    outer = session.outer.current.method.parameters
     assert outer.dtype == torch.float32
     assert torch.equal(weights_of(model), outer.bfloat16())
 
@@ -308,7 +308,7 @@ def test_if_no_island_is_finite_nothing_happens(tmp_path: Path) -> None:
     def island_main(island: int) -> None:
         model = make_model()
         session = run.join(island, model)
-        anchor = session.outer.method.parameters.clone()
+        anchor = session.outer.current.method.parameters.clone()
         set_weights(model, math.nan)
         session.outer.count_step()
         with pytest.raises(
@@ -317,7 +317,7 @@ def test_if_no_island_is_finite_nothing_happens(tmp_path: Path) -> None:
             session.sync()
         assert session.outer.round == 0
         assert weights_of(model).isnan().all()
-        assert torch.equal(session.outer.method.parameters, anchor)
+        assert torch.equal(session.outer.current.method.parameters, anchor)
 
     run = Run(tmp_path, 2, sync_every=1)
     run_islands(2, island_main)
@@ -363,14 +363,16 @@ def test_a_round_that_fails_changes_nothing(
             take_step(model, optimizer, batch)
             session.outer.count_step()
         parameters = weights_of(model)
-        state = {name: value.clone() for name, value in session.outer.method.state_dict().items()}
+        state = {name: value.clone() for name, value in session.outer.current.method.state_dict().items()}
         moments = [value["exp_avg"].clone() for value in optimizer.state.values()]
         outer_hash = session.outer.outer_hash
         try:
             session.sync()
         finally:
             assert torch.equal(weights_of(model), parameters)
-            assert all(torch.equal(value, state[name]) for name, value in session.outer.method.state_dict().items())
+            assert all(
+                torch.equal(value, state[name]) for name, value in session.outer.current.method.state_dict().items()
+            )
             assert all(torch.equal(a["exp_avg"], b) for a, b in zip(optimizer.state.values(), moments, strict=True))
             assert (session.outer.round, session.outer.steps, session.outer.outer_hash) == (2, 2, outer_hash)
             assert session.outer.is_due
@@ -558,7 +560,7 @@ def test_all_start_from_island_0s_weights(tmp_path: Path) -> None:
         model = make_model(seed=island)
         session = run.session(island)
         replaced = session.join(open_shards(model, None), tmp_path / str(island))
-        assert torch.equal(session.outer.method.parameters, weights_of(model))
+        assert torch.equal(session.outer.current.method.parameters, weights_of(model))
         return replaced, weights_of(model), session.outer.outer_hash
 
     run = Run(tmp_path, 3)
@@ -801,4 +803,4 @@ def test_a_momentum_that_is_new_begins_at_0(tmp_path: Path) -> None:
     session = run.session(0)
     session.join(open_shards(make_model(), None), tmp_path / "0", checkpoint=folder / "checkpoint-2")
     assert session.outer.round == 2
-    assert not session.outer.method.state_dict()["momentum"].any()
+    assert not session.outer.current.method.state_dict()["momentum"].any()

@@ -18,6 +18,7 @@ from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, Fingerpr
 from hf_diloco.inner import open_shards
 from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method
 from hf_diloco.outer.checkpoint import load_outer, read_index
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds import FixedSession
 from tests.fixed_runs import Run
 from tests.islands import run_islands, try_islands
@@ -454,7 +455,7 @@ def trained(run: Run, folder: Path, steps: range, checkpoint: Path | None = None
         saved = folder / f"checkpoint-{step}"
         saved.mkdir(parents=True)
         torch.save(model.state_dict(), saved / "model.pt")
-        session.outer.save(saved, step, {})
+        save_state(session.outer, saved, step, {})
     return session
 
 
@@ -464,15 +465,15 @@ def test_resumed_is_uninterrupted(step: int, tmp_path: Path) -> None:
     whole = trained(run, tmp_path / "whole", range(8))
     again = Run(tmp_path, 1, sync_every=2, **SLOWMO)
     resumed = trained(again, tmp_path / "again", range(step + 1, 8), tmp_path / "whole" / f"checkpoint-{step}")
-    for name, value in whole.outer.method.state_dict().items():
-        assert torch.equal(value, resumed.outer.method.state_dict()[name]), name
+    for name, value in whole.outer.current.method.state_dict().items():
+        assert torch.equal(value, resumed.outer.current.method.state_dict()[name]), name
 
 
 def test_a_checkpoint_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
     session = trained(Run(tmp_path, 1, sync_every=2, **SLOWMO), tmp_path / "run", range(4))
     folder = tmp_path / "run" / "checkpoint-3"
-    held = session.outer.method.state_dict()
-    for low, high in ((0, 20), (20, session.outer.partition.numel)):
+    held = session.outer.current.method.state_dict()
+    for low, high in ((0, 20), (20, session.outer.current.partition.numel)):
         part = load_outer(folder, read_index(folder), [(low, high - low)])
         assert torch.equal(part["slow-momentum"], held["slow-momentum"][low:high])
         assert torch.equal(part["rates"], held["rates"])
@@ -496,7 +497,7 @@ def go_on(member: Member, to: int, rates: Callable[[int], float]) -> Member:
 
 
 def state_of(member: Member) -> dict[str, torch.Tensor]:
-    return member.session.outer.method.state_dict()
+    return member.session.outer.current.method.state_dict()
 
 
 def assert_equal_states(one: Member, other: Member) -> None:

@@ -76,7 +76,7 @@ def test_islands_and_rounds(meeting: Meeting) -> None:
     assert [entry.round for entry in found.rounds] == [3, 2, 1]
     for entry in found.rounds:
         assert (entry.state, entry.attempts, entry.participants) == ("committed", 1, [0, 1])
-        assert entry.payload_bytes == 2 * 4 * islands[0].session.outer.partition.numel
+        assert entry.payload_bytes == 2 * 4 * islands[0].session.outer.current.partition.numel
         assert entry.left_out == {}
         assert (entry.seconds is None) == (entry.round == 1)
     assert found.refused == {}

@@ -119,7 +119,7 @@ def test_training_twice_with_two_islands(tmp_path: Path, free_port: int) -> None
             session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup(), transport=transport)
             session.join(shards_of(2), tmp_path / "other")
             for _ in range(2):
-                session.outer.steps = 2
+                session.outer.current.steps = 2
                 session.sync()
             session.leave(finished=True)
             rounds.append(session.outer.outer_hash)

@@ -302,7 +302,12 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
             list(steps)
         assert session.settle() == []
         outer = session.outer
-        assert (outer.round, outer.num_begun, outer.steps, outer.weight) == (0, 0, 2 + delay, 4.0 * (2 + delay))
+        assert (outer.round, outer.num_begun, outer.steps, outer.current.weight) == (
+            0,
+            0,
+            2 + delay,
+            4.0 * (2 + delay),
+        )
         assert outer.is_due
         assert all(part.install_in is None for part in outer.fragments)
         for part, anchor in zip(outer.fragments, anchors, strict=True):

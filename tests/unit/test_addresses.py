@@ -13,8 +13,10 @@ from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.store.rendezvous import connect_store, find_address, warn_if_exposed, warn_unprotected
+from hf_diloco.store.rendezvous import connect_store, find_address, warn_if_exposed
+from hf_diloco.transport.open import MeshTransport
 from hf_diloco.utils.addresses import check_specific, is_loopback, is_public
+from tests.processes import find_free_port
 
 ROOT = Path(__file__).parents[2]
 EVERYWHERE = ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", "::ffff:0:0"]
@@ -74,20 +76,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_key_that_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
-    warn_unprotected("127.0.0.1")
-    (warning,) = warnings_of(caplog)
-    assert warning.startswith("HF_DILOCO_KEY is set, but protects nothing over tcp://")
-    assert "kkk" not in warning
-
-
-def test_talking_over_a_network_without_authentication_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("HF_DILOCO_KEY", raising=False)
+def test_talking_over_a_network_without_authentication_is_told(caplog: pytest.LogCaptureFixture) -> None:
     for address in ("127.0.0.1", "::1", "localhost"):
-        warn_unprotected(address)
+        warn_if_exposed(address)
     assert warnings_of(caplog) == []
     warn_if_exposed("10.0.0.1")
     (warning,) = warnings_of(caplog)
@@ -95,12 +86,14 @@ def test_talking_over_a_network_without_authentication_is_told(
     assert "read the weights, change them, or end the run" in warning
 
 
-def test_islands_and_nodes_that_meet_over_tcp_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free_port: int
+def test_islands_that_meet_over_tcp_without_a_key_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hf_diloco.transport.open import MeshTransport
-
-    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
-    config = DiLoCoConfig(num_islands=2, rendezvous=f"tcp://127.0.0.1:{free_port}")
-    MeshTransport(config, is_leader=True)
-    assert [text.split(",")[0] for text in warnings_of(caplog)] == ["HF_DILOCO_KEY is set"]
+    monkeypatch.setattr("hf_diloco.store.rendezvous.is_loopback", lambda address: False)
+    for key, is_told in (("", True), ("k" * 32, False)):
+        monkeypatch.setenv("HF_DILOCO_KEY", key)
+        caplog.clear()
+        config = DiLoCoConfig(num_islands=2, rendezvous=f"tcp://127.0.0.1:{find_free_port()}")
+        MeshTransport(config, is_leader=True)
+        assert len(warnings_of(caplog)) == is_told
+        assert all("Give all one key (key_file or HF_DILOCO_KEY)" in text for text in warnings_of(caplog))

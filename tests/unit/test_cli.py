@@ -20,7 +20,16 @@ def hf_diloco(*arguments: str | Path, expect: int = 0) -> Completed:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["launch", "--help"], ["report", "--help"], ["status", "--help"], ["config-schema"]]
+    "arguments",
+    [
+        ["--help"],
+        ["launch", "--help"],
+        ["report", "--help"],
+        ["status", "--help"],
+        ["estimate", "--help"],
+        ["doctor", "--help"],
+        ["config-schema"],
+    ],
 )
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
@@ -36,7 +45,7 @@ def test_help_needs_no_torch(arguments: list[str]) -> None:
 def test_help_shows_commands_and_examples() -> None:
     for command in ("launch", "report", "status", "config-schema"):
         assert command in hf_diloco("--help").output
-    assert "hf-diloco launch configs/quickstart.yaml" in hf_diloco("launch", "--help").output
+    assert "hf-diloco launch quickstart" in hf_diloco("launch", "--help").output
     assert "--html" in hf_diloco("report", "--help").output
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hf_diloco.cli.display import BarDisplay, LineDisplay, describe, make_display, terminal
-from hf_diloco.cli.progress import Progress, read_progress
+from hf_diloco.report.progress import Progress, read_progress
 
 TRAINING = Progress("training", step=120, max_steps=200, round=6, loss=4.3121, tokens_per_second=1203.4)
 

@@ -103,6 +103,28 @@ def test_multi_cpu_is_refused(folder: Path) -> None:
         make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml")))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\n",
+            "the run file has a block fsdp: set distributed_type: FSDP",
+        ),
+        ("distributed_type: FSDP\nnum_processes: 2\n", "is for FSDP1: set fsdp_config: {fsdp_version: 2}"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 1\n", "fsdp: an island of 1 rank has nothing to shard"),
+    ],
+)
+def test_accelerate_configurations_that_do_not_go_with_fsdp2(folder: Path, text: str, message: str) -> None:
+    (folder / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml", fsdp={})))
+
+
+def test_fsdp2_needs_no_accelerate_configuration_of_its_own(folder: Path) -> None:
+    island = make_plan(LaunchOptions(run_file(folder, fsdp={}, launch={"num_processes": 2}))).islands[0]
+    assert yaml.safe_load(island.files[island.folder / "accelerate.yaml"])["distributed_type"] == "MULTI_GPU"
+
+
 def test_one_island_alone(folder: Path, free_port: int) -> None:
     url = f"tcp://10.1.2.3:{free_port}"
     plan = make_plan(LaunchOptions(run_file(folder), island=1, rendezvous=url))

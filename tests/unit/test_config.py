@@ -215,11 +215,16 @@ def test_island_0_keeps_a_store_for_islands_that_come_and_go_over_tcp(name: str,
     assert (in_store.meets_at_island_0, in_store.meets_in_store, in_store.is_direct) == (False, True, False)
 
 
-def test_a_key_is_refused_where_all_islands_stay() -> None:
-    with pytest.raises(ConfigError, match=r"key_file=my.key authenticates what lies in a store, .*set min_islands"):
-        DiLoCoConfig(num_islands=3, rendezvous=TCP, key_file=Path("my.key"))
-    DiLoCoConfig(num_islands=3, rendezvous=TCP, key_file=Path("my.key"), min_islands=2)
-    DiLoCoConfig(num_islands=3, rendezvous=STORE, key_file=Path("my.key"))
+def test_a_key_goes_with_every_rendezvous() -> None:
+    key = Path("my.key")
+    meetings: list[dict[str, Any]] = [
+        {"rendezvous": TCP},
+        {"rendezvous": TCP, "min_islands": 2},
+        {"rendezvous": STORE},
+    ]
+    for settings in meetings:
+        config = DiLoCoConfig(**{"num_islands": 3, "key_file": key, **settings})
+        assert (config.key_file, config.encrypt, config.require_key) == (key, True, False)
 
 
 def test_eager_updates_need_islands_that_stay() -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door
 from tests.islands import run_islands

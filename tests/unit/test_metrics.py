@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from hf_diloco.rounds.measure import AverageStats, SyncReport
+from hf_diloco.rounds.measure import LaneStats, SyncReport
 from hf_diloco.trainer.metrics import MetricsWriter, RunTotals
 
 
@@ -103,7 +103,7 @@ def test_totals_add_up() -> None:
 
 def test_an_average_is_measured_as_it_passes() -> None:
     own, mean = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 0.0, 4.0])
-    stats = AverageStats()
+    stats = LaneStats()
     for where in (slice(0, 2), slice(2, 3)):
         if where.start == 0:
             stats.begin_lane()
@@ -111,6 +111,6 @@ def test_an_average_is_measured_as_it_passes() -> None:
     stats.begin_lane()
     stats.observe(own[:0], mean[:0])
     assert stats.dot == 14.0
-    assert stats.mean == 20.0
+    assert stats.square == 20.0
     expected = [xxhash.xxh3_128_hexdigest(mean.numpy().tobytes()), xxhash.xxh3_128_hexdigest(b"")]
-    assert [digest.hexdigest() for digest in stats.digests] == expected
+    assert stats.digests == expected

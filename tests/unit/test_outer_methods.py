@@ -18,6 +18,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.outer import DiLoCo, base
 from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds import FixedSession
 
 CHUNK = 8
@@ -246,9 +247,9 @@ def test_what_is_chosen_is_computed_with_said_and_saved(tmp_path: Path, caplog: 
     with caplog.at_level(logging.INFO, "hf_diloco"):
         session.join(open_shards(model, None), tmp_path)
     assert "chosen: outer_momentum 0.5 (40 rounds, in which 0.9 overshoots), outer_lr 0.7 (one island" in caplog.text
-    assert isinstance(session.outer.method, DiLoCo)
-    assert (session.outer.method.lr, session.outer.method.momentum) == (0.7, 0.5)
-    session.outer.save(tmp_path / "checkpoint-0", 0, {})
+    assert isinstance(session.outer.current.method, DiLoCo)
+    assert (session.outer.current.method.lr, session.outer.current.method.momentum) == (0.7, 0.5)
+    save_state(session.outer, tmp_path / "checkpoint-0", 0, {})
     saved = read_index(tmp_path / "checkpoint-0").settings
     assert (saved["outer_lr"], saved["outer_momentum"]) == (0.7, 0.5)
     session.leave(finished=True)

@@ -78,6 +78,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "arXiv 2505.23725",
         {"sync_every": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "nesterov": True, **WHOLE},
     ),
+    "fsdp2": (
+        "arXiv 2304.11277",
+        {"sync_every": 12, "outer_lr": 0.7, "outer_momentum": 0.5, "nesterov": True, **WHOLE},
+    ),
     "snoo": (
         "arXiv 2510.15830",
         {"num_islands": 1, "sync_every": 20, "outer_lr": "auto", "outer_momentum": "auto", "nesterov": True, **WHOLE},

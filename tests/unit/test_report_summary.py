@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.report import Report, load_run, summarise
+from hf_diloco.report import Report, load_run, rows, summarise
 from tests.report_runs import (
     BYTES_A_ROUND,
     EVAL_LOSS,
@@ -350,3 +350,17 @@ def test_a_run_without_an_outer_loop_has_no_other_weights(tmp_path: Path) -> Non
     report = report_of(tmp_path / "island", [{**records[0], "has_outer_loop": True}, *records[1:]])
     assert any("was of its own weights" in warning for warning in report.warnings)
     assert report.bytes_sent == 0, "these did not travel between islands"
+
+
+def test_nodes_are_called_nodes_and_their_traffic_is_explained(tmp_path: Path) -> None:
+    counts = {"bytes_sent": 100_000, "bytes_received": 100_000, "seconds_exchanging": 1.0}
+    first = start(method="dsgd", topology="ring", num_islands=4, tokens_per_step=None)
+    write_island(tmp_path, 0, [first, train(2, None), {"event": "mix", "step": 4, **counts}, end(3)])
+    report = summarise(load_run(tmp_path))
+    assert rows.subtitle(report).startswith("4 nodes · records of node 0 only · 1.00k parameters")
+    assert "no record of nodes 1-3 here" in " ".join(report.warnings)
+    assert "island " not in " ".join(report.warnings)
+    parallel = dict(rows.overview(report))["data parallel"]
+    assert "Nodes sent 4.2x as much: each sends its vector to every neighbour" in parallel
+    few = report.model_copy(update={"bytes_sent": 10})
+    assert "Nodes sent" not in dict(rows.overview(few))["data parallel"]

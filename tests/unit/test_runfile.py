@@ -129,6 +129,10 @@ class TestFiles:
 # text of the file, overrides, what the error must say
 WRONG = {
     "no training": ("seed: 1\n", [], "training: field required"),
+    "empty": ("# nothing yet\n", [], "run.yaml: is empty; a run file needs at least"),
+    "max_steps elsewhere": (MINIMAL, ["training.max_steps=abc"], "command line: training: max_steps must be a whole"),
+    "part of a key": (MINIMAL, ["diloco.delay=3"], "did you mean fragment_sync_delay?"),
+    "schemes": (MINIMAL, ["diloco.rendezvous=ftp://x"], "s3, gs, az, http, https"),
     "no max_steps": ("training: {learning_rate: 1.0}", [], "line 1: training: max_steps must be a whole number"),
     "max_steps as text": (MINIMAL, ["training.max_steps=many"], "got 'many'"),
     "epochs": ("training: {max_steps: 3, num_train_epochs: 1}", [], "set max_steps instead"),
@@ -218,4 +222,11 @@ def test_ready_accelerate_files_are_understood_by_accelerate(path: Path) -> None
 
     config = load_config_from_file(str(path))
     assert ("deepspeed" in path.stem) == (config.distributed_type == "DEEPSPEED")
+    assert ("fsdp2" in path.stem) == (config.distributed_type == "FSDP")
     assert not config.use_cpu, "it would drop DeepSpeed"
+
+
+def test_users_are_not_offered_what_only_tests_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, MINIMAL, "diloco.rendezvous=ftp://x")
+    assert "memory" not in str(caught.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import pickle
 import random
 from pathlib import Path
@@ -229,18 +228,17 @@ def test_the_key_is_not_shown() -> None:
     assert KEY.decode() not in str(caught.value)
 
 
-def test_key_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_key_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_KEY, "the environment's is not asked for")
     path = tmp_path / "key"
     path.write_bytes(b"  " + KEY + b" \r\na comment\n")
     path.chmod(0o600)
     assert load_key(path) == KEY
-    assert caplog.text == ""
-    path.chmod(0o640)
-    with caplog.at_level(logging.WARNING):
-        assert load_key(path) == KEY
-    assert "chmod 600" in caplog.text
-    assert KEY.decode() not in caplog.text
+    for mode in (0o640, 0o604):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=r"key_file=.*key: other users .* can read it: chmod 600") as caught:
+            load_key(path)
+        assert KEY.decode() not in str(caught.value)
 
 
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +262,7 @@ def test_keys_that_do_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="key_file"):
         load_key(tmp_path)
     path = tmp_path / "key"
+    path.touch(mode=0o600)
     for content, number in ((b"", "0"), (b"\n" + KEY, "0"), (b"short\n", "5"), (b" " * 40, "0")):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=f"key_file=.*key has {number} bytes"):

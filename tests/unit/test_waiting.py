@@ -15,7 +15,7 @@ from hf_diloco.membership.heartbeats import ClaimRecord, Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.quorum import Council, Rules
 from hf_diloco.membership.round_records import OfferRecord
-from hf_diloco.rounds.wait_for_islands import await_islands
+from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.rendezvous import connect_store

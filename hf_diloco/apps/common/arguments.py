@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DECIDED_ELSEWHERE = {
     "output_dir": "checkpoints go to OUTPUT/NAME/island-K; set output and name at the top of the run file",
     "deepspeed": "it has its own place: set deepspeed at the top of the run file",
+    "fsdp": "it has its own place: set fsdp at the top of the run file",
+    "fsdp_config": "its keys have their own place: set fsdp at the top of the run file",
     "seed": "set seed at the top of the run file; it is the same on all islands",
     "use_cpu": "set launch.use_cpu",
     "resume_from_checkpoint": "set launch.resume",
@@ -88,12 +90,16 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
         "seed": run.seed,
         "use_cpu": use_cpu,
         "deepspeed": deepspeed_config(run),
+        **_fsdp_arguments(run),
         **settings_of_task,
     }
     try:
-        return TrainingArguments(**settings)
+        args = TrainingArguments(**settings)
     except (ValueError, TypeError, AssertionError, ImportError) as error:
         raise ConfigError(f"training: {error}") from error
+    if run.where == "islands":  # nodes do not shard
+        _shard_on_cpu(args)
+    return args
 
 
 def uses_cpu(run: BaseRun) -> bool:
@@ -129,6 +135,27 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         config = {**config, "zero_optimization": zero}
     copy: dict[str, Any] = json.loads(json.dumps(config))  # transformers fills in "auto" values
     return copy
+
+
+def _fsdp_arguments(run: BaseRun) -> dict[str, Any]:
+    if run.fsdp is None:
+        return {}
+    return {"fsdp": True, "fsdp_config": {**run.fsdp.model_dump(exclude_none=True), "version": 2}}
+
+
+def _shard_on_cpu(args: TrainingArguments) -> None:
+    """Has Accelerate take up FSDP on CPU, too.
+
+    It asks for one of the kinds of devices that it lists, with CPU left out, and otherwise trains whole models without
+    a word. FSDP2 itself works on CPU, with Gloo: so Accelerate is told that these ranks are of a kind that it lists.
+    The device stays the CPU.
+    """
+    from accelerate.utils import DistributedType
+
+    state = args.distributed_state
+    is_wanted = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if is_wanted and state is not None and state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
 def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:

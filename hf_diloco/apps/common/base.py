@@ -6,12 +6,13 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from hf_diloco.apps.common.paths import NamedFiles
+from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Block, Count
+from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
 
 
@@ -24,6 +25,20 @@ class LaunchBlock(Block):
     resume: str = Field(
         "auto",
         description="auto: from the newest round that all islands have; never: a new run; or a checkpoint folder",
+    )
+
+
+class FsdpBlock(Block):
+    """FSDP2 inside an island; `fsdp: {}` is enough. The keys are those of transformers' `fsdp_config`."""
+
+    state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = Field(
+        "SHARDED_STATE_DICT", description="checkpoints of a part a rank, or gathered on one, which is slow when large"
+    )
+    reshard_after_forward: bool = Field(True, description="false: keep whole parameters until the backward pass")
+    activation_checkpointing: bool = Field(False, description="compute activations again in the backward pass")
+    cpu_offload: bool = Field(False, description="keep parameters and optimizer state in host memory")
+    transformer_layer_cls_to_wrap: list[str] | None = Field(
+        None, description="classes of which each module is gathered by itself; null: what the model's class says"
     )
 
 
@@ -53,6 +68,10 @@ class Meeting(Protocol):
     @property
     def key_file(self) -> Path | None:
         """File with the run's key."""
+
+    @property
+    def require_key(self) -> bool:
+        """Whether there must be one."""
 
     @property
     def survives_losses(self) -> bool:
@@ -93,6 +112,7 @@ class BaseRun(Block):
     seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same on all islands")
     training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
     deepspeed: dict[str, Any] | str | None = Field(None, description="DeepSpeed configuration: file or mapping")
+    fsdp: FsdpBlock | None = Field(None, description="FSDP2 inside an island, in the place of DeepSpeed")
     accelerate: str | None = Field(None, description="an `accelerate config` file, for hf-diloco launch")
     launch: LaunchBlock = LaunchBlock()
 
@@ -122,10 +142,31 @@ class BaseRun(Block):
             _check_json_object(Path(deepspeed))
         return deepspeed
 
+    @model_validator(mode="after")
+    def _check_sharding(self) -> Self:
+        if self.deepspeed is not None and self.fsdp is not None:
+            raise ValueError("deepspeed and fsdp both say how an island shards its model: set one of them to null")
+        if self.fsdp is not None and self.fsdp.cpu_offload and self.launch.use_cpu:
+            raise ValueError("fsdp.cpu_offload: with launch.use_cpu all is in host memory already: set it to false")
+        return self
+
+    @property
+    def needs_hub(self) -> bool:
+        """Whether the run names anything of the Hugging Face Hub."""
+        return names_hub(self.model_dump(), self.files)
+
     @property
     @abstractmethod
     def meeting(self) -> Meeting:
         """How many islands there are and where they meet."""
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises `ConfigError` if an island of so many ranks cannot train as the run file says."""
+        if self.fsdp is not None and num_ranks < 2:
+            raise ConfigError(
+                f"fsdp: an island of {num_ranks} rank has nothing to shard: set launch.num_processes to 2 or more, or "
+                "fsdp to null"
+            )
 
     def check(self) -> None:
         """Raises `ConfigError` for what shows only with libraries that take seconds to load."""

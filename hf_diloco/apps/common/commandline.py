@@ -50,7 +50,9 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
         epilog="Start it with torchrun, accelerate launch or deepspeed; `hf-diloco launch` starts all islands at once."
         " Command line beats environment beats file.",
     )
-    parser.add_argument("run_file", type=Path, metavar="RUN.yaml", help="model, data, training and outer loop")
+    parser.add_argument(
+        "run_file", type=Path, metavar="RUN.yaml", help="model, data, training and outer loop; or `quickstart`"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as training.max_steps=200")
     parser.add_argument(
         "--island", "--node", type=int, help="this island's, or node's, number, from 0 (HF_DILOCO_ISLAND)"

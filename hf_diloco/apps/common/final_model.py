@@ -31,6 +31,8 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
+    if trainer.is_fsdp_enabled:  # else it writes nothing where checkpoints are of a part a rank
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with noting_failures(trainer, failures):
         trainer.save_model(str(temporary))
     if met := [failure for of_rank in ranks.gather(failures[:1]) for failure in of_rank]:

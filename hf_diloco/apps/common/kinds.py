@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import read_yaml
 
 
@@ -24,7 +25,7 @@ def kind_of(path: str | Path) -> type[BaseRun]:
     Raises:
         ConfigError: it cannot be read.
     """
-    values, _ = read_yaml(Path(path))
+    values, _ = read_yaml(find_run_file(path))
     lm, vision = kinds().values()
     return vision if vision.meeting_name in values else lm
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
+from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe
 from hf_diloco.errors import ConfigError
@@ -29,14 +31,20 @@ def load_run(kind: type[R], path: str | Path, overrides: Sequence[str] = ()) -> 
 
     Args:
         kind: of which task.
-        path: the YAML file. Files named in it are looked for beside it, then in the working directory.
+        path: the YAML file, or the name of one that comes with the package. Files named in it are looked for beside
+            it, then in the working directory.
         overrides: `key.sub=value` items from the command line, with YAML values; later ones win.
 
     Raises:
         ConfigError: naming each problem, its value and where it stands.
     """
-    path = Path(path)
+    path = find_run_file(path)
     values, lines = read_yaml(path)
+    if not values:
+        raise ConfigError(
+            f"{path}: is empty; a run file needs at least `training: {{max_steps: 200}}`, and `hf-diloco configs show "
+            "quickstart` prints one"
+        )
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
     values.setdefault("name", path.stem)
     resolve_paths(values, kind.files, (path.parent, Path()), origins)
@@ -78,5 +86,12 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
             what = PydanticCustomError("value_error", "{text}", {"text": str(problem["ctx"]["error"])})
         details = InitErrorDetails(type=what, loc=problem["loc"], input=problem["input"], ctx=problem.get("ctx", {}))
         one = ValidationError.from_exception_data(error.title, [details])
-        texts.append(f"{nearest_line(origins, problem['loc']) or f'{file}: '}{describe(one, kind)}")
+        texts.append(f"{_place(origins, problem, file)}{describe(one, kind)}")
     return "; ".join(texts)
+
+
+def _place(origins: dict[KeyPath, str], problem: ErrorDetails, file: str) -> str:
+    """Where the setting stands. What is wrong in a block as a whole begins with the setting's name."""
+    inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
+    names = (*problem["loc"], inside[1]) if inside else problem["loc"]
+    return nearest_line(origins, names) or f"{file}: "

@@ -53,6 +53,19 @@ def resolve_paths(
             _put(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
 
 
+def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list[Path]:
+    """The files that a run file in `folder` names beside itself, such as its DeepSpeed configuration."""
+    texts = [_get(values, path) for path in (*named.paths, *named.hub_ids_or_paths)]
+    candidates = [(folder / text).resolve() for text in texts if isinstance(text, str)]
+    return [path for path in candidates if path.is_file()]
+
+
+def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
+    """Whether a run file names something that is no file or folder here, and so is of the Hub."""
+    texts = [_get(values, path) for path in named.hub_ids_or_paths]
+    return any(isinstance(text, str) and not Path(text).exists() for text in texts)
+
+
 def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
     if "://" in pattern:
         return [pattern]

@@ -70,7 +70,8 @@ def prepare_folder(run: BaseRun) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
-    from hf_diloco.apps.common.run_files import STOP_FILE, write_run_json
+    from hf_diloco.apps.common.run_files import write_run_json
+    from hf_diloco.trainer.progress import STOP_FILE
 
     folder = run.island_folder()
     try:

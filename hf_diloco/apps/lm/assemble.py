@@ -16,7 +16,6 @@ from hf_diloco.apps.common.arguments import training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
-from hf_diloco.apps.common.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.masking import Masking
 from hf_diloco.apps.data.position import DataPositionCallback, read_position
@@ -27,10 +26,12 @@ from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.inner.fsdp2 import is_fsdp2
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.optimizers.make import callbacks_of, make_optimizer
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
+from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -67,6 +68,7 @@ def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> I
     """
     args = training_arguments(run)
     check_world(args)
+    run.check_ranks(args.world_size)
     _tame_deepspeed(args)
     ranks = IslandGroup(timeout=LONGEST_PREPARATION)
     progress.update(message="preparing the tokenizer")
@@ -186,7 +188,7 @@ def _trainer(
         trainer.model_accepts_loss_kwargs = False
     if isinstance(data.train, PackedStream) and not is_finished:
         _continue_stream(trainer, data.train, checkpoint)
-    if run.deepspeed is not None:
+    if run.deepspeed is not None or run.fsdp is not None:
         trainer.add_callback(_EngineCheck(trainer))
     return trainer
 
@@ -210,7 +212,7 @@ def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | 
 
 
 class _EngineCheck(TrainerCallback):
-    """DeepSpeed was asked for; plain DDP must not train in its place."""
+    """DeepSpeed or FSDP was asked for; plain DDP must not train in its place."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -220,6 +222,10 @@ class _EngineCheck(TrainerCallback):
         from deepspeed import DeepSpeedEngine
 
         wrapped = self._trainer.model_wrapped
+        if args.fsdp:
+            if not is_fsdp2(wrapped):
+                raise UnsupportedError(f"fsdp is set, but the Trainer made a {type(wrapped).__name__}")
+            return
         if not isinstance(wrapped, DeepSpeedEngine):
             raise UnsupportedError(
                 f"deepspeed is set, but the Trainer made a {type(wrapped).__name__}: is ACCELERATE_USE_CPU or another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_diloco.apps.common.model_config import make_config
@@ -41,14 +42,29 @@ def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence
     Raises:
         ConfigError: on an unknown model type or setting, or values that transformers refuses.
     """
+    defaults = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
+    config = config_from_scratch(model, defaults, sequence_length)
+    _check_fits(config, tokenizer, sequence_length)
+    return config
+
+
+def config_from_scratch(model: ModelBlock, defaults: Mapping[str, Any], sequence_length: int) -> PreTrainedConfig:
+    """The configuration of a preset, or of `model.config`, without a look at the tokenizer.
+
+    Args:
+        model: the block of the run file.
+        defaults: settings that it need not give, such as the size of the vocabulary.
+        sequence_length: of the data.
+
+    Raises:
+        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+    """
     if model.preset is not None:
         given = {"model_type": "llama", "tie_word_embeddings": True, **_SHAPES[model.preset]}
         given["max_position_embeddings"] = max(2048, sequence_length)
     else:
         given = dict(model.config or {})
-    config = make_config(given, {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)})
-    _check_fits(config, tokenizer, sequence_length)
-    return config
+    return make_config(given, defaults)
 
 
 def build_model(

@@ -155,7 +155,7 @@ class RunFile(BaseRun):
     def _check_optimizer(self) -> RunFile:
         if self.optimizer is not None:
             every = self.diloco.sync_every if self.diloco.enabled and self.diloco.num_shares > 1 else None
-            settings = {**self.training, "deepspeed": self.deepspeed, "sync_every": every}
+            settings = {**self.training, "deepspeed": self.deepspeed, "fsdp": self.fsdp, "sync_every": every}
             if problems := [f"{name}={problem}" for name, problem in find_refused(settings, self.optimizer.kind)]:
                 raise ValueError("; ".join(problems))
         return self
@@ -164,6 +164,11 @@ class RunFile(BaseRun):
     def meeting(self) -> DiLoCoBlock:
         """How many islands there are and where they meet."""
         return self.diloco
+
+    @property
+    def needs_hub(self) -> bool:
+        """Whether the run names anything of the Hugging Face Hub."""
+        return self.data.source == "c4" or super().needs_hub
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens tokenizer and configuration of a model that is loaded, and the first document."""

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
+from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.process import (
     STOPPED,
     check_folder,
@@ -24,8 +25,8 @@ from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_diloco.apps.common.run_files import Progress
     from hf_diloco.apps.lm.assemble import Island
+    from hf_diloco.trainer.progress import Progress
 
 _DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
 
@@ -49,9 +50,10 @@ def train(run: RunFile) -> int:
         need_number(config, config.num_shares)
     check_folder(run)
     prepare_environment(run.deepspeed is not None)
+    use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
     from hf_diloco.apps.common.island_store import use_island_store
-    from hf_diloco.apps.common.run_files import Progress
+    from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)
     progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader())
@@ -119,10 +121,10 @@ def _finish(island: Island, progress: Progress) -> None:
 def _check_store(config: DiLoCoConfig) -> None:
     """What keeps this island out of the object store shows here, not when all the data has been prepared."""
     from hf_diloco.store.objects import open_object_store
-    from hf_diloco.store.signing import load_key
+    from hf_diloco.store.signing import find_key
 
     assert config.rendezvous is not None
-    load_key(config.key_file)
+    find_key(config)
     if is_leader() and not config.meets_at_island_0:
         open_object_store(config.rendezvous)
 

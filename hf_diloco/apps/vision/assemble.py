@@ -14,7 +14,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import training_arguments
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
-from hf_diloco.apps.common.run_files import STOP_FILE, Progress, RunFilesCallback
 from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.metrics import accuracy
@@ -27,6 +26,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
+from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback
 
 LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 

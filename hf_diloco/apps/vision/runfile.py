@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import load_run
@@ -26,23 +26,24 @@ class VisionRun(BaseRun):
     meeting_name: ClassVar[str] = "gossip"
     unit: ClassVar[str] = "node"
     files: ClassVar[NamedFiles] = NamedFiles(
-        paths=(("accelerate",),), hub_ids_or_paths=(("model", "path"), ("data", "path"))
+        paths=(("accelerate",), ("gossip", "key_file")), hub_ids_or_paths=(("model", "path"), ("data", "path"))
     )
     where: ClassVar[Where] = "nodes"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("preset", "path", "config")}
 
+    fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
     data: ImageDataBlock = ImageDataBlock()
     schedule: ScheduleBlock = ScheduleBlock()
     gossip: GossipBlock = Field(default_factory=GossipBlock)
 
-    @field_validator("deepspeed")
+    @field_validator("deepspeed", "fsdp", mode="before")
     @classmethod
-    def _refuse_deepspeed(cls, deepspeed: Any) -> None:
-        if deepspeed is not None:
+    def _refuse_sharding(cls, given: Any, field: ValidationInfo) -> None:
+        if given is not None:
             raise ValueError(
-                "neighbours average whole parameter vectors after every step, which DeepSpeed divides or keeps copies "
-                "of: set deepspeed to null"
+                "neighbours average whole parameter vectors after every step, which DeepSpeed and FSDP divide or keep "
+                f"copies of: set {field.field_name} to null"
             )
 
     @model_validator(mode="after")

@@ -6,7 +6,6 @@ Imports neither torch nor transformers, so that mistakes in a run file show at o
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -216,11 +215,6 @@ class GossipBlock(GossipConfig):
     def num_shares(self) -> int:
         """Nodes that may ever take part."""
         return self.num_nodes
-
-    @property
-    def key_file(self) -> Path | None:
-        """Nodes do not meet in a store that needs a key."""
-        return None
 
     @property
     def survives_losses(self) -> bool:

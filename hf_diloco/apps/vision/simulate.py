@@ -7,7 +7,6 @@ import threading
 from types import FrameType
 
 from hf_diloco.apps.common.process import STOPPED
-from hf_diloco.apps.common.run_files import STOP_FILE
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.train import train_node
 from hf_diloco.errors import DiLoCoError
@@ -17,6 +16,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.simulation_scheduler import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.progress import STOP_FILE
 
 _LONGEST_WAIT = 7 * 24 * 3600.0  # seconds; one node computes at a time, and the others wait for it
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader
+from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.process import (
     STOPPED,
     check_folder,
@@ -22,9 +23,9 @@ from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
 
 if TYPE_CHECKING:
-    from hf_diloco.apps.common.run_files import Progress
     from hf_diloco.apps.vision.assemble import VisionNode
     from hf_diloco.gossip.node import NodeNeighbours
+    from hf_diloco.trainer.progress import Progress
 
 DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
 
@@ -64,8 +65,9 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
     check_folder(run)
+    use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
-    from hf_diloco.apps.common.run_files import Progress
+    from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)
     progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit="images")

@@ -24,6 +24,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record, whole_number
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
@@ -51,6 +52,7 @@ class GroupAverage:
         find_lost: the neighbours that this one has lost.
         is_new: it has come back to others that may have averaged before.
         notes: say for whom this node waits.
+        key: see `MeshExchange`.
 
     Attributes:
         members: the nodes in the last average.
@@ -68,8 +70,10 @@ class GroupAverage:
         find_lost: Callable[[], Collection[int]],
         is_new: bool,
         notes: WaitNotes,
+        key: LinkKey | None = None,
     ) -> None:
         self._notes = notes
+        self._link_key = key
         self.members: tuple[int, ...] = ()
         self._store = SharedStore(store, timeout)
         self._board = board
@@ -209,6 +213,7 @@ class GroupAverage:
             len(members),
             self._address,
             self._timeout,
+            self._link_key,
             rate_limit=self._rate_limit,
         )
 

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed import Store
 
-from hf_diloco.errors import IslandLostError
+from hf_diloco.errors import IslandLostError, damage
 from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.methods.topology import Topology
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.text import numbers, plural
 
 
@@ -29,6 +31,7 @@ class Edge:
         address: local address to listen on.
         timeout: seconds that connecting may take.
         rate_limit: for all that is sent.
+        key: see `Connections`.
 
     Raises:
         IslandLostError: the neighbour did not connect in time.
@@ -44,6 +47,7 @@ class Edge:
         address: str,
         timeout: float,
         rate_limit: RateLimit,
+        key: LinkKey | None = None,
     ) -> None:
         self.peer = peer
         self.life = life
@@ -52,7 +56,7 @@ class Edge:
         self._other_end = 1 - end
         self._tag = 0
         self._links = Connections(
-            store, f"{name}/{low}-{high}/{life}", end, 2, address, timeout, rate_limit=rate_limit
+            store, f"{name}/{low}-{high}/{life}", end, 2, address, timeout, rate_limit=rate_limit, key=key
         )
 
     def begin(self) -> Transfers:
@@ -80,7 +84,8 @@ class Edge:
         """As `Connections.wait`; also where something came damaged the neighbour is lost, until it connects again."""
         traffic = self._links.wait(transfers, deadline, meanwhile)
         if transfers.damaged:
-            raise IslandLostError(f"what node {self.peer} sent came damaged (its checksum differs)", [self.peer])
+            why = damage(self._links.is_sealed)
+            raise IslandLostError(f"what node {self.peer} sent came damaged ({why})", [self.peer])
         return traffic
 
     def check(self) -> None:
@@ -117,20 +122,25 @@ def connect_edges(
     timeout: float,
     rate_limit: RateLimit,
     meanwhile: Callable[[], None] | None = None,
+    key: LinkKey | None = None,
 ) -> tuple[dict[int, Edge], list[int]]:
     """Connects to several neighbours at the same time, as each takes many round trips.
 
     Args:
         lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
         meanwhile: called now and then while a neighbour is waited for; what it raises ends that.
+        key: see `Connections`.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.
+
+    Raises:
+        ForgedError: who answered for a neighbour does not hold the key.
     """
 
     def connect(peer: int) -> Edge | None:
         try:
-            return Edge(shared, name, node, peer, lives[peer], address, timeout, rate_limit)
+            return Edge(shared, name, node, peer, lives[peer], address, timeout, rate_limit, key)
         except (IslandLostError, RuntimeError):
             return None
 

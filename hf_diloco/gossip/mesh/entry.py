@@ -21,7 +21,8 @@ from hf_diloco.gossip.mesh.rejoin import LOOK_SECONDS, company_key, entry_prefix
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
 from hf_diloco.gossip.mesh.straggler_timeout import Patience
 from hf_diloco.gossip.records import whole_number
-from hf_diloco.transport.connections import PROBE_SECONDS, Transfers
+from hf_diloco.transport.connections import PROBE_SECONDS
+from hf_diloco.transport.transfers import Transfers
 from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")

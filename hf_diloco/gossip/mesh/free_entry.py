@@ -7,7 +7,7 @@ import torch
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.entry import Entry
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.transfers import Transfers
 
 
 class FreeEntry(Entry):

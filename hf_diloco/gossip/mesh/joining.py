@@ -13,6 +13,7 @@ from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import starts_key
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -39,6 +40,7 @@ class Joining:
         exchange_timeout: seconds that connecting to one that returns may take.
         rate_limit: for all that is sent.
         notes: say for whom this node waits.
+        key: see `Connections`.
 
     Attributes:
         start: which of this node's starts this is, from 1.
@@ -57,8 +59,10 @@ class Joining:
         exchange_timeout: float,
         rate_limit: RateLimit,
         notes: WaitNotes,
+        key: LinkKey | None = None,
     ) -> None:
         self._notes = notes
+        self._key = key
         self._store = store
         self._board = board
         self._node = node
@@ -154,7 +158,15 @@ class Joining:
         self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[], None] | None = None
     ) -> tuple[dict[int, Edge], list[int]]:
         return connect_edges(
-            lives, self._store, self._board.name, self._node, self._address, seconds, self._rate_limit, meanwhile
+            lives,
+            self._store,
+            self._board.name,
+            self._node,
+            self._address,
+            seconds,
+            self._rate_limit,
+            meanwhile,
+            self._key,
         )
 
     def _count_starts(self, peers: Collection[int]) -> dict[int, int]:

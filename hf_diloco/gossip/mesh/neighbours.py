@@ -32,6 +32,7 @@ from hf_diloco.gossip.pieces import Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.text import numbers, plural
@@ -58,6 +59,7 @@ class MeshNeighbours(Neighbours):
         rate_limit: for all that this node sends. Default: none.
         name: tells the mesh from others in the store.
         notes: say for whom this node waits. Default: its own, as `hf_diloco.utils.waiting` has them.
+        key: what nodes prove to each other that they hold, and all between them is sealed with. Default: none.
 
     Attributes:
         peers: the nodes that it mixes with at one step or another.
@@ -67,6 +69,7 @@ class MeshNeighbours(Neighbours):
     Raises:
         ConfigError: the graph has no such node.
         IslandLostError: neighbours did not connect in time; names them.
+        ForgedError: who answered for a neighbour does not hold the key.
     """
 
     is_on_host = True
@@ -83,6 +86,7 @@ class MeshNeighbours(Neighbours):
         rate_limit: RateLimit | None = None,
         name: str = "gossip",
         notes: WaitNotes | None = None,
+        key: LinkKey | None = None,
     ) -> None:
         if not 0 <= node < topology.num_nodes:
             raise ConfigError(
@@ -99,6 +103,7 @@ class MeshNeighbours(Neighbours):
         self._exchange_timeout = exchange_timeout
         self._rate_limit = rate_limit or RateLimit()
         self._store = store
+        self._key = key
         self._notes = notes or WaitNotes(node, "node")
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
@@ -116,6 +121,7 @@ class MeshNeighbours(Neighbours):
             exchange_timeout,
             self._rate_limit,
             self._notes,
+            key,
         )
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
@@ -148,6 +154,7 @@ class MeshNeighbours(Neighbours):
             self._find_lost,
             self.is_returning,
             self._notes,
+            key,
         )
 
     # Exchanges.
@@ -215,6 +222,7 @@ class MeshNeighbours(Neighbours):
             self._exchange_timeout,
             self._rate_limit,
             f"{self._board.name}/published",
+            self._key,
         )
         for peer, edge in sorted(self._edges.items()):
             try:

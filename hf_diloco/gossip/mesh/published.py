@@ -2,10 +2,13 @@
 
 asker -> node   1 byte: the last one, please
 node -> asker   int64: its length in bytes, -1 if there is none; then the payload
+
+All of one question goes with the same tag, which is its number.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -16,17 +19,18 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import Store
 
-from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError
+from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, damage
 from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.sealing import LinkKey
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import Connections, Deadline, Transfers
+from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.transfers import Deadline, Transfers
 
 logger = logging.getLogger("hf_diloco")
 
-_REQUEST, _LENGTH, _PAYLOAD, _WAKE = range(1, 5)  # tags
 _NOTHING = -1
 _FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 5.0
@@ -46,6 +50,7 @@ class MeshPublished(Published):
         exchange_timeout: seconds that a payload may take over the wire.
         rate_limit: for all that is sent; default: none.
         name: tells the links from others in the store.
+        key: see `Connections`.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class MeshPublished(Published):
         exchange_timeout: float,
         rate_limit: RateLimit | None = None,
         name: str = "published",
+        key: LinkKey | None = None,
     ) -> None:
         super().__init__(node, Shelf())
         self._store = store
@@ -65,6 +71,7 @@ class MeshPublished(Published):
         self._timeout = exchange_timeout
         self._rate_limit = rate_limit
         self._name = name
+        self._key = key
         self._lock = threading.Lock()
         self._links: dict[int, _Links] = {}  # to those who are there
         self._newly_lost: dict[int, str] = {}
@@ -95,7 +102,9 @@ class MeshPublished(Published):
                 name = f"{self._name}/{low}-{high}/{life}/{asker}"
                 store = SharedStore(self._store, timeout, meanwhile)
                 end = int(self.node == high)
-                made[asker] = Connections(store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit)
+                made[asker] = Connections(
+                    store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit, key=self._key
+                )
         except (RuntimeError, ExchangeError) as error:
             _close(made.values())
             raise IslandLostError(f"nodes {low} and {high} did not connect: {error}", [peer]) from None
@@ -170,20 +179,22 @@ class MeshPublished(Published):
 
     def _ask(self, links: _Links, deadline: Deadline) -> tuple[torch.Tensor | None, Traffic]:
         link, end, transfers = links.asked, links.end, Transfers()
+        links.num_questions += 1
+        tag = links.num_questions
         length = torch.empty(1, dtype=torch.int64)
         try:
-            link.send(torch.ones(1, dtype=torch.uint8), end, _REQUEST, transfers)
-            link.receive(length, end, _LENGTH, transfers)
+            link.send(torch.ones(1, dtype=torch.uint8), end, tag, transfers)
+            link.receive(length, end, tag, transfers)
             link.wait(transfers, deadline)
+            _check(links, link, transfers)
             transfers.take_traffic()  # a few bytes of protocol, not payload
             num_bytes = int(length)
             if num_bytes == _NOTHING:
                 return None, Traffic()
             received = self._buffer(num_bytes, links.peer)
-            link.receive(received, end, _PAYLOAD, transfers, with_checksum=True)
+            link.receive(received, end, tag, transfers, with_checksum=True)
             traffic = link.wait(transfers, deadline)
-            if transfers.damaged:
-                raise IslandLostError(f"what node {links.peer} sent came damaged (its checksum differs)", [links.peer])
+            _check(links, link, transfers)
             return received, traffic
         finally:
             transfers.drop()
@@ -193,14 +204,16 @@ class MeshPublished(Published):
         link, request = links.answered, torch.empty(1, dtype=torch.uint8)
         deadline: Deadline | None = None
         try:
-            while True:
+            for tag in itertools.count(1):
                 transfers = Transfers()
-                link.receive(request, links.end, _REQUEST, transfers)
+                link.receive(request, links.end, tag, transfers)
                 # Not `link.wait`: it looks at the connection twice a second, and leaves a receive behind each time.
-                transfers.works[0].handle.wait(_FOREVER)
+                _wait_for_ever(transfers)
+                transfers.check()
+                _check(links, link, transfers)
                 transfers.drop()
                 deadline = Deadline(self._timeout)
-                _answer(links, self._shelf, deadline)
+                _answer(links, tag, self._shelf, deadline)
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
             # A record that held the error would hold the sockets.
@@ -221,6 +234,7 @@ class _Links:
     end: int
     asked: Connections
     answered: Connections
+    num_questions: int = 0
     thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -239,13 +253,24 @@ def _end(node: int, other: int) -> int:
     return int(node > other)
 
 
-def _answer(links: _Links, shelf: Shelf, deadline: Deadline) -> None:
+def _wait_for_ever(transfers: Transfers) -> None:
+    for work in transfers.works:
+        work.handle.wait(_FOREVER)
+
+
+def _check(links: _Links, link: Connections, transfers: Transfers) -> None:
+    if transfers.damaged:
+        why = damage(link.is_sealed)
+        raise IslandLostError(f"what node {links.peer} sent came damaged ({why})", [links.peer])
+
+
+def _answer(links: _Links, tag: int, shelf: Shelf, deadline: Deadline) -> None:
     transfers = Transfers()
     with shelf.newest() as payload:
         num_bytes = _NOTHING if payload is None else payload.numel()
-        links.answered.send(torch.tensor([num_bytes]), links.end, _LENGTH, transfers)
+        links.answered.send(torch.tensor([num_bytes]), links.end, tag, transfers)
         if payload is not None:
-            links.answered.send(payload, links.end, _PAYLOAD, transfers, with_checksum=True)
+            links.answered.send(payload, links.end, tag, transfers, with_checksum=True)
         try:
             links.answered.wait(transfers, deadline)
         finally:
@@ -257,7 +282,7 @@ def _wake(link: Connections, peer: int) -> None:
     """Ends the wait for a request: Gloo closes a connection, and wakes who waits, when any receive times out."""
     transfers = Transfers()
     try:
-        link.receive(torch.empty(1, dtype=torch.uint8), peer, _WAKE, transfers)
+        link.receive(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG, transfers)
         transfers.works[0].handle.wait(timedelta(milliseconds=1))
     except (RuntimeError, ExchangeError):
         pass

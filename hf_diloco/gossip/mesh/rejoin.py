@@ -39,7 +39,7 @@ from hf_diloco.gossip.mesh.discovery import Call, Calls
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.straggler_timeout import Patience
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.transfers import Transfers
 
 LOOK_SECONDS = 0.5
 """How often neighbours look for those that were lost."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from hf_diloco.errors import DiLoCoError, IslandLostError
 from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record
-from hf_diloco.transport.connections import Deadline
+from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils.waiting import WaitNotes
 
 

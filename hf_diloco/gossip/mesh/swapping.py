@@ -14,7 +14,7 @@ from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.straggler_timeout import Patience
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.transfers import Transfers
 
 BYTES_IN_FLIGHT = 64 << 20
 """What a node has on its way from all neighbours together, if pieces are few enough."""

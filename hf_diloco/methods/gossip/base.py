@@ -23,7 +23,8 @@ from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.slow_momentum import SlowMomentum
-from hf_diloco.methods.gossip.checks import check_group, common_kind
+from hf_diloco.methods.gossip.checks import check_group
+from hf_diloco.methods.gossip.flat import FlatParameters
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 
@@ -98,13 +99,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._has_begun = False
         self._slow: SlowMomentum | None = None
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        dtype, device = common_kind(self._parameters)
-        size = sum(parameter.numel() for parameter in self._parameters)
-        self._x, self._g = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self._flat = FlatParameters(self._parameters, self.name)
+        self._x, self._g = self._flat.x, self._flat.g
         self._vectors = {name: torch.zeros_like(self._x) for name in self.state_names}
-        like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
-        self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
-        self._views_of_x, self._views_of_g = self._views(self._x), self._views(self._g)
         self._adopt()
         self._show_state()
 
@@ -200,9 +197,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.begin(self._x, is_late=self.num_steps > 0)
         if not self._has_begun:
             self.neighbours.offer(self._x, self.num_steps)
-        self._read_gradients()
+        self._flat.read_gradients()
         self.average_gradient(self._g)
-        self._decay()
+        self._flat.decay(self.param_groups)
         self._has_begun = False
         self.update(self._x, self._g)
         for group in self.param_groups:
@@ -379,7 +376,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.load_state_dict(state_dict["slowmo"], self._x)
         super().load_state_dict(state_dict)
         for name, vector in self._vectors.items():
-            for parameter, view in zip(self._parameters, self._views(vector), strict=True):
+            for parameter, view in zip(self._parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:
                     raise CheckpointError(f"{self.name}: the state holds no {name}; it is another method's")
                 view.copy_(self.state[parameter][name])
@@ -396,58 +393,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def _show_state(self) -> None:
         """Lets `state_dict` see the vectors, cut into parameters; they stay the same memory."""
         for name, vector in self._vectors.items():
-            for parameter, view in zip(self._parameters, self._views(vector), strict=True):
+            for parameter, view in zip(self._parameters, self._flat.views(vector), strict=True):
                 self.state[parameter][name] = view
 
-    def _views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """`vector` cut into tensors of the parameters' shapes and memory formats."""
-        pieces = vector.split([shape.numel() for shape, _ in self._formats])
-        return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
-
     def _adopt(self) -> None:
-        """Makes parameters views of the flat vector; again if somebody has given them other memory."""
-        for parameter, view in zip(self._parameters, self._views_of_x, strict=True):
-            if parameter.data_ptr() == view.data_ptr():
-                continue
-            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
-                raise UnsupportedError(
-                    f"{self.name}: a parameter went from {view.dtype} on {view.device} to {parameter.dtype} on "
-                    f"{parameter.device}; move the model before the optimizer is made"
-                )
-            self.neighbours.settle()
-            view.copy_(parameter.data)
-            parameter.data = view
-
-    def _read_gradients(self) -> None:
-        present, gradients = [], []
-        for parameter, view in zip(self._parameters, self._views_of_g, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.is_sparse:
-                raise UnsupportedError(f"{self.name}: a sparse gradient; make the embedding with sparse=False")
-            else:
-                present.append(view)
-                gradients.append(parameter.grad)
-        if present:
-            torch._foreach_copy_(present, gradients)
-
-    def _decay(self) -> None:
-        """Weight decay and LARS, in the gradient's place."""
-        first, start = 0, 0
-        for group in self.param_groups:
-            last = first + len(group["params"])
-            end = start + sum(parameter.numel() for parameter in group["params"])
-            decay = float(group["weight_decay"])
-            scales = self._trust(slice(first, last), group["lars"], decay) if group["lars"] else None
-            if decay:
-                self._g[start:end].add_(self._x[start:end], alpha=decay)
-            if scales is not None:
-                torch._foreach_mul_(self._views_of_g[first:last], list(scales.unbind()))
-            first, start = last, end
-
-    def _trust(self, which: slice, coefficient: float, decay: float) -> torch.Tensor:
-        """LARS: each tensor's factor, from its norms before weight decay; nothing waits for an accelerator."""
-        norm_x = torch.stack(torch._foreach_norm(self._views_of_x[which]))
-        norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
-        trust = coefficient * norm_x / (norm_g + decay * norm_x)
-        return torch.where((norm_x > 0) & (norm_g > 0), trust, torch.ones_like(trust))
+        self._flat.adopt(self.neighbours.settle)

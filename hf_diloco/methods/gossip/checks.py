@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def check_below_1(setting: str, value: float) -> None:
         raise ConfigError(f"{setting}={value}: give a number from 0 to below 1")
 
 
-def common_kind(parameters: list[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
+def common_kind(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
     """The type and device of all parameters."""
     kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
     names = ", ".join(sorted(f"{dtype} on {device}".removeprefix("torch.") for dtype, device in kinds))

@@ -86,7 +86,7 @@ def make_optimizer(
             SlowMo does not go with it.
     """
     method = find_method(name)
-    accepted = _settings(method)
+    accepted = settings_of(method)
     for setting in settings:
         if setting not in accepted:
             raise ConfigError(
@@ -100,7 +100,7 @@ def make_optimizer(
     return optimizer
 
 
-def _settings(method: type[GossipOptimizer]) -> dict[str, object]:
+def settings_of(method: type[GossipOptimizer]) -> dict[str, object]:
     """The method's own settings and their defaults."""
     parameters = inspect.signature(method.__init__).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

@@ -1,0 +1,59 @@
+"""The run files that come with the package, with what they name: `configs/` of the repository, part of the wheel."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from hf_diloco.errors import ConfigError
+
+_PACKAGE = Path(__file__).parents[2]
+
+
+def shipped_folder() -> Path:
+    """The folder `configs`: inside the installed package, or beside it in a checkout."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_files() -> list[str]:
+    """All files that come with the package, by their path in `configs`."""
+    folder = shipped_folder()
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".yaml", ".json")
+    )
+
+
+def shipped_names() -> list[str]:
+    """The names of the run files among them, as `quickstart` and `recipes/diloco`; the plain ones first."""
+    run_files = [file for file in shipped_files() if file.endswith(".yaml") and not file.startswith("accelerate/")]
+    return sorted((file.removesuffix(".yaml") for file in run_files), key=lambda name: (name.count("/"), name))
+
+
+def find_run_file(given: str | Path) -> Path:
+    """The run file that a user names: a path, or the name of one that comes with the package.
+
+    A file of the user's wins over a name. A path to another missing file is returned as it is.
+
+    Raises:
+        ConfigError: it is neither, and the name of a file that comes with the package is close.
+    """
+    path, names = Path(given), shipped_names()
+    if path.exists():
+        return path
+    if path.as_posix() in names:
+        return shipped_folder() / f"{path.as_posix()}.yaml"
+    meant = path.as_posix().removesuffix(".yaml").removeprefix("configs/")
+    if meant in names:
+        raise ConfigError(
+            f"{path}: no such file; {meant} (without .yaml) names the one that comes with hf-diloco, and "
+            f"`hf-diloco configs copy {meant}` copies it to configs/"
+        )
+    if not path.suffix:
+        close = difflib.get_close_matches(meant, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"{path}: neither a file nor the name of a run file that comes with hf-diloco "
+            f"({hint}`hf-diloco configs ls` lists them)"
+        )
+    return path

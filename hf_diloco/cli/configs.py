@@ -1,0 +1,121 @@
+"""`hf-diloco configs`: the run files that come with the package, listed, shown and copied."""
+
+from __future__ import annotations
+
+import filecmp
+import itertools
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_diloco.errors import ConfigError
+
+configs_app = typer.Typer(
+    help="List, show and copy the run files that come with hf-diloco.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@configs_app.command("ls")
+def ls() -> None:
+    """List the run files, by the names that `hf-diloco launch` takes, and the files that they name.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco configs ls[/cyan]
+    """
+    from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names
+
+    names = shipped_names()
+    width = max(len(name) for name in names)
+    for name in names:
+        typer.echo(f"{name:{width}}  {_headline((shipped_folder() / f'{name}.yaml').read_text())}")
+    others = [file for file in shipped_files() if file.removesuffix(".yaml") not in names]
+    typer.echo(f"\nfor `deepspeed:` and `accelerate:` of run files: {', '.join(others)}")
+
+
+@configs_app.command("show")
+def show(name: Annotated[str, typer.Argument(metavar="NAME", help="as `hf-diloco configs ls` lists it")]) -> None:
+    """Print one of the files.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco configs show quickstart[/cyan]
+
+    [cyan]hf-diloco configs show deepspeed/zero2.json[/cyan]
+    """
+    from hf_diloco.apps.common.shipped import shipped_folder
+
+    typer.echo((shipped_folder() / _file_of(name)).read_text(), nl=False)
+
+
+@configs_app.command("copy")
+def copy(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="which; default: all")] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; made if it is missing.")] = Path("configs"),
+) -> None:
+    """Copy run files, with the files that they name, to change them. Nothing is overwritten.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco configs copy quickstart[/cyan]
+
+    [cyan]hf-diloco configs copy recipes/slowmo --to my-runs[/cyan]
+    """
+    from hf_diloco.apps.common.shipped import shipped_files, shipped_folder
+
+    files = sorted({file for name in names for file in _with_named(_file_of(name))} if names else shipped_files())
+    folder = shipped_folder()
+    for file in files:
+        if (to / file).exists() and not (
+            (to / file).is_file() and filecmp.cmp(folder / file, to / file, shallow=False)
+        ):
+            raise ConfigError(
+                f"{to / file} is there already, with other contents: choose another folder (--to FOLDER)"
+            )
+    for file in files:
+        (to / file).parent.mkdir(parents=True, exist_ok=True)
+        if not (to / file).exists():  # else it is equal, and perhaps the very same
+            shutil.copyfile(folder / file, to / file)
+        typer.echo(to / file)
+
+
+def _headline(text: str) -> str:
+    """The first sentence of the comment at the head of a run file."""
+    lines = itertools.takewhile(re.compile(r"# \S").match, text.splitlines())
+    comment = " ".join(line.removeprefix("# ") for line in lines)
+    return re.split(r"(?<=[a-z0-9)])\. ", comment)[0].rstrip(".:")
+
+
+def _file_of(name: str) -> str:
+    """The path in `configs` of what a user names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from hf_diloco.apps.common.shipped import shipped_files
+
+    files = shipped_files()
+    for file in (name, f"{name}.yaml"):
+        if file in files:
+            return file
+    raise ConfigError(f"{name}: no such file comes with hf-diloco; `hf-diloco configs ls` lists them")
+
+
+def _with_named(file: str) -> list[str]:
+    """A file, and those of the package that it names."""
+    from hf_diloco.apps.common.kinds import kind_of
+    from hf_diloco.apps.common.paths import files_named
+    from hf_diloco.apps.common.shipped import shipped_folder, shipped_names
+    from hf_diloco.apps.common.yaml_file import read_yaml
+
+    if file.removesuffix(".yaml") not in shipped_names():
+        return [file]
+    path = shipped_folder().resolve() / file
+    named = files_named(read_yaml(path)[0], kind_of(path).files, path.parent)
+    return [file, *(other.relative_to(shipped_folder().resolve()).as_posix() for other in named)]

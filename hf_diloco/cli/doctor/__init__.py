@@ -1,0 +1,1 @@
+"""What would keep a run from working on this machine, each with its remedy."""

@@ -1,0 +1,112 @@
+"""`hf-diloco doctor`: all checks, shown as they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hf_diloco.cli.display import terminal
+from hf_diloco.cli.doctor.finding import Check, Finding, run_checks
+from hf_diloco.cli.listening import listen
+from hf_diloco.cli.status import check_url
+from hf_diloco.utils.text import plural
+
+FINE, PROBLEMS = 0, 1
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the command line asks for.
+
+    Attributes:
+        store: URL of a store to try.
+        peer: HOST:PORT of another machine.
+        listen: HOST:PORT on which to answer another machine, instead of all else.
+        port: that island 0 would listen on.
+        folder: of runs.
+        as_json: for programs.
+    """
+
+    store: str | None = None
+    peer: str | None = None
+    listen: str | None = None
+    port: int | None = None
+    folder: Path = Path("runs")
+    as_json: bool = False
+
+
+def run_doctor(options: DoctorOptions) -> int:
+    """Runs `hf-diloco doctor`; returns its exit code: 1 if there is a problem, else 0.
+
+    Raises:
+        ConfigError: an address cannot be one.
+        RendezvousError: nothing can listen at `listen`.
+    """
+    if options.listen is not None:
+        return _listen(options.listen)
+    return show_findings(run_checks([*_checks(options)]), options.as_json)  # addresses are looked at before all else
+
+
+def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
+    """Prints findings as they come, and how many of them matter; returns the exit code."""
+    console = terminal(sys.stdout)
+    found = []
+    for one in findings:
+        found.append(one)
+        if as_json:
+            continue
+        console.print(f"[{_STYLES[one.level]}]{one.level:<8}[/] ", end="")
+        console.print(f"{one.check}: {one.text}", markup=False, soft_wrap=True)
+        if one.remedy:
+            console.print(f"         → {one.remedy}", markup=False, soft_wrap=True)
+    problems, warnings = (sum(one.level == level for one in found) for level in ("problem", "warning"))
+    if as_json:
+        counts = {"problems": problems, "warnings": warnings}
+        print(json.dumps({**counts, "findings": [one.as_dict() for one in found]}, indent=2))
+    else:
+        console.print(
+            f"\n{problems} {plural('problem', problems)}, {warnings} {plural('warning', warnings)}", markup=False
+        )
+    return PROBLEMS if problems else FINE
+
+
+def _checks(options: DoctorOptions) -> Iterator[tuple[str, Check]]:
+    from hf_diloco.cli.doctor import machine, network, software
+
+    yield "versions", software.check_versions
+    yield "torch", software.check_torch
+    yield "deepspeed", software.check_deepspeed_build
+    yield "memory", machine.check_memory
+    yield "disk", partial(machine.check_disk, options.folder)
+    yield "open files", machine.check_files
+    yield "host name", network.check_host_name
+    yield "interfaces", network.check_interfaces
+    if options.port is not None:
+        yield "port", partial(network.check_port, options.port)
+    if options.store is not None:
+        check_url(options.store, "doctor --store")
+        from hf_diloco.cli.doctor.store import check_store
+
+        yield "store", partial(check_store, options.store)
+    if options.peer is not None:
+        from hf_diloco.cli.doctor import peer
+
+        yield "peer", partial(peer.check_peer, *peer.split_address(options.peer, "--peer"))
+
+
+def _listen(address: str) -> int:
+    """Answers other machines until Ctrl-C."""
+    from hf_diloco.cli.doctor import peer
+
+    with listen(address.removeprefix("tcp://"), "the other machine") as listener:
+        print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
+        try:
+            peer.serve(listener)
+        except KeyboardInterrupt:
+            return FINE
+    return FINE

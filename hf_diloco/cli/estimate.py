@@ -1,0 +1,216 @@
+"""`hf-diloco estimate`: what a run will cost on its link."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.cli.display import terminal
+from hf_diloco.errors import ConfigError
+from hf_diloco.planning.equations import Link
+from hf_diloco.planning.estimate import TARGET, Estimate, Row, make_estimate
+from hf_diloco.planning.quantities import bit_rate, duration, parse_count, parse_rate, parse_seconds
+from hf_diloco.planning.scenario import DEFAULT_STEP_SECONDS, Scenario, read_scenario
+from hf_diloco.utils import text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LEGEND = f"""
+sent: by an island in a round of the whole model (every step: in a step); exchange: of one fragment, or of all;
+stalled: in a round; {TARGET:.0%} from: the least sync_every with which islands compute {TARGET:.0%} of the time"""
+_RATE, _RTT = "1G", "50ms"
+_DEFAULTS = {"islands": 2, "sync_every": 500, "payload": "fp32", "ranks": 1, "zero": None, "layers": 24}
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """What the command line asks for.
+
+    Attributes:
+        run_file: None: the shape and `params` say what is estimated.
+        overrides: `key=value` items.
+        params: count of parameters, as text.
+        shape: settings that belong to a run file, if there is one.
+        bandwidth, rtt, step_time: as text; None if not given.
+        price: of a gigabyte.
+        picture: file to draw.
+        as_json: for programs.
+    """
+
+    run_file: Path | None
+    overrides: Sequence[str]
+    params: str | None
+    shape: Mapping[str, Any]
+    bandwidth: str | None
+    rtt: str | None
+    step_time: str | None
+    price: float | None
+    picture: Path | None
+    as_json: bool
+
+
+def run_estimate(options: EstimateOptions) -> None:
+    """Runs `hf-diloco estimate`.
+
+    Raises:
+        ConfigError: the run file or an option does not fit.
+    """
+    if options.picture is not None:
+        from hf_diloco.methods.topology.drawing import check_picture
+
+        check_picture(options.picture)
+    estimate = make_estimate(_scenario(options))
+    if options.as_json:
+        print(json.dumps(estimate.as_dict(), indent=2))
+    else:
+        _show(estimate)
+    if options.picture is not None:
+        from hf_diloco.planning.picture import draw
+
+        draw(estimate, options.picture)
+        print(f"wrote {options.picture}", file=sys.stderr if options.as_json else sys.stdout)
+
+
+def _scenario(options: EstimateOptions) -> Scenario:
+    link = Link(parse_rate(options.bandwidth or _RATE, "--bandwidth"), parse_seconds(options.rtt or _RTT, "--rtt"))
+    step = None if options.step_time is None else parse_seconds(options.step_time, "--step-time")
+    if step == 0:
+        raise ConfigError(f"--step-time {options.step_time}: a step takes some time; give it as 1.5s")
+    scenario = _from_file(options, link, step) if options.run_file else _from_numbers(options, link, step)
+    given = {"--bandwidth": options.bandwidth, "--rtt": options.rtt}
+    texts = {"--bandwidth": f"links of {bit_rate(link.bits_per_second)}", "--rtt": f"round trips of {_RTT}"}
+    missing = [f"{texts[name]} ({name})" for name, value in given.items() if value is None]
+    return replace(scenario, assumed=(*missing, *scenario.assumed))
+
+
+def _from_file(options: EstimateOptions, link: Link, step: float | None) -> Scenario:
+    assert options.run_file is not None
+    foreign = ["--params"] if options.params else []
+    foreign += [f"--{name.replace('_', '-')}" for name, value in options.shape.items() if value != _DEFAULTS[name]]
+    if foreign:
+        raise ConfigError(
+            f"{', '.join(foreign)}: {options.run_file} says this; change it there, or by "
+            "KEY=VALUE, as diloco.sync_every=100"
+        )
+    return read_scenario(options.run_file, options.overrides, link, step, options.price)
+
+
+def _from_numbers(options: EstimateOptions, link: Link, step: float | None) -> Scenario:
+    if options.params is None:
+        raise ConfigError("nothing to estimate: give a run file, or --params, as --params 1b")
+    from pydantic import ValidationError
+
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock
+    from hf_diloco.config.base import describe
+
+    shape = options.shape
+    try:
+        diloco = DiLoCoBlock(
+            num_islands=shape["islands"], island=0, sync_every=shape["sync_every"], payload=shape["payload"]
+        )
+    except ValidationError as error:
+        raise ConfigError(describe(error, DiLoCoBlock)) from None
+    size = parse_count(options.params, "--params")
+    return Scenario(
+        name="",
+        num_parameters=size,
+        largest_layer=-(-size // shape["layers"]),
+        num_layers=shape["layers"],
+        diloco=diloco,
+        link=link,
+        step_seconds=step or DEFAULT_STEP_SECONDS,
+        num_ranks=shape["ranks"],
+        stage=shape["zero"],
+        price=options.price,
+        assumed=() if step else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
+    )
+
+
+def _show(estimate: Estimate) -> None:
+    console = terminal(sys.stdout)
+    for name, value in _facts(estimate):
+        console.print(f"{name:<12}{value}", markup=False, soft_wrap=True)
+    console.print()
+    console.print(_table(estimate))
+    console.print(_LEGEND, markup=False)
+    console.print(f"\n{estimate.advice}", markup=False, soft_wrap=True)
+
+
+def _facts(estimate: Estimate) -> list[tuple[str, str]]:
+    scenario, own, memory = estimate.scenario, estimate.own, estimate.memory
+    islands = f"{scenario.num_islands} {text.plural('island', scenario.num_islands)}"
+    ranks = f"{scenario.num_ranks} {text.plural('rank', scenario.num_ranks)}"
+    link = f"{bit_rate(scenario.link.bits_per_second)} each way, {duration(scenario.link.rtt)} there and back"
+    host = f"{text.size(memory.host)} of DeepSpeed and " if memory.host else ""
+    facts = [
+        (
+            "run",
+            f"{scenario.name or 'by numbers'}: {text.short_count(scenario.num_parameters)} parameters, "
+            f"{islands} of {ranks}",
+        ),
+        ("link", link),
+        ("a step", f"{duration(scenario.step_seconds)} of computing"),
+        (
+            "a rank",
+            f"{text.size(memory.accelerator)} on the accelerator, without activations; on the host {host}"
+            f"{text.size(memory.outer)} of outer state",
+        ),
+        ("ways", _ways(estimate)),
+        ("a day", f"an island sends {text.size(own.bytes_sent_a_day)}{_price(own)}"),
+    ]
+    return [*facts, ("assumed", "; ".join(scenario.assumed))] if scenario.assumed else facts
+
+
+def _price(row: Row) -> str:
+    if row.price_a_day is None:
+        return ""
+    run = "" if row.price is None else f", {row.price:,.2f} for the run"
+    return f"; all of them for {row.price_a_day:,.2f} a day{run}"
+
+
+def _table(estimate: Estimate) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("", "payload"):
+        table.add_column(heading, header_style="cyan", no_wrap=True)
+    for heading in ("sent", "exchange", "stalled", "utilisation", f"{TARGET:.0%} from"):
+        table.add_column(heading, justify="right", header_style="cyan", no_wrap=True)
+    before = None
+    for row in estimate.rows:
+        method = row.way.method
+        if before and method != before:
+            table.add_section()
+        table.add_row("" if method == before else method, row.way.payload, *_figures(row))
+        before = method
+    return table
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    return (
+        text.size(row.bytes_sent),
+        _short(row.exchange_seconds),
+        _short(row.stall_seconds),
+        text.share(row.utilisation),
+        text.count(row.sync_every_for_target),
+    )
+
+
+def _short(seconds: float) -> str:
+    """In one unit, so that a column can be compared."""
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _ways(estimate: Estimate) -> str:
+    """What the names in the table stand for."""
+    overlap = next(row.way for row in estimate.rows if row.way.method == "overlap")
+    return (
+        f"a round every {overlap.sync_every} steps; streaming: {overlap.num_fragments} fragments; overlap: the same, "
+        f"{overlap.delay} steps go on meanwhile"
+    )

@@ -1,0 +1,109 @@
+"""`hf-diloco init`: the files with which an engine that you have starts the islands of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.config import ENV_RENDEZVOUS
+from hf_diloco.errors import ConfigError
+
+
+class EngineName(StrEnum):
+    """Engines that there are templates for."""
+
+    SLURM = "slurm"
+    COMPOSE = "compose"
+    KUBERNETES = "kubernetes"
+
+
+def init(
+    engine: Annotated[EngineName, typer.Argument(help="what starts the islands", show_default=False)],
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
+    num_islands: Annotated[
+        int | None, typer.Option("--islands", min=1, help="Number of islands in the run. Default: the run file's.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-island",
+            min=0,
+            help="GPUs of an island on one node, or on each of its nodes; 0 for CPUs. "
+            "Default: launch.num_processes, or 0 with launch.use_cpu.",
+        ),
+    ] = None,
+    num_nodes: Annotated[int, typer.Option("--nodes-per-island", min=1, help="Nodes of an island.")] = 1,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help=f"Where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://… "
+            f"[{ENV_RENDEZVOUS}].",
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Container image in which hf-diloco is installed; compose and kubernetes need it."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the files go. Default: deploy/NAME/ENGINE.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+) -> None:
+    """Write what an engine needs to start the islands of a run, stop them with a checkpoint, and start them again.
+
+    The islands meet in an object store, so the engine may start each of them where and when it likes. The files are
+    yours to change. What is there already stays, unless you give --force.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco init slurm run.yaml --islands 4 --gpus-per-island 8 --rendezvous s3://bucket/my-run[/cyan]
+
+    [cyan]hf-diloco init compose run.yaml --gpus-per-island 4 --image my/image[/cyan]
+    """
+    from hf_diloco.cli.deployment import InitOptions, plan_deployment
+    from hf_diloco.cli.engines import ENGINES
+
+    options = InitOptions(
+        engine=engine.value,
+        run_file=run_file,
+        overrides=tuple(overrides or ()),
+        num_islands=num_islands,
+        num_gpus=num_gpus,
+        num_nodes=num_nodes,
+        rendezvous=rendezvous,
+        name=name,
+        image=image,
+        folder=folder,
+    )
+    deployment = plan_deployment(options)
+    written = ENGINES[engine.value](deployment)
+    _write(deployment.folder, written.files, force)
+    typer.echo(f"start the {deployment.num_islands} islands with:\n  {written.command}")
+
+
+def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:
+    """Writes files of a folder, which need not be there yet.
+
+    Raises:
+        ConfigError: one is there already and not to be replaced, or the folder cannot be written to.
+    """
+    present = [name for name in files if (folder / name).exists()]
+    if present and not force:
+        raise ConfigError(
+            f"{folder / present[0]} is there already: give --force to write over it, or another --folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            typer.echo(f"wrote {folder / name}")
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: {error.strerror}; give another folder") from None

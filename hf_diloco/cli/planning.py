@@ -1,0 +1,162 @@
+"""The commands of `hf-diloco` that look before a run starts; `cli.main` adds them to the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PANEL = "without RUN.yaml"
+
+
+def estimate(
+    run_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN.yaml]", help="the run file; without it, --params", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="settings that beat the run file's", show_default=False),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]"),
+    ] = None,
+    rtt: Annotated[
+        str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Of an inner step without communication. [the run's record, else 1s]"),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of a gigabyte that leaves an island.")
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Parameters: 350M, 7b.", rich_help_panel=_PANEL)
+    ] = None,
+    islands: Annotated[int, typer.Option(min=1, max=1024, help="How many.", rich_help_panel=_PANEL)] = 2,
+    sync_every: Annotated[int, typer.Option(min=1, help="Steps between rounds.", rich_help_panel=_PANEL)] = 500,
+    payload: Annotated[str, typer.Option(help="Number format between islands.", rich_help_panel=_PANEL)] = "fp32",
+    ranks: Annotated[int, typer.Option(min=1, help="Of an island.", rich_help_panel=_PANEL)] = 1,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PANEL)] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.", rich_help_panel=_PANEL)] = 24,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw utilisation over bit rate: .png, .svg or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say what a run will cost on its link, before it starts: bytes, seconds, utilisation, memory.
+
+    It starts nothing. If the run has a record already, its steps are taken to be as long as they were.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco estimate configs/quickstart.yaml --bandwidth 200M --rtt 80ms[/cyan]
+
+    [cyan]hf-diloco estimate --params 1b --islands 4 --bandwidth 200M --rtt 80ms --step-time 2s[/cyan]
+
+    [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
+    """
+    from hf_diloco.cli.estimate import EstimateOptions, run_estimate
+
+    shape = {
+        "islands": islands,
+        "sync_every": sync_every,
+        "payload": payload,
+        "ranks": ranks,
+        "zero": zero,
+        "layers": layers,
+    }
+    run_estimate(
+        EstimateOptions(
+            run_file, tuple(overrides or ()), params, shape, bandwidth, rtt, step_time, price, picture, as_json
+        )
+    )
+
+
+def doctor(
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Try a store: rights, exclusive creation, speed.")
+    ] = None,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure the way to another machine that runs --listen.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Answer another machine's --peer, until Ctrl-C.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="See whether this machine can listen on a port.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs write.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Look for what would keep a run from working on this machine; each finding comes with its remedy.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco doctor[/cyan]
+
+    [cyan]hf-diloco doctor --store s3://bucket/my-run[/cyan]
+
+    [cyan]hf-diloco doctor --listen 10.0.0.1:29400[/cyan], and on the other machine
+
+    [cyan]hf-diloco doctor --peer 10.0.0.1:29400[/cyan]
+
+    [bold]Exit codes[/bold]
+
+    0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
+    """
+    from hf_diloco.cli.doctor.command import DoctorOptions, run_doctor
+
+    raise typer.Exit(run_doctor(DoctorOptions(store, peer, listen, port, folder, as_json)))
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """Show versions, devices and settings of the environment, for a report of a bug. Secrets are left out.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco env[/cyan]
+    """
+    from hf_diloco.cli.environment import run_env
+
+    run_env(as_json)
+
+
+def validate(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run file", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's")
+    ] = None,
+    island: Annotated[
+        int | None,
+        typer.Option("--island", "--node", min=0, help="The one that starts here. Default: all, on this machine."),
+    ] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="URL", help="Where the islands meet.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Check a run without starting it: settings, model, data, memory, disk and store; and say what was not tried.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco validate configs/quickstart.yaml[/cyan]
+
+    [cyan]hf-diloco validate run.yaml --island 1 --rendezvous s3://bucket/my-run[/cyan]
+
+    [bold]Exit codes[/bold]
+
+    0: nothing speaks against it. 1: it would fail on this machine. 2: wrong command or run file.
+    """
+    from hf_diloco.cli.plan import LaunchOptions
+    from hf_diloco.cli.validate import run_validate
+
+    asked = LaunchOptions(run_file, tuple(overrides or ()), island, None, rendezvous)
+    raise typer.Exit(run_validate(asked, as_json))
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds all commands of this file."""
+    for command in (estimate, doctor, env, validate):
+        app.command()(command)

@@ -1,0 +1,213 @@
+"""`hf-diloco launch -- COMMAND`: islands on this machine that run a script of the user's own.
+
+The script finds who it is in the environment, as `DiLoCoConfig` and `GossipConfig` read it. With a `DiLoCoCallback` or
+a `GossipCallback` it also shows its progress, and ends with a checkpoint when it is asked to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hf_diloco.cli import devices
+from hf_diloco.cli.display import make_display, terminal
+from hf_diloco.cli.ending import print_failures
+from hf_diloco.cli.island import IslandPlan
+from hf_diloco.cli.launch import Launcher
+from hf_diloco.cli.plan import island_environment
+from hf_diloco.cli.run import print_commands
+from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import plural
+from hf_diloco.utils.urls import is_object_store
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_NUM_PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|num_processes|num_gpus)(=(?P<count>\d+))?")
+_PORT = re.compile(r"--(main_process_port|master[_-]port|rdzv[_-]endpoint|standalone)(=|$)")
+_LAUNCHERS = {
+    ("accelerate", "launch"): "--main_process_port",
+    ("deepspeed",): "--master_port",
+    ("torchrun",): "--master_port",
+}
+"""Launchers of an island's ranks, with the option for the port at which these meet: each island needs another."""
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """What `hf-diloco launch -- COMMAND` was asked for.
+
+    Attributes:
+        command: program and arguments.
+        island: the only island to start here; None starts all.
+        num_islands: in the run; None: as the environment says, else one.
+        rendezvous: where they meet; None: as the environment says, else on this machine.
+        name: of the run; None: the script's.
+        output: the folder of run folders.
+    """
+
+    command: tuple[str, ...]
+    island: int | None = None
+    num_islands: int | None = None
+    rendezvous: str | None = None
+    name: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    """What will be started here.
+
+    Attributes:
+        folder: of the run.
+        islands: those of this machine.
+        config: the settings of the first, as it will find them in its environment.
+        crowding: that their threads are more than this machine's cores; empty if they are not.
+    """
+
+    folder: Path
+    islands: tuple[IslandPlan, ...]
+    config: DiLoCoConfig
+    crowding: str
+
+
+def run_script(options: ScriptOptions, *, grace: float, dry_run: bool) -> int:
+    """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`.
+
+    Raises:
+        DiLoCoError: when the command, the options or this machine do not fit; nothing was started then.
+    """
+    plan = plan_script(options)
+    out, err = terminal(sys.stdout), terminal(sys.stderr)
+    if dry_run:
+        print_commands(plan.islands, "island", out)
+        return 0
+    display = make_display(out, [island.number for island in plan.islands])
+    meets_in_store = plan.config.rendezvous is not None and is_object_store(plan.config.rendezvous)
+    launcher = Launcher(plan.islands, display, grace, keep_going=meets_in_store)
+    for note in filter(None, (_summary(plan), plan.crowding)):
+        display.note(note)
+    result = launcher.run()
+    print_failures(result, err)
+    return result.exit_code
+
+
+def plan_script(options: ScriptOptions) -> ScriptPlan:
+    """Checks what can be checked before a process starts.
+
+    Raises:
+        ConfigError: when the command, the options or this machine do not fit.
+    """
+    given = _with_program(options.command)
+    num_islands = _num_islands(options)
+    numbers = range(num_islands) if options.island is None else [options.island]
+    port, *ports = devices.free_ports(1 + len(numbers))
+    config = _meeting(options, num_islands, port)
+    num_processes = _num_processes(options.command)
+    threads = devices.fitting_threads(len(numbers) * num_processes)
+    shares = _device_shares(len(numbers))
+    folder = Path(options.output or "runs") / (options.name or _name(options.command))
+    islands = []
+    for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
+        own_folder = folder / f"island-{number}"
+        environment = island_environment(number, num_islands, config.rendezvous, threads, share)
+        environment[ENV_FOLDER] = str(own_folder.absolute())
+        command = _with_port(given, main_process_port, len(numbers))
+        islands.append(IslandPlan(number, own_folder, command, environment, {}))
+    crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads))
+    return ScriptPlan(folder, tuple(islands), config, crowding)
+
+
+def _summary(plan: ScriptPlan) -> str:
+    here, total = len(plan.islands), plan.config.num_islands
+    islands = f"{here} {plural('island', here)}" if here == total else f"island {plan.islands[0].number} of {total}"
+    meeting = f", meeting at {plan.config.rendezvous}" if plan.config.rendezvous else ""
+    alone = " (--islands 2 starts two)" if total == 1 else ""
+    return f"{islands}{alone}{meeting}; full logs in {plan.folder}/island-*/log.txt"
+
+
+def _with_program(command: Sequence[str]) -> tuple[str, ...]:
+    """The command with its program's path: of this environment if it is there, so that `python` has hf_diloco.
+
+    Raises:
+        ConfigError: there is no such program, or no such script.
+    """
+    if not command:
+        raise ConfigError("nothing stands behind `--`: hf-diloco launch --islands 2 -- python my_script.py")
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    program = shutil.which(command[0], path=places)
+    if program is None:
+        raise ConfigError(f"{command[0]}: no such program; behind `--` stands a command, as `python my_script.py`")
+    is_script = _PYTHON.fullmatch(Path(program).name) and len(command) > 1 and command[1].endswith(".py")
+    if is_script and not Path(command[1]).is_file():
+        raise ConfigError(f"{command[1]}: no such file")
+    return (program, *command[1:])
+
+
+def _num_islands(options: ScriptOptions) -> int:
+    given = options.num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
+    try:
+        return max(1, int(given))
+    except ValueError:
+        raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on") from None
+
+
+def _meeting(options: ScriptOptions, num_islands: int, free_port: int) -> DiLoCoConfig:
+    """Who takes part, and where they meet."""
+    rendezvous = options.rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
+    if rendezvous is None and options.island is None and num_islands > 1:
+        rendezvous = f"tcp://127.0.0.1:{free_port}"
+    config = DiLoCoConfig(island=options.island or 0, num_islands=num_islands, rendezvous=rendezvous)
+    if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:
+        devices.check_port_is_free(rendezvous)
+    return config
+
+
+def _device_shares(num_islands: int) -> list[list[str]]:
+    found = devices.cuda_devices()
+    if not found:
+        return [[] for _ in range(num_islands)]
+    if len(found) < num_islands:
+        raise ConfigError(
+            f"{num_islands} islands on {len(found)} CUDA {plural('device', len(found))} ({', '.join(found)}): each "
+            "needs its own; lower --islands, start some elsewhere with --island, or train on the CPU with "
+            "CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    return devices.share_devices(found, num_islands, len(found) // num_islands)
+
+
+def _name(command: Sequence[str]) -> str:
+    """A run's name: that of the script, without its ending."""
+    scripts = [Path(word).stem for word in command if word.endswith(".py")]
+    modules = [word for flag, word in pairwise(command) if flag == "-m"]
+    return (scripts or modules or [Path(command[0]).name])[0]
+
+
+def _num_processes(command: Sequence[str]) -> int:
+    """Processes of an island, as the command says to a launcher; one if it does not."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if match := _NUM_PROCESSES.fullmatch(word):
+            count = match["count"] or following
+            return max(1, int(count)) if count.isdecimal() else 1
+    return 1
+
+
+def _with_port(command: Sequence[str], port: int, num_islands: int) -> tuple[str, ...]:
+    """The command; where it starts a launcher of ranks, with a port that no other island has."""
+    for words, option in _LAUNCHERS.items():
+        if (Path(command[0]).name, *command[1 : len(words)]) != words:
+            continue
+        given = next((word for word in command if _PORT.match(word)), None)
+        if given is None:
+            return (*command[: len(words)], option, str(port), *command[len(words) :])
+        if num_islands > 1 and given != "--standalone":
+            raise ConfigError(
+                f"{given}: the launchers of {num_islands} islands on one machine need different ports; leave it out, "
+                "and each is given one"
+            )
+    return tuple(command)

@@ -1,0 +1,110 @@
+"""`hf-diloco validate`: everything about a run that shows without starting it, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.cli import devices
+from hf_diloco.cli.doctor.command import show_findings
+from hf_diloco.cli.doctor.finding import Check, Finding, run_checks
+from hf_diloco.cli.doctor.machine import check_disk
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, plan_islands
+from hf_diloco.utils import text
+from hf_diloco.utils.urls import is_object_store
+
+_CHECKPOINT_BYTES = 20
+"""A parameter: fp32 weights and two moments, outer parameters and momentum."""
+
+_KEPT = 2
+_OTHER_MEMORY = 1e9
+"""Bytes of a process beside what depends on the model: PyTorch, Trainer, DeepSpeed."""
+
+
+def run_validate(options: LaunchOptions, as_json: bool) -> int:
+    """Runs `hf-diloco validate`; returns its exit code: 1 if the run would fail here, else 0.
+
+    Raises:
+        ConfigError: the run file, the options or what they name cannot be used; all problems at once.
+    """
+    from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
+
+    run = load_options(options)
+    check_all(run, lambda: plan_islands(run, options))
+    plan = plan_islands(run, options)
+    return show_findings(run_checks(_checks(run, plan)), as_json)
+
+
+def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
+    yield "run file", partial(_settings, run, plan)
+    if isinstance(run, RunFile):
+        yield "memory", partial(_resources, run, plan)
+    if plan.rendezvous is not None and is_object_store(plan.rendezvous):
+        from hf_diloco.cli.doctor.store import check_store
+
+        yield "store", partial(check_store, plan.rendezvous)
+    yield "not tried", partial(_not_tried, run, plan)
+
+
+def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
+    here = len(plan.islands)
+    yield Finding(
+        "run file",
+        "ok",
+        f"settings, Trainer's arguments, DeepSpeed's, tokenizer and data of {run.name} can be used; "
+        f"{here} {text.plural(run.unit, here)} would start here, with {run.max_steps:,} steps",
+    )
+
+
+def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
+    """Memory and disk that the model needs."""
+    from hf_diloco.planning.equations import Link
+    from hf_diloco.planning.estimate import memory_of
+    from hf_diloco.planning.scenario import scenario_of
+
+    scenario = scenario_of(run, Link(1e9), None, None)
+    memory = memory_of(scenario)
+    ranks = scenario.num_ranks * len(plan.islands)
+    found = f"{text.short_count(scenario.num_parameters)} parameters in {scenario.num_layers} layers can be made"
+    yield Finding("model", "ok", found)
+    on_cuda = not run.launch.use_cpu and bool(devices.cuda_devices())
+    if on_cuda:
+        yield _device_memory(memory.accelerator)
+    needed = memory.host + memory.outer + _OTHER_MEMORY + (0 if on_cuda else memory.accelerator)
+    yield _host_memory(needed * ranks)
+    kept = int(run.training.get("save_total_limit") or _KEPT) + 1
+    yield from check_disk(run.folder, _CHECKPOINT_BYTES * scenario.num_parameters * kept * len(plan.islands))
+
+
+def _device_memory(needed: float) -> Finding:
+    import torch
+
+    total = min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
+    found = f"a rank needs {text.size(needed)} and activations of {text.size(total)} on its device"
+    if needed < total:
+        return Finding("device memory", "ok", found)
+    return Finding(
+        "device memory", "problem", found, "a higher ZeRO stage, more ranks, or offload (docs/deepspeed.md)"
+    )
+
+
+def _host_memory(needed: float) -> Finding:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    found = f"the ranks here need about {text.size(needed)} and activations of {text.size(free)} that are free"
+    if needed < free:
+        return Finding("memory", "ok", found)
+    return Finding("memory", "problem", found, "a smaller model, fewer ranks, or fewer islands on this machine")
+
+
+def _not_tried(run: BaseRun, plan: Plan) -> Iterable[Finding]:
+    """What only a run can show."""
+    parts = ["the training itself, and whether its activations fit"]
+    if run.meeting.num_islands > len(plan.islands):
+        parts.append(f"the other {text.plural(run.unit, 2)} (on each of them: hf-diloco validate)")
+        if plan.rendezvous is not None and not is_object_store(plan.rendezvous):
+            parts.append(f"the way to {plan.rendezvous} (hf-diloco doctor --peer)")
+    yield Finding("not tried", "ok", "; ".join(parts))

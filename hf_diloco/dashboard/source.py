@@ -1,0 +1,147 @@
+"""Where the page's figures come from: a run folder, the store where its islands meet, or both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.report import Report, Run, load_run, summarise
+from hf_diloco.report.progress import Progress, read_progress
+from hf_diloco.report.read import METRICS
+from hf_diloco.status import Observer, RunStatus
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.utils.urls import is_object_store
+
+PROGRESS = "progress.json"
+TIMEOUT = 15.0  # seconds without an answer after which the store counts as silent
+NUM_ROUNDS = 100  # of the last ones, read from a store
+
+Signature = frozenset[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class Now:
+    """Where an island, or a node, stands: what it said last, and how many seconds ago, by this machine's clock."""
+
+    progress: Progress
+    age: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found at one moment.
+
+    Attributes:
+        name: of the run.
+        run, report: what the run folder holds; None without one.
+        now: where each island of the folder stands that says so.
+        status: what the store says; None without one.
+        problems: what could not be read, with the reason.
+    """
+
+    name: str
+    run: Run | None = None
+    report: Report | None = None
+    now: Mapping[int, Now] = field(default_factory=dict)
+    status: RunStatus | None = None
+    problems: tuple[str, ...] = ()
+
+
+class Source:
+    """Looks at a run as often as it is asked. For one thread at a time.
+
+    Args:
+        folder: the run folder; None to look at the store alone.
+        url: the object store where the islands meet; None if there is none.
+        key: the run's; empty for none.
+    """
+
+    def __init__(self, folder: Path | None, url: str | None, key: bytes) -> None:
+        self._folder, self._url, self._key = folder, url, key
+        self._observer: Observer | None = None
+        self._signature: Signature = frozenset()
+        self._last = Look(folder.resolve().name if folder else url or "")
+
+    def look(self) -> Look:
+        """What is there now. What cannot be read any more is as it was, and named among the problems."""
+        problems = []
+        for read in (self._read_folder, self._read_store):
+            try:
+                read()
+            except (DiLoCoError, OSError) as error:
+                problems.append(str(error))
+        return replace(self._last, problems=tuple(problems))
+
+    def check(self) -> None:
+        """The first look, in which what was asked for must be readable.
+
+        Raises:
+            ConfigError: the folder is no run folder.
+            RendezvousError: there is no run in the store, or it has another key.
+            StoreError: the store does not answer.
+        """
+        if self._folder is None:
+            self._read_store()
+        else:
+            self._read_folder()
+
+    def _read_folder(self) -> None:
+        """Reads records only where one has changed: those of a long run are large."""
+        if self._folder is None:
+            return
+        signature = _signature(self._folder)
+        if self._last.run is None or signature != self._signature:
+            run = load_run(self._folder)
+            self._last = replace(self._last, name=run.name, run=run, report=summarise(run))
+            self._signature = signature
+            self._url = self._url or _store_of(run)
+        assert self._last.run is not None
+        found = {island.island: _now(island.folder / PROGRESS) for island in self._last.run.islands}
+        now = {number: entry for number, entry in found.items() if entry is not None}
+        self._last = replace(self._last, now=now)
+
+    def _read_store(self) -> None:
+        if self._url is None:
+            return
+        if self._observer is None:
+            self._observer = Observer(open_object_store(self._url, TIMEOUT, read_only=True), self._key, NUM_ROUNDS)
+        self._last = replace(self._last, status=self._observer.look())
+
+
+def open_source(where: str, key: bytes) -> Source:
+    """Looks for the first time at a run folder, or at the object store where islands meet.
+
+    Raises:
+        ConfigError, RendezvousError, StoreError: as `Source.check` says.
+    """
+    source = Source(None, where, key) if is_object_store(where) else Source(Path(where), None, key)
+    source.check()
+    return source
+
+
+def _now(path: Path) -> Now | None:
+    try:
+        written = path.stat().st_mtime
+    except OSError:
+        return None
+    return Now(read_progress(path), max(0.0, time.time() - written))
+
+
+def _store_of(run: Run) -> str | None:
+    """The object store that the run's settings name."""
+    for block in ("diloco", "gossip"):
+        settings = run.settings.get(block)
+        url = settings.get("rendezvous") if isinstance(settings, Mapping) else None
+        if isinstance(url, str) and is_object_store(url):
+            return url
+    return None
+
+
+def _signature(folder: Path) -> Signature:
+    """Changes when a record does."""
+    files = [*folder.glob(f"island-*/{METRICS}"), *folder.glob("island-*/summary.json"), folder / METRICS]
+    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

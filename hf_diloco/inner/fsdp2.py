@@ -1,0 +1,164 @@
+"""FSDP2's master weights: everything that this package knows of the insides of `torch.distributed.fsdp.fully_shard`.
+
+Under FSDP2 a parameter is a DTensor, cut by rows over the ranks, which the optimizer trains where it lies: it is its
+own master, also under a bf16 `MixedPrecisionPolicy`, and is read and written in place without gathering anything.
+
+After a forward pass without a backward, as of an evaluation, some modules stay *unsharded*: their parameters are whole
+copies, and the next forward pass takes these copies instead of the shards. So every module is resharded before its
+parameters are read, and again after they are written; without that the next forward pass would be stale.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hf_diloco.errors import UnsupportedError
+from hf_diloco.inner.base import Segment, Shards
+from hf_diloco.inner.optimizer import InnerOptimizer
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and `torch.compile` put into the names of parameters."""
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or to parts of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was before anything was wrapped around its modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Fsdp2Shards(Shards):
+    """Each rank holds some rows of each parameter; of a parameter with few rows, perhaps none.
+
+    Args:
+        model: what `fully_shard` returned, or a model with such modules.
+        optimizer: torch's, over the sharded parameters.
+
+    Raises:
+        UnsupportedError: a trainable parameter is not sharded by FSDP2 over one mesh dimension, by rows.
+    """
+
+    is_replicated = False
+    description = "FSDP2"
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model = model
+        trainable = self._trainable()
+        sharded = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+            for parameter in module.parameters()
+        }
+        for name, parameter in trainable.items():
+            _refuse_unreadable(name, parameter, id(parameter) in sharded)
+        self.sizes = {name: parameter.numel() for name, parameter in trainable.items()}
+        names = {id(parameter): name for name, parameter in trainable.items()}
+        groups = getattr(optimizer, "param_groups", [])
+        self.inner = _Fsdp2Optimizer(
+            optimizer,
+            {
+                names[id(parameter)]: number
+                for number, group in enumerate(groups)
+                for parameter in group["params"]
+                if id(parameter) in names
+            },
+        )
+        missing = [name for name in self.sizes if groups and name not in self.inner.groups]
+        if missing:
+            raise UnsupportedError(
+                f"no optimizer on this island trains {missing[0]}: make the optimizer after fully_shard, of "
+                "model.parameters(), or freeze the parameter (requires_grad=False)"
+            )
+
+    def segments(self) -> list[Segment]:
+        # Found anew each time: loading a checkpoint, or moving the model, gives a parameter another storage.
+        found = []
+        for name, parameter in self._trainable().items():
+            values = parameter.to_local().detach()
+            if values.numel():
+                found.append(Segment(name, _first_element(parameter), values.view(-1)))
+        return found
+
+    def commit(self) -> None:
+        self._reshard()
+
+    def _trainable(self) -> dict[str, Any]:
+        self._reshard()
+        return {plain_name(name): one for name, one in self._model.named_parameters() if one.requires_grad}
+
+    def _reshard(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class _Fsdp2Optimizer(InnerOptimizer):
+    """Its buffers are DTensors, as the parameters are; seen here are the parts that this rank holds."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        return {
+            _local(parameter): {name: _local(value) for name, value in state.items()}
+            for parameter, state in self._optimizer.state.items()
+        }
+
+
+def _local(value: Any) -> Any:
+    return value.to_local().detach() if isinstance(value, DTensor) else value
+
+
+def _first_element(parameter: DTensor) -> int:
+    """Index of this rank's first element in the flattened parameter."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return int(offset[0]) * (parameter.numel() // parameter.shape[0])
+
+
+def _refuse_unreadable(name: str, parameter: torch.Tensor, is_in_fsdp_module: bool) -> None:
+    if not is_in_fsdp_module or not isinstance(parameter, DTensor):
+        raise UnsupportedError(
+            f"parameter {name} is trained, but not sharded by FSDP2 (it is outside the modules that fully_shard was "
+            "applied to, or ignored by them): apply fully_shard to the whole model, or freeze it "
+            "(requires_grad=False)"
+        )
+    if tuple(parameter.placements) != (Shard(0),):
+        placed = ", ".join(map(str, parameter.placements))
+        raise UnsupportedError(
+            f"parameter {name} is placed as ({placed}), and this package reads only (Shard(dim=0)): use FSDP2 on a "
+            "mesh of one dimension, without replicas (HSDP), tensor parallelism or another shard_placement_fn"
+        )
+    if not parameter.is_floating_point() or type(parameter.to_local().data) is not torch.Tensor:
+        kind = type(parameter.to_local().data).__name__
+        raise UnsupportedError(
+            f"parameter {name} is quantised ({kind} of {parameter.dtype}): only floating-point parameters can be "
+            "synchronised; freeze quantised ones (requires_grad=False)"
+        )
+
+
+def refuse_unsharded(num_ranks: int) -> None:
+    """Raises `UnsupportedError` where FSDP was asked for, and Accelerate trains whole models in its place.
+
+    Args:
+        num_ranks: ranks of the island; a single one has nothing to shard.
+    """
+    if num_ranks > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise UnsupportedError(
+            "FSDP was asked for (fsdp of TrainingArguments, Accelerate's plugin, or ACCELERATE_USE_FSDP), but the "
+            "model is not sharded: Accelerate leaves FSDP out on CPU without a word, and every rank would train the "
+            "whole model. Leave FSDP out, or train on GPUs; on CPU a run file's `fsdp:` block turns it on, see "
+            "docs/fsdp.md"
+        )

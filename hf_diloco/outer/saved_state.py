@@ -1,0 +1,129 @@
+"""A rank's outer state into a checkpoint and out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.outer.checkpoint import (
+    FragmentIndex,
+    OuterIndex,
+    OuterPart,
+    check_checkpoint,
+    load_outer,
+    read_index,
+    save_outer,
+)
+from hf_diloco.outer.digests import model_digest
+from hf_diloco.outer.state import OuterState
+from hf_diloco.utils.own_files import is_own
+
+_RATES = "inner-rates"
+"""The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
+
+
+def save_state(
+    outer: OuterState, checkpoint: Path, global_step: int, data: Mapping[str, Any], is_last: bool = True
+) -> None:
+    """Writes the outer state into a checkpoint folder, whole or not at all. Collective over the island's ranks.
+
+    Args:
+        outer: this rank's.
+        checkpoint: the folder.
+        global_step: optimizer steps of the whole training.
+        data: how far the island had read.
+        is_last: everything else is in the folder already.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
+    index = OuterIndex(
+        round=outer.round,
+        steps_since_sync=outer.steps,
+        weight_since_sync=outer.current.weight,
+        global_step=global_step,
+        num_parameters=outer.shards.num_parameters,
+        model=model_digest(outer.shards),
+        outer_digest=outer.outer_hash,
+        run=outer.run,
+        settings=outer.config.model_dump(),
+        data=dict(data),
+        fragments=[
+            FragmentIndex(
+                steps=fragment.steps,
+                weight=fragment.weight,
+                install_in=fragment.install_in,
+                digest=fragment.digest,
+                parameters=names,
+            )
+            for fragment, names in zip(outer.fragments, outer.names, strict=True)
+        ],
+    )
+    rates = {_RATES: torch.tensor(outer.rates, dtype=torch.float64)} if outer.rates else {}
+    parts = [OuterPart({**fragment.state_dict(), **rates}, fragment.intervals) for fragment in outer.fragments]
+    save_outer(checkpoint, outer.island, parts, index, is_last)
+
+
+def restore_state(outer: OuterState, checkpoint: Path) -> None:
+    """Takes over the outer state of a checkpoint. The masters must have been restored already.
+
+    Collective over the island's ranks.
+
+    Raises:
+        CheckpointError: on every rank, where one rank cannot read it, or it is of another model.
+    """
+    if checkpoint != outer.checked:
+        check_checkpoint(checkpoint, outer.island)
+    outer.island.on_all(lambda: _load(outer, checkpoint))
+    outer.make_digests()
+
+
+def _load(outer: OuterState, checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
+    _refuse_another(outer, checkpoint, index, stored)
+    for number, (fragment, counts) in enumerate(zip(outer.fragments, stored, strict=True)):
+        state = load_outer(checkpoint, index, fragment.intervals)
+        if (rates := state.pop(_RATES, None)) is not None:
+            outer.shards.inner.rates = rates.tolist()
+        fragment.load_state_dict(state)
+        fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
+        fragment.digest = counts.digest
+        if index.round > number:  # it has had its first round
+            fragment.due_at = outer.config.sync_every
+    outer.round = outer.num_begun = index.round
+    outer.run = index.run
+
+
+def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stored: Sequence[FragmentIndex]) -> None:
+    """Raises `CheckpointError` unless the checkpoint is of this model, method and cut."""
+    if index.model != model_digest(outer.shards):
+        raise CheckpointError(
+            f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
+            f"here {outer.shards.num_parameters:,} (or others of the same number)"
+        )
+    method = index.settings.get("method", "diloco")
+    if not _is_same_method(method, outer.config.method):
+        raise CheckpointError(
+            f"{checkpoint} is of a run with method={method}, here method={outer.config.method}, which cannot go on "
+            f"from there: resume with method={method}, or start in another run folder"
+        )
+    if len(stored) != len(outer.fragments):
+        raise CheckpointError(
+            f"{checkpoint} is of a run with num_fragments={len(stored)}, here num_fragments="
+            f"{len(outer.fragments)}, which cannot go on from there: resume with the same number"
+        )
+    if any(counts.parameters not in ("", names) for counts, names in zip(stored, outer.names, strict=True)):
+        raise CheckpointError(
+            f"{checkpoint} is of a run with as many fragments, but other parameters in them: resume with the same "
+            "fragment_order and fragment_patterns"
+        )
+
+
+def _is_same_method(one: str, other: str) -> bool:
+    """A user's own may lie in another place, and may have been corrected since."""
+    return one == other or (is_own(one) and is_own(other) and one.rpartition(":")[2] == other.rpartition(":")[2])

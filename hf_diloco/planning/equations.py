@@ -1,0 +1,204 @@
+"""The equations of an estimate: bytes, seconds and memory.
+
+With N parameters, M islands, a payload of b bits a value, a link of B bits a second in each direction, and H steps
+between two exchanges of the same fragment, an island sends for each exchange of the whole model
+
+    mesh        N b/8 x 1 with two islands, x 2 (M-1)/M with M; topk and sign: x (M-1)
+    bucket      N b/8, and reads (M-1) N b/8 one after the other
+    every step  N g/8 x 2 (M-1)/M, a ring all-reduce of gradients of g bits
+
+and an exchange of S bytes takes
+
+    seconds = 8 S / min(0.956 B, K W / RTT)  +  slow start  +  trips x RTT
+
+0.956 is what TCP leaves of a link (1,448 of the 1,514 bytes of a frame), K the number of connections, and W what each
+has under way at a time. Not in it: the processor's time for codecs, reading and writing weights, and waiting for
+slower islands.
+
+The memory of model states is what DeepSpeed's own estimators say for ZeRO-2 and 3, and otherwise by the ZeRO paper
+(arXiv 1910.02054, section 3.1). Activations are in neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+TCP_SHARE = 1448 / 1514
+WINDOW_BYTES = 2.75e6
+"""What one TCP connection has under way on Linux with its default tcp_wmem of 4 MiB: measured, as 23 % of what TCP can
+carry at 1 Gbit/s and 100 ms (docs/benchmarks.md, "An exchange over a link")."""
+
+FIRST_WINDOW_BYTES = 10 * 1448
+"""With which a TCP connection begins, also after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
+
+DIRECT_TRIPS = 3
+"""Round trips that follow one another in a round over tcp://, measured as 2.4 to 3.5 (docs/benchmarks.md)."""
+
+STORE_TRIPS = 15
+"""Requests that follow one another in a round in a store, counted as 13 to 17 (docs/benchmarks.md)."""
+
+OUTER_BYTES = 4
+"""Of one fp32 vector, a parameter."""
+
+FEEDBACK_BYTES = 8
+CHUNK_BUFFERS = 40e6
+"""Bytes that chunks in flight hold, a rank."""
+
+Way = Literal["direct", "store", "bucket"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """An island's connection to the others.
+
+    Attributes:
+        bits_per_second: in each direction.
+        rtt: seconds to another island, or to the store, and back.
+        connections: TCP connections to each other island.
+        restarts: whether a connection begins slowly again after a pause, as with Linux's default, cubic; not with bbr.
+    """
+
+    bits_per_second: float
+    rtt: float = 0.0
+    connections: int = 1
+    restarts: bool = True
+
+    def seconds(self, num_bytes: float, num_peers: int = 1) -> float:
+        """For so many bytes to so many peers at once, without round trips of a protocol."""
+        flows = self.connections * num_peers
+        rate = TCP_SHARE * self.bits_per_second / 8
+        if not self.rtt:
+            return num_bytes / rate
+        rate = min(rate, flows * WINDOW_BYTES / self.rtt)
+        return self._slow_start(num_bytes, rate, flows) if self.restarts else num_bytes / rate
+
+    @property
+    def useful_connections(self) -> int:
+        """As many as fill the link, but at least those that there are, and at most 64."""
+        rate = TCP_SHARE * self.bits_per_second / 8
+        return min(64, max(self.connections, ceil(rate * self.rtt / WINDOW_BYTES)))
+
+    def _slow_start(self, num_bytes: float, rate: float, flows: int) -> float:
+        """Windows double each round trip until they fill the link; what is left then goes at its rate."""
+        window, seconds = float(flows * FIRST_WINDOW_BYTES), 0.0
+        while window < rate * self.rtt and num_bytes > window:
+            num_bytes -= window
+            seconds += self.rtt
+            window *= 2
+        return seconds + num_bytes / rate
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of one fragment.
+
+    Attributes:
+        bytes_sent, bytes_received: by one island.
+        link_seconds: for which the link is busy.
+        latency: seconds of round trips beside, in which it is not.
+    """
+
+    bytes_sent: float
+    bytes_received: float
+    link_seconds: float
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end."""
+        return self.link_seconds + self.latency
+
+
+def ring_all_reduce(num_bytes: float, num_islands: int, link: Link) -> Exchange:
+    """Gradients of so many bytes between one rank an island, 2 (M-1) stages one after the other."""
+    sent = 2 * (num_islands - 1) / num_islands * num_bytes
+    steady = Link(link.bits_per_second, link.rtt, link.connections, restarts=False)
+    return Exchange(sent, sent, steady.seconds(sent), (num_islands - 1) * link.rtt)
+
+
+def outer_exchange(code_bytes: float, num_islands: int, link: Link, way: Way, averaged_by_all: bool) -> Exchange:
+    """One fragment's pseudo-gradients.
+
+    Args:
+        code_bytes: of the fragment, encoded.
+        num_islands: that take part.
+        link: of each island.
+        way: "direct": from island to island; "store": the same, with the records in a store; "bucket": all in a store.
+        averaged_by_all: whether every island gets the code of all others, see `transport.base.averaged_by_all`.
+    """
+    others = num_islands - 1
+    if not others:
+        return Exchange(0.0, 0.0, 0.0, 0.0)
+    trips = DIRECT_TRIPS if way == "direct" else STORE_TRIPS
+    if way == "bucket":
+        received = others * code_bytes
+        return Exchange(code_bytes, received, link.seconds(code_bytes) + link.seconds(received), trips * link.rtt)
+    sent = others * code_bytes * (1 if averaged_by_all else 2 / num_islands)
+    return Exchange(sent, sent, link.seconds(sent, others), trips * link.rtt)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank.
+
+    Attributes:
+        accelerator: of model states there: weights, gradients, optimizer; without activations.
+        host: of model states that are offloaded, as DeepSpeed estimates them.
+        outer: of hf_diloco's outer state, in host memory.
+    """
+
+    accelerator: float
+    host: float
+    outer: float
+
+
+def outer_memory(num_parameters: float, num_ranks: int, num_vectors: int, has_feedback: bool, fragments: int) -> float:
+    """Host bytes a rank: outer parameters, the method's vectors, error feedback, and one fragment under way."""
+    a_parameter = OUTER_BYTES * (1 + num_vectors) + FEEDBACK_BYTES * has_feedback + OUTER_BYTES / fragments
+    return num_parameters / num_ranks * a_parameter + CHUNK_BUFFERS
+
+
+def model_memory(
+    num_parameters: int, largest_layer: int, num_ranks: int, stage: int | None, offload: tuple[bool, bool]
+) -> tuple[float, float]:
+    """Bytes on the accelerator and on the host, a rank, of weights, gradients and Adam's two moments.
+
+    Args:
+        num_parameters: of the model.
+        largest_layer: parameters of the largest layer.
+        num_ranks: of the island, on one machine.
+        stage: of ZeRO; None: without DeepSpeed, all in fp32.
+        offload: of optimizer and parameters to the host.
+    """
+    if stage is None:
+        return 16.0 * num_parameters, 0.0
+    if stage < 2:  # 2 bytes of weights and 2 of gradients; 12 of fp32 weights and moments, from stage 1 on shared out
+        return num_parameters * (4 + 12 / (num_ranks if stage else 1)), 0.0
+    optimizer, parameters = offload
+    with _quiet():
+        from deepspeed.runtime.zero import stage3, stage_1_and_2
+    if stage == 2:
+        host, accelerator = stage_1_and_2.estimate_zero2_model_states_mem_needs(
+            num_parameters, num_ranks, 1, optimizer
+        )
+    else:
+        host, accelerator, _ = stage3.estimate_zero3_model_states_mem_needs(
+            num_parameters, largest_layer, num_ranks, 1, optimizer, parameters
+        )
+    return float(accelerator), float(host) / num_ranks
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DeepSpeed's word, while it is imported, that this machine has no accelerator."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,219 @@
+"""What each way of exchanging would cost a run, by `planning.equations` and `planning.simulator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from hf_diloco.planning.equations import (
+    Exchange,
+    Memory,
+    model_memory,
+    outer_exchange,
+    outer_memory,
+    ring_all_reduce,
+)
+from hf_diloco.planning.scenario import Scenario
+from hf_diloco.planning.simulator import Compute, Schedule, least_rate, least_sync_every, utilisation
+
+TARGET = 0.95
+"""The utilisation that is looked for."""
+
+STREAMING_FRAGMENTS, STREAMING_DELAY = 8, 5
+"""Of rows that stream, where the run does not: up to 5 steps cost next to no quality (arXiv 2501.18512)."""
+
+_MOST_STEPS = 100_000
+_RATES = (1e5, 1e15)
+_GRADIENTS = {"fp32": 4, "bf16": 2}
+_SECONDS_A_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of exchanging.
+
+    Attributes:
+        method: "every step", "DiLoCo", "streaming", "overlap", or "this run".
+        payload: the number format of what travels.
+        sync_every, num_fragments, delay: see `DiLoCoConfig`.
+    """
+
+    method: str
+    payload: str
+    sync_every: int
+    num_fragments: int = 1
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a way costs an island.
+
+    Attributes:
+        way: the way.
+        bytes_sent, bytes_received: a round of the whole model.
+        exchange_seconds: of one exchange: of a fragment, or of all.
+        stall_seconds: for which training stands still in a round of the whole model.
+        utilisation: share of the time in which the island computes.
+        sync_every_for_target: the least steps between rounds that reach `TARGET`; None if none does.
+        rate_for_target: the least bits a second that reach it with `sync_every` as it is; None if none does.
+        bytes_sent_a_day: of training.
+        price_a_day: of what all islands send, if the price is known.
+        price: the same, of the whole run.
+    """
+
+    way: Way
+    bytes_sent: float
+    bytes_received: float
+    exchange_seconds: float
+    stall_seconds: float
+    utilisation: float
+    sync_every_for_target: int | None
+    rate_for_target: float | None
+    bytes_sent_a_day: float
+    price_a_day: float | None
+    price: float | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All rows, the run's own first, if it has a name or exchanges anything.
+
+    Attributes:
+        scenario: what was asked.
+        rows: one for each way.
+        memory: of a rank.
+        advice: one sentence.
+    """
+
+    scenario: Scenario
+    rows: tuple[Row, ...]
+    memory: Memory
+    advice: str
+
+    @property
+    def own(self) -> Row:
+        """The run as it is set up."""
+        return self.rows[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: names with units in SI, and None for what is not known."""
+        scenario = self.scenario
+        return {
+            "name": scenario.name or None,
+            "num_parameters": scenario.num_parameters,
+            "num_islands": scenario.num_islands,
+            "link": asdict(scenario.link),
+            "step_seconds": scenario.step_seconds,
+            "target": TARGET,
+            "assumed": list(scenario.assumed),
+            "rows": [{**asdict(row.way), **{k: v for k, v in asdict(row).items() if k != "way"}} for row in self.rows],
+            "memory": asdict(self.memory),
+            "advice": self.advice,
+        }
+
+
+def make_estimate(scenario: Scenario) -> Estimate:
+    """Estimates the run as it is, and all other ways."""
+    from hf_diloco.planning.advice import advise
+
+    rows = tuple(estimate_row(scenario, way) for way in (own_way(scenario), *all_ways(scenario)))
+    return Estimate(scenario, rows, memory_of(scenario), advise(scenario, rows))
+
+
+def own_way(scenario: Scenario) -> Way:
+    """The settings of the run."""
+    diloco = scenario.diloco
+    return Way("this run", diloco.payload, diloco.sync_every, diloco.num_fragments, diloco.delay)
+
+
+def all_ways(scenario: Scenario) -> Iterator[Way]:
+    """Data parallelism, and DiLoCo, streaming, and streaming behind the inner steps with every payload."""
+    from hf_diloco.codecs import CODECS
+
+    diloco = scenario.diloco
+    fragments = diloco.num_fragments if diloco.num_fragments > 1 else min(STREAMING_FRAGMENTS, diloco.sync_every)
+    delay = min(diloco.fragment_sync_delay or STREAMING_DELAY, diloco.sync_every - 1)
+    yield from (Way("every step", payload, 1) for payload in _GRADIENTS)
+    yield from (Way("DiLoCo", payload, diloco.sync_every) for payload in CODECS)
+    yield from (Way("streaming", payload, diloco.sync_every, fragments) for payload in CODECS)
+    yield from (Way("overlap", payload, diloco.sync_every, fragments, delay) for payload in CODECS)
+
+
+def exchange_of(scenario: Scenario, way: Way) -> Exchange:
+    """One exchange of one fragment."""
+    if way.method == "every step":
+        return ring_all_reduce(scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link)
+    from hf_diloco.codecs import find_codec
+    from hf_diloco.transport.base import averaged_by_all
+
+    codec = find_codec(way.payload)
+    num_bytes = codec.num_bytes(-(-scenario.num_parameters // way.num_fragments))
+    by_all = averaged_by_all(scenario.num_islands, codec)
+    return outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
+
+
+def utilisation_of(scenario: Scenario, way: Way) -> float:
+    """Share of its time in which an island computes."""
+    exchange = exchange_of(scenario, way)
+    schedule = Schedule(way.sync_every, way.num_fragments, way.delay, by_layer=way.method == "every step")
+    compute = Compute(scenario.step_seconds, scenario.num_layers)
+    return utilisation(compute, schedule, exchange.link_seconds, exchange.latency)
+
+
+def estimate_row(scenario: Scenario, way: Way) -> Row:
+    """What a way costs."""
+    exchange = exchange_of(scenario, way)
+    share = utilisation_of(scenario, way)
+    computing = way.sync_every * scenario.step_seconds
+    sent = way.num_fragments * exchange.bytes_sent
+    a_day = sent * _SECONDS_A_DAY * share / computing
+    return Row(
+        way=way,
+        bytes_sent=sent,
+        bytes_received=way.num_fragments * exchange.bytes_received,
+        exchange_seconds=exchange.seconds,
+        stall_seconds=computing * (1 / share - 1),
+        utilisation=share,
+        sync_every_for_target=_sync_every_for_target(scenario, way),
+        rate_for_target=least_rate(TARGET, partial(_utilisation_at, scenario, way), *_RATES),
+        bytes_sent_a_day=a_day,
+        price_a_day=_price(scenario, a_day),
+        price=_price(scenario, sent * (scenario.max_steps or 0) / way.sync_every) if scenario.max_steps else None,
+    )
+
+
+def memory_of(scenario: Scenario) -> Memory:
+    """Of a rank of the run as it is."""
+    from hf_diloco.methods.outer import make_method
+
+    diloco, size = scenario.diloco, scenario.num_parameters
+    accelerator, host = model_memory(
+        size, scenario.largest_layer, scenario.num_ranks, scenario.stage, scenario.offload
+    )
+    if not diloco.enabled:
+        return Memory(accelerator, host, 0.0)
+    num_vectors = len(make_method(diloco).vectors)
+    outer = outer_memory(size, scenario.num_ranks, num_vectors, bool(diloco.feedback_decay), diloco.num_fragments)
+    return Memory(accelerator, host, outer)
+
+
+def _utilisation_at(scenario: Scenario, way: Way, bits_per_second: float) -> float:
+    return utilisation_of(scenario.with_link(bits_per_second), way)
+
+
+def _sync_every_for_target(scenario: Scenario, way: Way) -> int | None:
+    if way.method == "every step":
+        return None
+
+    def reached(sync_every: int) -> float:
+        return utilisation_of(scenario, replace(way, sync_every=sync_every))
+
+    return least_sync_every(TARGET, reached, max(way.num_fragments, way.delay + 1), _MOST_STEPS)
+
+
+def _price(scenario: Scenario, bytes_sent: float) -> float | None:
+    """Of what all islands send."""
+    return None if scenario.price is None else bytes_sent * scenario.num_islands * scenario.price / 1e9

@@ -1,0 +1,72 @@
+"""Numbers with units, as people type them: 7b parameters, 200M bits a second, 80 ms."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hf_diloco.errors import ConfigError
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATE_ENDINGS = ("bit/s", "bits/s", "bps", "b/s", "bit", "")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_count(text: str, option: str) -> int:
+    """A count, as 350M, 7b or 1.5e9.
+
+    Raises:
+        ConfigError: it is none, naming the option.
+    """
+    value, unit = _split(text)
+    if unit.lower() not in _COUNTS or not 1 <= value * _COUNTS[unit.lower()] <= 1e15:
+        raise ConfigError(f"{option} {text}: give a number of parameters, as 350M, 7b or 1.5e9")
+    return round(value * _COUNTS[unit.lower()])
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Bits a second, as 200M, 10G or 1.5 Gbit/s.
+
+    Raises:
+        ConfigError: it is none, naming the option.
+    """
+    value, unit = _split(text)
+    ending = next((ending for ending in _RATE_ENDINGS if unit.endswith(ending) and len(unit) - len(ending) < 2), None)
+    factor = _RATES.get(unit[: len(unit) - len(ending)].lower()) if ending is not None else None
+    if factor is None or not 1 <= value * factor <= 1e15:
+        raise ConfigError(f"{option} {text}: give bits a second, as 200M, 10G or 1.5Gbit/s (bits, not bytes)")
+    return value * factor
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """A duration in seconds, as 80ms, 1.5s or 2min; it may be 0.
+
+    Raises:
+        ConfigError: it is none, naming the option.
+    """
+    value, unit = _split(text)
+    if unit not in _SECONDS or not value * _SECONDS[unit] <= 1e9:
+        raise ConfigError(f"{option} {text}: give a time with its unit, as 80ms or 1.5s")
+    return value * _SECONDS[unit]
+
+
+def bit_rate(value: float) -> str:
+    """Bits a second for people: 200 Mbit/s."""
+    for unit, factor in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.3g} bit/s"
+
+
+def duration(value: float) -> str:
+    """Seconds for people, also short ones: 80 ms."""
+    from hf_diloco.utils import text
+
+    return text.seconds(value) if value >= 1 or not value else f"{value * 1e3:.3g} ms"
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    return (float(match[1]), match[2]) if match else (math.nan, "?")

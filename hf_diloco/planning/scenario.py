@@ -1,0 +1,148 @@
+"""What an estimate is of: from a run file and its record, or from a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.planning.equations import Link, Way
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
+
+DEFAULT_LAYERS = 24
+DEFAULT_STEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run, as far as its traffic and memory depend on it.
+
+    Attributes:
+        name: of the run; empty without a run file.
+        num_parameters: that are trained.
+        largest_layer: parameters of the largest module that holds any.
+        num_layers: blocks of the model.
+        diloco: settings of the outer loop.
+        link: of each island.
+        step_seconds: of one inner step, without communication.
+        num_ranks: of an island.
+        stage: of ZeRO; None without DeepSpeed.
+        offload: of optimizer and of parameters to the host.
+        max_steps: of the run; None if unknown.
+        price: of a gigabyte that leaves an island, in whatever money; None if unknown.
+        assumed: what nobody said, with the option that says it.
+    """
+
+    name: str
+    num_parameters: int
+    largest_layer: int
+    num_layers: int
+    diloco: DiLoCoBlock
+    link: Link
+    step_seconds: float
+    num_ranks: int = 1
+    stage: int | None = None
+    offload: tuple[bool, bool] = (False, False)
+    max_steps: int | None = None
+    price: float | None = None
+    assumed: tuple[str, ...] = field(default=())
+
+    @property
+    def num_islands(self) -> int:
+        """That take part in a round; 1 without an outer loop."""
+        return self.diloco.num_islands if self.diloco.enabled else 1
+
+    @property
+    def way(self) -> Way:
+        """How pseudo-gradients travel."""
+        if not self.diloco.is_direct:
+            return "bucket"
+        return "store" if self.diloco.meets_in_store else "direct"
+
+    def with_link(self, bits_per_second: float) -> Scenario:
+        """The same at another bit rate."""
+        return replace(self, link=replace(self.link, bits_per_second=bits_per_second))
+
+
+def read_scenario(
+    path: Path, overrides: Sequence[str], link: Link, step_seconds: float | None, price: float | None
+) -> Scenario:
+    """The scenario of a language model's run file. If the run has a record, its steps are as long as they were.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of nodes on a graph.
+    """
+    from hf_diloco.apps.common.kinds import kind_of
+    from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+
+    if kind_of(path) is not RunFile:
+        raise ConfigError(
+            f"{path}: an estimate is of islands with rounds (a block diloco); for nodes on a graph use `hf-diloco "
+            "topology`"
+        )
+    return scenario_of(load_run_file(path, overrides), link, step_seconds, price)
+
+
+def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
+    """As `read_scenario`, of a run file that is read already."""
+    from hf_diloco.apps.lm.size import measure_model
+
+    size = measure_model(run)
+    measured = step_seconds or _measured_step(run.folder)
+    assumed = [] if measured else [f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"]
+    stage, offload = _zero(run)
+    return Scenario(
+        name=run.name,
+        num_parameters=size.num_parameters,
+        largest_layer=size.largest_layer,
+        num_layers=size.num_layers,
+        diloco=run.diloco,
+        link=replace(link, connections=run.diloco.connections, bits_per_second=_limited(link, run.diloco)),
+        step_seconds=measured or DEFAULT_STEP_SECONDS,
+        num_ranks=run.launch.num_processes,
+        stage=stage,
+        offload=offload,
+        max_steps=run.max_steps,
+        price=price,
+        assumed=tuple(assumed),
+    )
+
+
+def _limited(link: Link, diloco: DiLoCoBlock) -> float:
+    return min(link.bits_per_second, diloco.rate_limit * 1e6 if diloco.rate_limit else link.bits_per_second)
+
+
+def _measured_step(folder: Path) -> float | None:
+    """Seconds of an inner step in the run's record; None if there is none."""
+    from hf_diloco.report.read import load_run
+    from hf_diloco.report.records import Sync
+
+    if not folder.is_dir():
+        return None
+    try:
+        islands = load_run(folder).islands
+    except ConfigError:  # a folder without a record
+        return None
+    syncs = [sync for island in islands[:1] for sync in island.of(Sync)]
+    seconds = sum(sync.seconds_computing or 0.0 for sync in syncs)
+    last = syncs[-1].step if syncs else None
+    return seconds / last if last and seconds else None
+
+
+def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
+    """ZeRO's stage, and whether it offloads optimizer and parameters."""
+    from hf_diloco.apps.common.arguments import deepspeed_config
+
+    config = deepspeed_config(run)
+    if config is None:
+        return None, (False, False)
+    zero: Any = config.get("zero_optimization") or {}
+    return int(zero.get("stage", 0)), (_is_offloaded(zero, "optimizer"), _is_offloaded(zero, "param"))
+
+
+def _is_offloaded(zero: Any, what: str) -> bool:
+    return str((zero.get(f"offload_{what}") or {}).get("device", "none")) != "none"

@@ -1,0 +1,183 @@
+"""The time line of one island: when it computes, when its link is busy, and when it waits.
+
+All islands are taken to be equally fast. A step is the forward pass of all layers, from the first to the last, and the
+backward pass of all layers, from the last to the first. The link carries one transfer at a time, in the order in which
+they become ready.
+
+Two kinds of exchange, which differ in what waits for what:
+
+by layer    A layer's values leave as soon as its backward pass has ended, and its next forward pass waits for them.
+            This is data parallelism that overlaps the exchange with the backward pass, and the simulation in the paper
+            of Streaming DiLoCo (arXiv 2501.18512), whose table `benchmarks/planning.py` reproduces.
+whole       A fragment leaves when a step has ended, and the next step waits for all of it, or the one `delay` steps
+            later. This is what hf_diloco does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+FORWARD_SHARE = 1 / 3
+"""Of a step: a backward pass computes twice as much, gradients of activations and of parameters."""
+
+_MEASURED_PERIODS = 2
+_MEASURED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The inner steps of an island.
+
+    Attributes:
+        step_seconds: of one step, without communication.
+        num_layers: of the model, all of one size.
+    """
+
+    step_seconds: float
+    num_layers: int = 24
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is exchanged when.
+
+    Attributes:
+        sync_every: steps between two exchanges of the same fragment; 1 with one fragment: after every step.
+        num_fragments: parts of the model that are exchanged one at a time, spread evenly over `sync_every` steps;
+            layer l belongs to fragment l mod `num_fragments`.
+        delay: steps that go on while a fragment is under way.
+        by_layer: see the module.
+    """
+
+    sync_every: int = 1
+    num_fragments: int = 1
+    delay: int = 0
+    by_layer: bool = False
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """Of each fragment, the step of a period after which it is exchanged, from 1 to `sync_every`."""
+        return [self.sync_every * (number + 1) // self.num_fragments for number in range(self.num_fragments)]
+
+    def next_exchange(self, step: int) -> tuple[int, int]:
+        """The first step from `step` on after which there is an exchange, and the fragment."""
+        period, position = divmod(step - 1, self.sync_every)
+        fragment = bisect_left(self.positions, position + 1)
+        return period * self.sync_every + self.positions[fragment], fragment
+
+
+class Timeline:
+    """One island's steps, one after the other.
+
+    Args:
+        compute: its inner steps.
+        schedule: its exchanges.
+        exchange_seconds: for the link to carry one fragment.
+        latency: seconds more until a transfer has arrived, while the link may carry the next.
+    """
+
+    def __init__(self, compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float) -> None:
+        self._compute = compute
+        self._schedule = schedule
+        self._exchange_seconds = exchange_seconds
+        self._latency = latency
+        self._layer_seconds = compute.step_seconds / compute.num_layers
+        self._link_is_free_at = 0.0
+        self._due: dict[int, dict[int, float]] = {}  # step: when the layers arrive that it waits for
+        self._step = 0
+        self.now = 0.0
+
+    def advance(self, last: int) -> None:
+        """Goes to the end of step `last`, from 1; steps without communication are passed in one go."""
+        while self._step < last:
+            begins, fragment = self._schedule.next_exchange(self._step + 1)
+            busy = min([begins, last + 1, *self._due])
+            self.now += (busy - 1 - self._step) * self._compute.step_seconds
+            self._step = busy - 1
+            if busy <= last:
+                self._run(busy, fragment if busy == begins else None)
+
+    def _run(self, step: int, fragment: int | None) -> None:
+        arrivals = self._due.pop(step, {})
+        if self._schedule.by_layer:
+            self._run_forward(arrivals)
+            due = self._run_backward(fragment)
+        else:
+            self.now = max([self.now, *arrivals.values()]) + self._compute.step_seconds
+            due = {} if fragment is None else {0: self._send(self._exchange_seconds)}
+        if due:
+            self._due[step + self._schedule.delay + 1] = due
+        self._step = step
+
+    def _run_forward(self, arrivals: dict[int, float]) -> None:
+        for layer in range(self._compute.num_layers):
+            self.now = max(self.now, arrivals.get(layer, 0.0)) + FORWARD_SHARE * self._layer_seconds
+
+    def _run_backward(self, fragment: int | None) -> dict[int, float]:
+        """When the layers of the fragment arrive, which leave one by one."""
+        every = self._schedule.num_fragments
+        layers = () if fragment is None else range(fragment, self._compute.num_layers, every)
+        due = {}
+        for layer in reversed(range(self._compute.num_layers)):
+            self.now += (1 - FORWARD_SHARE) * self._layer_seconds
+            if layer in layers:
+                due[layer] = self._send(self._exchange_seconds / len(layers))
+        return due
+
+    def _send(self, seconds: float) -> float:
+        """When a transfer arrives that is ready now."""
+        self._link_is_free_at = max(self.now, self._link_is_free_at) + seconds
+        return self._link_is_free_at + self._latency
+
+
+def utilisation(compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float = 0.0) -> float:
+    """Share of an island's time in which it computes, in the long run.
+
+    Args:
+        compute: its inner steps.
+        schedule: its exchanges.
+        exchange_seconds: for the link to carry one fragment.
+        latency: seconds more until it has arrived, while the link may carry the next.
+    """
+    timeline = Timeline(compute, schedule, exchange_seconds, latency)
+    warm_up = max(2 * schedule.sync_every + schedule.delay, _MEASURED_STEPS)
+    measured = schedule.sync_every * max(_MEASURED_PERIODS, -(-_MEASURED_STEPS // schedule.sync_every))
+    timeline.advance(warm_up)
+    begin = timeline.now
+    timeline.advance(warm_up + measured)
+    return measured * compute.step_seconds / (timeline.now - begin)
+
+
+def least_rate(target: float, reached: Callable[[float], float], low: float, high: float) -> float | None:
+    """The least bit rate, to 1 %, at which a utilisation is reached that grows with it; None if not even at `high`.
+
+    Args:
+        target: utilisation.
+        reached: the utilisation at a rate.
+        low, high: rates to look between.
+    """
+    if reached(high) < target:
+        return None
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if reached(middle) >= target else (middle, high)
+    return high
+
+
+def least_sync_every(target: float, reached: Callable[[int], float], low: int, high: int) -> int | None:
+    """The least number of steps between exchanges at which a utilisation is reached; None if not even at `high`.
+
+    Args:
+        target: utilisation.
+        reached: the utilisation with so many steps.
+        low, high: numbers to look between.
+    """
+    if low > high or reached(high) < target:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) >= target else (middle + 1, high)
+    return high

@@ -1,0 +1,167 @@
+"""Rounds behind the inner steps: captured, carried out on a thread of their own, and landed some inner steps later.
+
+    begin: capture; the fragment's next inner steps begin
+    on the thread: the way of every contribution (`rounds.round`)
+    land, `config.delay` inner steps later: write masters
+
+Several may be under way; they are carried out, and land, in their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DiLoCoError, ExchangeError
+from hf_diloco.outer.fragment import Fragment
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.measure import SyncClock, SyncReport
+from hf_diloco.rounds.round import Contribution, capture
+
+
+class Background:
+    """One rank's rounds from capture to landing. Every method is collective over the island's ranks.
+
+    After a round has failed, those behind it fail too.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        carry_out: takes a contribution through its round; called on a thread, with a group of ranks that nothing else
+            uses meanwhile.
+
+    Attributes:
+        last_end: when training last went on, in seconds of the monotonic clock.
+        failure: of a round that `settle` waited for; for the next `advance`.
+        is_landing: inner steps wait for a round that is to land now.
+    """
+
+    def __init__(
+        self, config: DiLoCoConfig, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]
+    ) -> None:
+        self.config = config
+        self.outer = outer
+        self.last_end = time.monotonic()
+        self.failure: DiLoCoError | None = None
+        self.is_landing = False
+        self._carry_out = carry_out
+        self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_take_one_core)
+        self._under_way: deque[tuple[Contribution, Future[SyncReport]]] = deque()
+        self._has_failed = False
+
+    @property
+    def oldest(self) -> Contribution | None:
+        """That whose round is carried out first."""
+        return self._under_way[0][0] if self._under_way else None
+
+    def begin(self) -> Contribution:
+        """Captures what the next round is of; the fragment's next inner steps begin."""
+        own = capture(self.outer, SyncClock(self.last_end))
+        own.fragment.start_anew(self.config.sync_every)
+        own.is_begun = True
+        self.outer.num_begun = own.number
+        return own
+
+    def start(self, own: Contribution) -> None:
+        """Has a round that has begun carried out after those before it."""
+
+        def run() -> SyncReport:
+            if self._has_failed:
+                raise ExchangeError("the round before it failed")
+            try:
+                return self._carry_out(own)
+            except BaseException:
+                self._has_failed = True
+                raise
+
+        self._under_way.append((own, self._pool.submit(run)))
+
+    def take_off(self) -> None:
+        """Begins the round that is due."""
+        own = self.begin()
+        own.fragment.install_in = self.config.delay
+        self.start(own)
+        self.last_end = time.monotonic()
+
+    def landing(self, at_once: bool = False) -> Fragment | None:
+        """The fragment whose masters are to take the outer parameters of its last round; the oldest if several."""
+        waiting = [fragment for fragment in self.outer.fragments if fragment.install_in is not None]
+        first = min(waiting, key=lambda fragment: fragment.install_in or 0, default=None)
+        is_time = first is not None and first.install_in is not None and (at_once or first.install_in <= 0)
+        return first if is_time else None
+
+    def land(self, fragment: Fragment) -> list[SyncReport]:
+        """Waits for the round of `fragment`, if it is under way still, and has the masters take its result.
+
+        Raises:
+            DiLoCoError: it failed; it and all behind it have given back what they took.
+        """
+        reports = []
+        if self.oldest and self.oldest.fragment is fragment:
+            self.is_landing = True
+            try:
+                reports.append(self.collect())
+            finally:
+                self.is_landing = False
+        landing = time.monotonic()
+        self.outer.land(fragment)
+        self.last_end = time.monotonic()
+        seconds = self.last_end - landing
+        return [replace(report, seconds_applying=report.seconds_applying + seconds) for report in reports]
+
+    def collect(self) -> SyncReport:
+        """Waits for the oldest round under way.
+
+        Raises:
+            DiLoCoError: as `land`.
+        """
+        begun = time.monotonic()
+        try:
+            report = self._under_way[0][1].result()
+        except DiLoCoError:
+            self._give_back()
+            raise
+        self._under_way.popleft()
+        stalled = time.monotonic() - begun
+        return replace(report, seconds_hidden=max(0.0, report.seconds_waiting + report.seconds_exchanging - stalled))
+
+    def _give_back(self) -> None:
+        while self._under_way:
+            own, future = self._under_way.pop()
+            future.exception()
+            own.give_back()
+        for fragment in self.outer.fragments:
+            self.outer.rest(fragment)
+        self.outer.num_begun = self.outer.round
+        self._has_failed = False
+
+    def settle(self) -> list[SyncReport]:
+        """Waits for all rounds under way."""
+        reports = []
+        try:
+            while self._under_way:
+                reports.append(self.collect())
+        except DiLoCoError as error:
+            self.failure = error
+        return reports
+
+    def raise_failure(self) -> None:
+        """Raises, once, what `settle` met."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Returns when the thread has ended."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _take_one_core() -> None:
+    """Two busy threads' worth of small operations on cores that train would slow both down, 40 times and more."""
+    torch.set_num_threads(1)

@@ -1,0 +1,355 @@
+"""Rounds among islands that come and go: offer, plan, average what the plan names, vote, outcome.
+
+What a plan names lies in the store, so a round is carried out in the same way in time or late: average what the plan
+names, see that the average is the one agreed on, take the outer step. What differs is what becomes of this island's
+own progress since it last took part:
+
+    it is in the round          used up: the masters become the outer parameters
+    part of it is               the rest stays, on top of the new outer parameters
+    none of it is               it stays, on top of the new outer parameters, and comes to a later round
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.round_records import OutcomeRecord
+from hf_diloco.outer.digests import digest_vector
+from hf_diloco.outer.fragment import Fragment
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.catch_up import Recovery
+from hf_diloco.rounds.doubts import Doubts
+from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
+from hf_diloco.rounds.offers import Offers
+from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
+from hf_diloco.rounds.round_plan import PlannedRound, Plans
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.utils.clock import REAL, Clock
+
+logger = logging.getLogger("hf_diloco")
+
+
+class ElasticRounds(Rounds[PlannedRound]):
+    """Offers and carries out rounds. Every method is collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
+        engines: how values get from island to island, one a fragment.
+        snapshots: of the run.
+        council: decides rounds; on the island's leader only.
+        claim: of this process.
+        clock: by which it waits.
+
+    Attributes:
+        plans: of rounds, and what is decided.
+        recovery: where a round cannot be carried out.
+        last: that this process has completed, and how it was decided.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        outer: OuterState,
+        island: IslandGroup,
+        engines: Sequence[Engine],
+        snapshots: Snapshots,
+        council: Council | None,
+        claim: int,
+        clock: Clock = REAL,
+    ) -> None:
+        super().__init__(config, outer, island)
+        self._engines = engines
+        self._snapshots = snapshots
+        self.plans = Plans(outer, island, council)
+        self.recovery = Recovery(config, outer, island, engines, snapshots, clock)
+        self._offers = Offers(config, outer, island, engines, claim)
+        self._doubts = Doubts(island.is_leader)
+        self.last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self._lent: list[tuple[Fragment, torch.Tensor]] = []
+
+    # Which round
+
+    def find(self, is_resuming: bool = False) -> PlannedRound | None:
+        """The next round, if it has a plan already. One whose records are damaged is passed over; see `Recovery.skip`.
+
+        Args:
+            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+        """
+        while True:
+            number = self.outer.round + 1
+            try:
+                return self.plans.find()
+            except PayloadError as error:
+                self.recovery.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
+
+    def agree(self, own: Contribution) -> PlannedRound:
+        """Offers what this island has, and waits for the plan."""
+        with own.clock.counts("exchanging"):
+            offer = self._offers.make(own)
+        with own.clock.counts("waiting"):
+            return self.plans.convene(offer)
+
+    def capture(self, clock: SyncClock) -> Contribution:
+        """See `round.capture`, once nothing else needs the scratch vector, and the masters have what they wait for."""
+        self.rest()
+        self.outer.land(self.outer.current)
+        return capture(self.outer, clock)
+
+    def publish_and_leave(self) -> None:
+        """Offers this island's progress to the next round without waiting for it: it leaves."""
+        number = self.outer.round + 1
+        if self._engine_of(number).needs_presence or self._offers.holds(number, self.outer.steps):
+            return
+        self.plans.leave(self._offers.make(self.capture(SyncClock())))
+
+    def rest(self) -> None:
+        """Returns when no average is on its way into the store: it may be overwritten."""
+        for engine in self._engines:
+            engine.rest()
+        while self._lent:
+            fragment, vector = self._lent.pop()
+            fragment.take_back(vector)
+
+    def _engine_of(self, number: int) -> Engine:
+        return self._engines[self.outer.number_of(number)]
+
+    # Carrying out
+
+    def carry_out(self, own: Contribution) -> SyncReport:
+        """See `Rounds.carry_out`; for a round behind the inner steps, in as many attempts as it takes.
+
+        Raises:
+            RoundPassed: it takes place, but not with what is under way here: `follow` knows what to do.
+            IslandLostError, StoreError: it does not take place. Nothing was changed.
+        """
+        self.rest()
+        mean = own.fragment.lend()  # another attempt needs the pseudo-gradient again
+        self._lent.append((own.fragment, mean))
+        while True:
+            planned = self.agree(own)
+            is_late = self._engine_of(own.number).needs_presence and planned.is_committed
+            if is_late or not self._is_newest(planned):
+                raise RoundPassed(f"round {own.number} takes place without what this island has for it")
+            try:
+                report = self.attempt(planned, own, mean)
+            except PayloadError as error:  # it was decided so long ago that nothing is left of it
+                raise RoundPassed(str(error)) from None
+            if report is not None:
+                return report
+
+    def follow(
+        self, planned: PlannedRound, clock: SyncClock, is_resuming: bool = False, own: Contribution | None = None
+    ) -> SyncReport | None:
+        """Carries out what others have planned, with this island or without; None if nothing came of the attempt.
+
+        Args:
+            planned: the attempt.
+            clock: what this synchronisation takes.
+            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+            own: its progress, if that was captured just now: the model need not be read again.
+        """
+        self.rest()
+        self.outer.land(self.outer.current)
+        part = self._part_in(planned, is_resuming)
+        is_here = self._holds_all(planned, self.outer.steps)
+        if self._engine_of(planned.number).needs_presence and planned.outcome is None and not is_here:
+            with clock.counts("waiting"):
+                self.plans.await_outcome(planned, self.config.exchange_timeout)
+            return None
+        with clock.counts("waiting"):
+            is_there = not planned.is_committed or self.recovery.await_average(planned)
+        if not is_there:
+            gone = PayloadError(f"the average of round {planned.number} is not in the store")
+            self.recovery.pass_over(planned, gone, part, is_resuming)
+            return None
+        own = own or capture(self.outer, clock, with_residual=part is Part.WHOLE)
+        own.part = part
+        # The average may replace progress that is used up; other progress must outlast it.
+        mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
+        try:
+            return self.attempt(planned, own, mean)
+        except PayloadError as error:
+            self.recovery.pass_over(planned, error, part, is_resuming)
+            return None
+
+    def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+        """See `Rounds.average`; the others are told what cannot be averaged.
+
+        Raises:
+            PayloadError: it could not be, and they have averaged it.
+        """
+        engine = self._engine_of(plan.number)
+        stats = AverageStats()
+        try:
+            self._average(plan, own, mean, stats)
+        except PayloadError as error:
+            engine.close()
+            if plan.is_committed:
+                raise
+            self._on_unusable(plan, error)
+            return None
+        except (IslandLostError, DamagedTransferError) as error:
+            engine.close()
+            self._on_lost(plan, error)
+            return None
+        except DiLoCoError:
+            engine.close()
+            raise
+        stats.digest = digest_vector(mean, self.outer.fragment_of(plan.number).partition, self.island)
+        return stats
+
+    def _average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats) -> None:
+        engine, place = self._engine_of(planned.number), planned.place_of(self.config.island)
+        # Where islands disagree, this one's own values are read again like all others.
+        may_use_memory = engine.needs_presence or not self._doubts.has(planned.number)
+        values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
+        own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, place, values, stats.observe))
+        if engine.needs_presence and len(planned.offers) == 1 and not planned.is_committed:
+            self.outer.fragment_of(planned.number).encode_alone(mean)
+        if own.part is Part.SOME:
+            assert place is not None
+            own.used = self.island.on_all(lambda: engine.values_of(planned.offers[place]))
+
+    def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+        """See `Rounds.commit`; an attempt is to be looked at again if it is aborted, or has another average.
+
+        Raises:
+            DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
+        """
+        engine = self._engine_of(plan.number)
+        with own.clock.counts("waiting"):
+            outcome = plan.outcome or self.plans.commit(plan, digest)
+        fault = self._doubts.judge(plan, digest, outcome)
+        if fault:
+            engine.close()
+            raise self._diverged(plan, fault)
+        if outcome.kind == "abort":
+            engine.settled(plan, outcome, None)
+            self._offers.forget(outcome.unusable)
+            return False
+        if outcome.mean != digest:
+            engine.close()
+            return False
+        self._snapshots.wait()  # which reads what changes now
+        engine.settled(plan, outcome, mean)
+        self.last = plan, outcome
+        self.plans.remember(plan)
+        return True
+
+    @contextmanager
+    def progress(self, plan: PlannedRound, own: Contribution) -> Iterator[None]:
+        """See `Rounds.progress`: it is used up, partly used, or stays this island's own."""
+        if own.is_begun:
+            yield
+            return
+        fragment = own.fragment
+        if own.part is Part.WHOLE:
+            yield
+            self.outer.drop_progress(fragment)
+            return
+        place = plan.place_of(self.config.island)
+        steps = plan.offers[place].steps if own.part is Part.SOME and place is not None else 0
+        if steps and own.used is None:
+            self.outer.shrink(fragment, steps)
+        with self.outer.keeping_progress(fragment, own.used, steps):
+            yield
+        if steps and own.used is not None:  # it had offered that before it gave up waiting and trained on
+            fragment.count_down(steps)
+
+    def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
+        """How much of this island's progress a round uses up."""
+        place = planned.place_of(self.config.island)
+        if place is None:
+            return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
+        is_of_another_process = not self._offers.is_own(planned.offers[place])  # whose steps this one has made again
+        is_all = is_resuming or is_of_another_process or self._holds_all(planned, self.outer.steps)
+        return Part.WHOLE if is_all else Part.SOME
+
+    def _holds_all(self, planned: PlannedRound, steps: int) -> bool:
+        """Whether a plan takes this island's last offer, and that has as many inner steps."""
+        return self._is_newest(planned) and self._offers.holds(planned.number, steps)
+
+    def _is_newest(self, planned: PlannedRound) -> bool:
+        """Whether a plan takes this island's last offer."""
+        place = planned.place_of(self.config.island)
+        return place is not None and self._offers.is_newest(planned.offers[place])
+
+    def _diverged(self, planned: PlannedRound, fault: str) -> DivergedError:
+        """The error for a round of which this island does not find the average; its state may be worth keeping."""
+        fragment = self.outer.fragment_of(planned.number)
+        digest = fragment.digest
+        fragment.make_digest(self.island)
+        is_sound, fragment.digest = fragment.digest == digest, digest
+        what_now = "started again, it resumes from its checkpoint"
+        return DivergedError(
+            f"round {planned.number}: {fault}: suspect memory, or a library or processor that differs. This island "
+            f"ends before it spoils the others; {what_now}",
+            is_sound,
+        )
+
+    def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
+        """Before the round is decided: aborts the attempt."""
+        named = [
+            participant.offer
+            for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
+            if any(info.get("path") == error.path for info in offer.objects)
+        ]
+        if not named:
+            raise error
+        if self.island.is_leader:
+            logger.warning("round %d is tried again: %s", planned.number, error)
+        self._offers.forget(self.plans.abort(planned, named[0], str(error)).unusable)
+
+    def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
+        """A participant did not answer, or what it sent came damaged: aborts, unless others have completed it."""
+        if self.island.is_leader:
+            logger.warning("round %d is tried again: %s", planned.number, error)
+        places = [place for place in map(planned.place_of, error.islands) if place is not None]
+        offer = planned.plan.participants[places[0]].offer if places else ""
+        self.plans.abort(planned, offer, str(error))
+
+    # Snapshots
+
+    def write_snapshot(self) -> None:
+        """Writes this island's outer state into the store."""
+        states = self.outer.states
+        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
+
+    def write_snapshot_if_due(self) -> None:
+        """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
+        assert self.last is not None
+        planned, _ = self.last
+        if planned.number % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
+            self._snapshots.write_behind(
+                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
+            )
+
+    def rescue_average(self) -> None:
+        """Where nobody has put the last average into the store, a snapshot takes its place."""
+        self.rest()
+        if self.island.on_leader(self._is_average_missing):
+            logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
+            self._snapshots.wait()
+            self.write_snapshot()
+
+    def _is_average_missing(self) -> bool:
+        """Whether nobody can catch up with the last round, and it is on this island, of those left, to change that."""
+        if self.last is None or not self._engines[0].needs_presence:
+            return False
+        planned, outcome = self.last
+        alive = self.plans.council.processes()
+        left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.claim}
+        if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
+            return False
+        return not self._engine_of(planned.number).has_average(planned)

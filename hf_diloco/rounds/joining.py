@@ -1,0 +1,208 @@
+"""How an island comes to where the others of its run are, before it trains: their outer state, and their time.
+
+An island that begins takes the state from which all start; one that joins late, that of a snapshot; one that resumes,
+its own. Rounds since then it carries out like everybody else, only later.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import CheckpointError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.run import RunRecord
+from hf_diloco.membership.snapshot_records import round_of
+from hf_diloco.rounds.elastic_rounds import ElasticRounds
+from hf_diloco.rounds.measure import SyncClock
+from hf_diloco.rounds.pace import Pace
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.waiting import WaitNotes
+
+logger = logging.getLogger("hf_diloco")
+
+LOOK_SECONDS = 0.2
+
+
+class Joining:
+    """One rank's part in it. Every method is collective over the island's ranks.
+
+    Args:
+        run: that the island has entered.
+        rounds: of the run.
+        snapshots: of the run.
+        pace: knows where the others are.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        stand: tells the others what this island does.
+        clock: by which it waits.
+    """
+
+    def __init__(
+        self,
+        run: RunRecord,
+        rounds: ElasticRounds,
+        snapshots: Snapshots,
+        pace: Pace,
+        should_stop: Callable[[], bool],
+        stand: Callable[[Phase], None],
+        clock: Clock,
+    ) -> None:
+        self.config = rounds.config
+        self.outer = rounds.outer
+        self.island = rounds.island
+        self._run = run
+        self._rounds = rounds
+        self._plans = rounds.plans
+        self._snapshots = snapshots
+        self._pace = pace
+        self._should_stop = should_stop
+        self._stand = stand
+        self._clock = clock
+
+    def take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
+        """Comes to the newest outer state of the run; returns whether the masters were replaced."""
+        before = self.outer.outer_hash
+        self.outer.run = self._run.run
+        if is_new:
+            self._offer_start()
+        if from_checkpoint and parent == self._run.run:
+            self._catch_up(is_resuming=True)
+        elif from_checkpoint and not is_new and parent != self._run.parent:
+            raise CheckpointError(
+                f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "
+                f"{self._run.run}: resume with the rendezvous of that run, or start in another run folder"
+            )
+        else:
+            self._start_from_snapshot()
+        return self.outer.outer_hash != before
+
+    def _start_from_snapshot(self) -> None:
+        """As an island without a part in the run so far."""
+        before = self.outer.round, self.outer.outer_hash
+        if not self._rounds.recovery.take_over(self._find_snapshot):
+            self._offer_start()
+            self._rounds.recovery.take_over(self._snapshots.start)
+        if (self.outer.round, self.outer.outer_hash) != before:
+            self.outer.write_masters()
+        self._catch_up()
+
+    def _catch_up(self, is_resuming: bool = False) -> None:
+        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own.
+
+        One that the others have not decided yet, or whose average they have not put into the store, is tried again.
+
+        Raises:
+            IslandLostError: that stays so for `join_timeout` seconds.
+        """
+        last, since = -1, self._clock.now()
+        while True:
+            if self.outer.round != last:
+                last, since = self.outer.round, self._clock.now()
+            try:
+                planned = self._rounds.find(is_resuming)
+                if planned is None:
+                    return
+                self._rounds.follow(planned, SyncClock(), is_resuming)
+            except IslandLostError as error:
+                if not self.island.on_leader(partial(self._may_try_again, since)):
+                    raise
+                if self.island.is_leader:
+                    logger.info("still catching up: %s", error)
+
+    def _may_try_again(self, since: float) -> bool:
+        if self._should_stop():
+            raise StopRequested
+        self._clock.sleep(LOOK_SECONDS)
+        return self._clock.now() < since + self.config.join_timeout
+
+    def _offer_start(self) -> None:
+        """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
+        self._rounds.write_snapshot()
+        self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
+
+    def _find_snapshot(self) -> str | None:
+        """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
+        members = self._pace.members
+        wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
+        while True:
+            start = self._snapshots.start()
+            if start is not None:
+                newest = self._snapshots.newest()
+                return newest.folder if newest and newest.round > round_of(start) else start
+            if self._run.by not in members.alive() or self._run.by == members.island:
+                return None
+            if self._should_stop():
+                raise StopRequested
+            wait.look(f"the outer parameters of island {self._run.by}")
+            self._clock.sleep(LOOK_SECONDS)
+
+    def await_islands(self) -> None:
+        """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
+        self.island.on_leader(lambda: await_islands(self.config, self._pace.members, self._should_stop, self._clock))
+
+    def let_round_pass(self) -> None:
+        """Lets others take a round that they are about to plan, for which this island has yet to train."""
+        if self.outer.round == 0:  # where the run begins, all take part
+            return
+        deadline = self._clock.now() + self.config.grace  # after which they plan it anyway, if they can
+        notes = WaitNotes(self.config.island, clock=self._clock)
+        note = notes.begin(self.config.grace, f"round {self.outer.round + 1}")
+
+        def wait() -> bool:
+            while self._pace.others_convene() and self._clock.now() < deadline:
+                if self._pace.members.standing.phase != "passing":
+                    self._stand("passing")
+                if self._plans.council.current(self.outer.round + 1).plan:
+                    return True
+                if self._should_stop():
+                    raise StopRequested
+                note.look("the others, which begin it without this island")
+                self._clock.sleep(LOOK_SECONDS)
+            return self._plans.council.current(self.outer.round + 1).plan is not None  # they were faster
+
+        while self.island.on_leader(wait):
+            self._catch_up()
+
+
+def await_islands(
+    config: DiLoCoConfig,
+    members: Members,
+    should_stop: Callable[[], bool],
+    clock: Clock = REAL,
+) -> None:
+    """Returns when all islands are there, or the others train already; or when enough are, and time is over.
+
+    Args:
+        config: the outer loop's settings.
+        members: the islands.
+        should_stop: polled while waiting; true ends the wait with `StopRequested`.
+        clock: by which it waits.
+
+    Raises:
+        RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.
+    """
+    wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
+    deadline = clock.now() + config.join_timeout
+    while True:
+        beats = members.look()
+        alive = members.alive()
+        ended = {island for island, beat in beats.items() if beat.phase == "finished"}
+        if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
+            return
+        if should_stop():
+            raise StopRequested
+        if clock.now() > deadline:
+            break
+        wait.look(set(range(config.num_islands)) - alive.keys() - ended)
+        clock.sleep(LOOK_SECONDS)
+    if len(alive) < config.quorum:
+        missing = sorted(set(range(config.num_islands)) - alive.keys())
+        raise RendezvousError(
+            f"islands {missing} have not joined within {config.join_timeout:g} s (join_timeout), and no round "
+            f"takes place with fewer than {config.quorum} (min_islands): start them, with the same rendezvous"
+        )
+    logger.warning("starting with islands %s of %d", sorted(alive), config.num_islands)

@@ -1,0 +1,223 @@
+"""The way of a contribution: captured once, then agree -> average -> vote -> outer step, in one piece of code.
+
+    capture      read the masters, make the pseudo-gradient           nothing is changed
+    agree        who takes part in its round                          see `FixedRounds` and `ElasticRounds`
+    average      into scratch memory
+    vote         the round is committed for all, or for none          until here nothing is changed
+    outer step   the outer parameters, on every island alike; the report
+
+A round in which training waits, one behind the inner steps, a late one and one that is caught up with differ in when
+that is done, and in what becomes of the island's own progress meanwhile (`Rounds.progress`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.fragment import Fragment
+from hf_diloco.outer.schedule import steps_before
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport, cosine_to_others
+
+
+class RoundPassed(DiLoCoError):
+    """A round under way takes place without what this island has for it."""
+
+
+class RoundRepeated(DiLoCoError):
+    """All islands have aborted a round, and take it again: their averages differed, or a transfer came damaged."""
+
+
+class Part(Enum):
+    """How much of this island's progress a round uses up."""
+
+    NONE = auto()
+    SOME = auto()
+    WHOLE = auto()
+
+
+@dataclass
+class Contribution:
+    """An island's progress since the last round of a fragment, as captured.
+
+    Attributes:
+        number: of its round.
+        fragment: whose round it is.
+        delta: this rank's part of the pseudo-gradient, in the fragment's scratch vector.
+        square: of the whole island's.
+        weight: what it weighs in the average.
+        steps: inner steps behind it.
+        examples: examples or tokens behind it.
+        due_at: inner steps after which it was due.
+        rates: this island's inner learning rates, where the method wants them.
+        clock: what its round takes.
+        is_begun: the fragment's next inner steps have begun: training does not wait for the round.
+        part: how much of it the round uses up.
+        used: what the others have read of it, where that is a part that is known.
+    """
+
+    number: int
+    fragment: Fragment
+    delta: torch.Tensor
+    square: float
+    weight: float
+    steps: int
+    examples: float
+    due_at: int
+    rates: Sequence[float]
+    clock: SyncClock
+    is_begun: bool = False
+    part: Part = Part.WHOLE
+    used: torch.Tensor | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every value is."""
+        return math.isfinite(self.square)
+
+    @property
+    def norm(self) -> float:
+        """Of the whole island's pseudo-gradient; not a number where some value is not finite."""
+        return math.sqrt(self.square) if self.is_finite else math.nan
+
+    def give_back(self) -> None:
+        """Nothing came of it after it had begun: its inner steps count for the next try."""
+        self.fragment.steps += self.steps
+        self.fragment.weight += self.examples
+        self.fragment.due_at = self.due_at
+        self.fragment.install_in = None
+
+
+def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> Contribution:
+    """This island's progress since the last round of the fragment that is next. Collective over the island's ranks.
+
+    Args:
+        outer: this rank's outer state, which is not changed.
+        clock: of the round.
+        with_residual: see `Fragment.pseudo_gradient`.
+    """
+    fragment, number, config = outer.current, outer.num_begun + 1, outer.config
+    with clock.counts("applying"):
+        delta, square = fragment.pseudo_gradient(with_residual)
+    weight = fragment.weight
+    if config.weight_by == "uniform":  # who comes and goes may have taken more or fewer steps than the others
+        weight = fragment.steps / steps_before(config, number) if config.meets_in_store else 1.0
+    return Contribution(
+        number, fragment, delta, square, weight, fragment.steps, fragment.weight, fragment.due_at, outer.rates, clock
+    )
+
+
+class RoundPlan(Protocol):
+    """What all islands know of a round before they average."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def participants(self) -> Mapping[int, float]:
+        """Their weights, by island."""
+        ...
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """The inner learning rates with which all take the outer step, where the method wants them."""
+        ...
+
+
+P = TypeVar("P", bound=RoundPlan)
+
+
+class Rounds(ABC, Generic[P]):
+    """Takes contributions through their rounds, one at a time, on whichever thread.
+
+    Every method is collective over the island's ranks. How islands agree is the subclass's.
+
+    Args:
+        config: the outer loop's settings.
+        outer: this rank's outer state.
+        island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
+    """
+
+    def __init__(self, config: DiLoCoConfig, outer: OuterState, island: IslandGroup) -> None:
+        self.config = config
+        self.outer = outer
+        self.island = island
+
+    @abstractmethod
+    def carry_out(self, own: Contribution) -> SyncReport:
+        """Agrees on the round of a contribution, and takes it.
+
+        Raises:
+            DiLoCoError: it does not take place, or without this contribution. Nothing was changed.
+        """
+
+    def attempt(self, plan: P, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
+        """Averages what a plan names, and takes the outer step if the islands commit it.
+
+        Args:
+            plan: of the round.
+            own: what this island has.
+            mean: takes this rank's part of the average.
+
+        Returns:
+            The figures; None if the round is to be tried again.
+        """
+        with own.clock.counts("exchanging"):
+            stats = self.average(plan, own, mean)
+        if stats is None or not self.commit(plan, own, mean, stats.digest):
+            return None
+        took_part = own.part is Part.WHOLE and self.config.island in plan.participants
+        with own.clock.counts("stepping" if own.is_begun else "applying"), self.progress(plan, own):
+            self.outer.step(plan.number, mean, took_part, plan.rates, self.island)
+        return self._report(plan, own, stats)
+
+    @abstractmethod
+    def average(self, plan: P, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+        """Writes this rank's part of the average that a plan names to `mean`; None if the round is to be tried again.
+
+        Returns:
+            What was measured, with the digest of the whole average.
+        """
+
+    @abstractmethod
+    def commit(self, plan: P, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+        """Votes for an average; returns whether the round is committed, or is to be tried again."""
+
+    @abstractmethod
+    def progress(self, plan: P, own: Contribution) -> AbstractContextManager[None]:
+        """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
+
+    def _report(self, plan: P, own: Contribution, stats: AverageStats) -> SyncReport:
+        clock, weights = own.clock, plan.participants
+        counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
+        sent, received, dot, square = self.island.sum(counted)
+        cosine = None
+        if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
+            share = weights[self.config.island] / sum(weights.values())
+            cosine = cosine_to_others(dot, own.square, square, share)
+        return SyncReport(
+            round=plan.number,
+            participants=list(weights),
+            seconds_computing=clock.computing,
+            seconds_waiting=clock.waiting,
+            seconds_exchanging=clock.exchanging,
+            seconds_applying=clock.applying,
+            bytes_sent=int(sent),
+            bytes_received=int(received),
+            pseudo_gradient_norm=own.norm,
+            cosine=cosine,
+            weight=own.weight,
+            outer_hash=self.outer.outer_hash,
+            fragment=self.outer.number_of(plan.number),
+        )

@@ -1,0 +1,49 @@
+"""Keys that follow from the run's key: one for each purpose and run, so that none is used for two things."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+KEY_BYTES = 32
+
+
+def derive(key: bytes, purpose: str, run: str) -> bytes:
+    """A key for one purpose in one run: HKDF-SHA256 (RFC 5869). It says nothing of `key`, or of other keys.
+
+    Args:
+        key: the run's.
+        purpose: what the result is for.
+        run: names the run.
+    """
+    info = pack(b"hf-diloco key 1", purpose.encode(), run.encode())
+    return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(key)
+
+
+def pack(*parts: bytes) -> bytes:
+    """Each part behind its length, so that no two lists of parts give the same bytes."""
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+@dataclass(frozen=True, repr=False)
+class LinkKey:
+    """What the ends of a connection prove to each other that they hold.
+
+    Attributes:
+        secret: the same at both ends.
+        encrypt: whether messages are encrypted, or only authenticated; the same at both ends.
+    """
+
+    secret: bytes
+    encrypt: bool = True
+
+    @classmethod
+    def of_run(cls, key: bytes, run: str, encrypt: bool) -> LinkKey | None:
+        """For the connections of a run; None if it has no key."""
+        return cls(derive(key, "connections", run), encrypt) if key else None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a LinkKey is a secret: it is neither copied nor pickled")

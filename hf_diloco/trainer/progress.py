@@ -1,0 +1,150 @@
+"""What an island leaves in its folder for the launcher, which reads it a few times a second: progress.json.
+
+The launcher leaves a file there too: `stop`, which asks for a checkpoint and an end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_diloco.config import ENV_FOLDER
+from hf_diloco.utils.files import try_write_json
+from hf_diloco.utils.redact import redact
+
+logger = logging.getLogger("hf_diloco")
+
+STOP_FILE = "stop"
+PROGRESS_FILE = "progress.json"
+SECONDS_BETWEEN_WRITES = 0.25
+_STEPS_OF_RATE = 20
+
+
+def launchers_folder() -> Path | None:
+    """Where `hf-diloco launch -- COMMAND` looks for what the island of this process says; None without one."""
+    folder = os.environ.get(ENV_FOLDER)
+    return Path(folder) if folder else None
+
+
+class Progress:
+    """`progress.json` of one island, replaced whole, at most four times a second while the state stays the same."""
+
+    def __init__(self, folder: Path, max_steps: int, enabled: bool = True, unit: str = "tokens") -> None:
+        self._path = folder / PROGRESS_FILE
+        self._enabled = enabled
+        self._written = 0.0
+        self._is_failing = False
+        self._values: dict[str, Any] = {
+            "state": "starting",
+            "step": 0,
+            "max_steps": max_steps,
+            "round": 0,
+            "loss": None,
+            "tokens_per_second": None,
+            "unit": unit,
+            "message": "",
+        }
+
+    def update(self, **values: Any) -> None:
+        """Changes some values; a new state or message is written at once."""
+        values = redact(values)
+        urgent = any(self._values[key] != values.get(key, self._values[key]) for key in ("state", "message"))
+        self._values.update(values)
+        now = time.monotonic()
+        if self._enabled and (urgent or now - self._written >= SECONDS_BETWEEN_WRITES):
+            self._written = now
+            problem = try_write_json(self._path, self._values)
+            if problem and not self._is_failing:
+                logger.warning("%s: training goes on, and what is shown of it is out of date", problem)
+            self._is_failing = bool(problem)
+
+
+class RunFilesCallback(TrainerCallback):
+    """Keeps `progress.json`, and may let training end with an evaluation.
+
+    Args:
+        progress: where to.
+        rounds: gives the number of rounds completed.
+        sync_every: inner steps between rounds; 0 for none.
+        tokens_per_step: of the whole island.
+        in_script: of a user's own, whose training is left as it is. Else training ends with an evaluation.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        rounds: Callable[[], int],
+        sync_every: int,
+        tokens_per_step: int,
+        in_script: bool = False,
+    ) -> None:
+        self._progress = progress
+        self._rounds = rounds
+        self._sync_every = sync_every
+        self._tokens_per_step = tokens_per_step
+        self._in_script = in_script
+        self._times: deque[float] = deque(maxlen=_STEPS_OF_RATE + 1)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training begins."""
+        self._times.append(time.monotonic())
+        self._update(state, state="training", message="")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Says that the islands synchronise, before they do."""
+        if self._sync_every and (state.global_step + 1) % self._sync_every == 0:
+            self._update(state, state="syncing")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts, and lets training end with an evaluation."""
+        if not self._in_script and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        self._times.append(time.monotonic())
+        rate = (len(self._times) - 1) * self._tokens_per_step / (self._times[-1] - self._times[0])
+        now = "evaluating" if control.should_evaluate else "saving" if control.should_save else "training"
+        self._update(state, state=now, tokens_per_second=rate)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keeps the last loss."""
+        logs = kwargs.get("logs") or {}
+        if "loss" in logs:
+            self._update(state, loss=float(logs["loss"]))
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluation has ended."""
+        self._resume(state, "saving" if control.should_save else "training")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint is on disk."""
+        self._resume(state, "training")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training has ended, and nobody else says when all is done."""
+        if self._in_script:
+            self._update(state, state="done")
+
+    def _resume(self, state: TrainerState, now: str) -> None:
+        self._times.clear()  # the pause is none of the training rate
+        self._times.append(time.monotonic())
+        self._update(state, state=now)
+
+    def _update(self, state: TrainerState, /, **values: Any) -> None:
+        if state.is_world_process_zero:
+            self._progress.update(step=state.global_step, round=self._rounds(), **values)

@@ -1,0 +1,35 @@
+"""A small run that engines start, and what its islands say of themselves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.processes import ROOT
+
+STEPS = 200
+RUN_FILE: dict[str, Any] = {
+    "model": {"preset": "llama-tiny"},
+    "tokenizer": {"train": {"vocab_size": 400, "max_megabytes": 0.2}},
+    "data": {"source": "embedded", "sequence_length": 32, "num_eval_sequences": 8},
+    "training": {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 5, "save_steps": 1000},
+    "deepspeed": str(ROOT / "configs" / "deepspeed" / "zero2.json"),
+    "diloco": {"num_islands": 2, "sync_every": 5},
+    "launch": {"use_cpu": True},
+}
+
+
+def wait_until(met: Callable[[], bool], what: str, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < deadline, f"after {seconds:g} s: {what}"
+        time.sleep(0.2)
+
+
+def progress(island: Path) -> dict[str, object]:
+    file = island / "progress.json"
+    found: dict[str, object] = json.loads(file.read_text()) if file.exists() else {"state": "", "round": 0, "step": 0}
+    return found

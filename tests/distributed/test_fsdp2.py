@@ -1,0 +1,190 @@
+"""FSDP2 in hand-written loops, through Accelerate's plugin and by hand: two islands of two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.torchrun import torchrun
+from tests.processes import ROOT, Process, Processes, find_free_port, run
+
+pytestmark = pytest.mark.distributed
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "accelerate": {"by": "accelerate"},
+    "accelerate bf16 checkpointing": {"by": "accelerate", "bf16": True, "checkpointing": True},
+    "accelerate lora": {"by": "accelerate", "lora": True},
+    "hand": {"by": "hand"},
+    "hand bf16": {"by": "hand", "bf16": True},
+}
+PAYLOADS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign")
+OUTSIDE_BRIEF = tuple(pytest.param(one, marks=pytest.mark.slow) for one in PAYLOADS if one != "int4")
+
+SHARDED = "SHARDED_STATE_DICT"
+RANK_FILES = {"rank-00000.safetensors", "rank-00001.safetensors"}
+
+Result = tuple[dict[str, torch.Tensor], list[str]]
+
+
+def run_islands(folder: Path, where: str, diloco: dict[str, Any] | None = None, **settings: Any) -> list[Result]:
+    """What both islands end with: weights, and the hash of the outer parameters after each round."""
+    folder.mkdir(exist_ok=True)
+    with Processes() as processes:
+        started = []
+        for island in range(2):
+            config = {"island": island, "num_islands": 2, "sync_every": 2, "rendezvous": where, **(diloco or {})}
+            place = {"folder": str(folder / f"island-{island}"), "result": str(folder / f"{island}.pt")}
+            whole = json.dumps({"steps": 6, "config": config, **place, **settings})
+            started.append(processes.spawn(torchrun(2, "-m", "tests.programs.fsdp2_loop", whole)))
+        for process in started:
+            process.wait(timeout=280)
+    return [torch.load(folder / f"{island}.pt", weights_only=True) for island in range(2)]
+
+
+def start_trainer(processes: Processes, folder: Path, island: int, where: str, **settings: Any) -> Process:
+    """Starts an island of two ranks that trains with the Trainer, its `fsdp` and `fsdp_config`."""
+    whole = {
+        "output_dir": str(folder / f"island-{island}"),
+        "result": str(folder / f"result-{island}.json"),
+        "data_seed": island,
+        "max_steps": 6,
+        "save_steps": 2,
+        "fsdp": {"state_dict_type": SHARDED},
+        **settings,
+        "diloco": {"sync_every": 2, "join_timeout": 120, **settings.get("diloco", {})},
+    }
+    environment = {"HF_DILOCO_ISLAND": island, "HF_DILOCO_NUM_ISLANDS": 2, "HF_DILOCO_RENDEZVOUS": where}
+    program = ROOT / "tests" / "programs" / "trainer_island.py"
+    command = torchrun(2, program, json.dumps(whole))
+    return processes.spawn(command, env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
+
+
+def run_trainers(folder: Path, where: str, **settings: Any) -> list[dict[str, torch.Tensor]]:
+    """The trained weights of both islands."""
+    with Processes() as processes:
+        started = [start_trainer(processes, folder, island, where, **settings) for island in range(2)]
+        for process in started:
+            process.wait(timeout=280)
+    return weights_of_trainers(folder)
+
+
+def weights_of_trainers(folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(folder / f"result-{island}.json.pt", weights_only=True) for island in range(2)]
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def tcp() -> str:
+    return f"tcp://127.0.0.1:{find_free_port()}"
+
+
+def assert_agree(results: list[Result]) -> None:
+    (weights, hashes), (others, other_hashes) = results
+    assert len(hashes) == 3
+    assert hashes == other_hashes
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(one, marks=() if "bf16" in one else pytest.mark.slow) for one in VARIANTS]
+)
+def test_islands_agree_in_a_loop(tmp_path: Path, variant: str) -> None:
+    results = run_islands(tmp_path, tcp(), **VARIANTS[variant])
+    assert_agree(results)
+    assert all("lora" in name for name in results[0][0]) is ("lora" in variant)
+
+
+@pytest.mark.slow
+def test_by_hand_is_by_accelerate(tmp_path: Path) -> None:
+    """The units of what is gathered at a time differ, and no value."""
+    hand, accelerate = (run_islands(tmp_path / by, tcp(), by=by)[0] for by in ("hand", "accelerate"))
+    for name, weights in hand[0].items():
+        torch.testing.assert_close(weights, accelerate[0][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("payload", ["int4", *OUTSIDE_BRIEF])
+def test_every_payload_in_a_store(tmp_path: Path, payload: str) -> None:
+    where = (tmp_path / "store").as_uri()
+    assert_agree(run_islands(tmp_path, where, {"payload": payload, "min_islands": 2}, by="accelerate"))
+
+
+@pytest.mark.slow
+def test_resumed_in_a_loop_is_uninterrupted(tmp_path: Path) -> None:
+    """From a checkpoint of step 3, in the middle of a round."""
+    whole = run_islands(tmp_path / "whole", tcp(), by="accelerate", save_at=3)
+    where, resumed = tcp(), tmp_path / "resumed"
+    resumed.mkdir()
+    with Processes() as processes:
+        started = []
+        for island in range(2):
+            settings = {
+                "by": "accelerate",
+                "steps": 6,
+                "config": {"island": island, "num_islands": 2, "sync_every": 2, "rendezvous": where},
+                "folder": str(resumed / f"island-{island}"),
+                "resume_from": str(tmp_path / "whole" / f"island-{island}" / "checkpoint-3"),
+                "result": str(resumed / f"{island}.pt"),
+            }
+            started.append(processes.spawn(torchrun(2, "-m", "tests.programs.fsdp2_loop", json.dumps(settings))))
+        for process in started:
+            process.wait(timeout=280)
+    for island, (weights, hashes) in enumerate(whole):
+        again, later = torch.load(resumed / f"{island}.pt", weights_only=True)
+        assert later == hashes[1:]
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_the_trainer_with_bf16_and_a_disk_that_is_full_once(tmp_path: Path) -> None:
+    """At step 4 no rank can write its part: training goes on, and the next checkpoint is whole."""
+    settings = {
+        "bf16": True,
+        "full_disk_at": 4,
+        "fsdp": {"activation_checkpointing": True, "state_dict_type": SHARDED},
+    }
+    assert_equal(*run_trainers(tmp_path, tcp(), **settings))
+    for island in range(2):
+        folder = tmp_path / f"island-{island}"
+        assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
+        assert {path.name for path in (folder / "checkpoint-6" / "diloco").glob("rank-*")} == RANK_FILES
+
+
+@pytest.mark.slow
+def test_a_whole_checkpoint_and_a_disk_that_is_full_once(tmp_path: Path) -> None:
+    """One rank writes what is gathered, while the other waits."""
+    settings = {"lora": True, "full_disk_at": 4, "fsdp": {"state_dict_type": "FULL_STATE_DICT"}}
+    first, second = run_trainers(tmp_path, tcp(), **settings)
+    assert_equal(first, second)
+    assert all("lora" in name for name in first)
+
+
+@pytest.mark.slow
+def test_killed_and_back_in_a_store(tmp_path: Path) -> None:
+    """Both ranks of island 1 are killed at step 3; it comes back, and both end with equal weights."""
+    where, diloco = (tmp_path / "store").as_uri(), {"min_islands": 2}
+    with Processes() as processes:
+        survivor = start_trainer(processes, tmp_path, 0, where, diloco=diloco)
+        start_trainer(processes, tmp_path, 1, where, diloco=diloco, fail_at=3).wait(timeout=280, expect=None)
+        back = start_trainer(processes, tmp_path, 1, where, diloco=diloco, resume="common")
+        back.wait(timeout=280)
+        survivor.wait(timeout=280)
+    assert_equal(*weights_of_trainers(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_rank_reads_and_writes_its_part_of_the_model() -> None:
+    """Counted where torch copies, of 4M parameters on two ranks."""
+    benchmark = [sys.executable, str(ROOT / "benchmarks" / "sharded.py"), "--values", "4194304", "--turns", "1"]
+    output = run(benchmark, timeout=200).output
+    (fsdp2,) = re.findall(r"^FSDP2 +4,194,304 .*", output, re.MULTILINE)
+    assert "reads 8,388,608 bytes (0.500 of the model) and writes 8,388,608 (0.500)" in fsdp2

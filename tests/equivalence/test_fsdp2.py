@@ -1,0 +1,138 @@
+"""FSDP2 inside the islands: what must be equal to what, through the real command line."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence.runs import (
+    LAUNCH,
+    Runs,
+    assert_identical,
+    assert_islands_agree,
+    events,
+    losses,
+    relative_difference,
+    zero,
+)
+from tests.processes import ROOT, Processes, find_free_port
+
+pytestmark = pytest.mark.distributed
+
+ROUNDING = 1e-6  # of the weights' length
+STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+SHARDINGS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {"fsdp": {}}} | {
+    f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def sharded(runs: Runs, kind: str, num_ranks: int = 2, name: str = "", **changes: Any) -> Path:
+    """Two islands of some ranks."""
+    batch = {"per_device_train_batch_size": 2, **changes.pop("training", {})}
+    launch = {"num_processes": num_ranks, "threads": 1}
+    name = f"{kind}-{num_ranks}{name}"
+    return runs.launch(name, training=batch, launch=launch, **SHARDINGS[kind], **changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "num_ranks"),
+    [
+        ("ddp", 2),
+        *(pytest.param(f"zero{stage}", 2, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+        pytest.param("zero3", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp2_is_ddp_and_zero(runs: Runs, other: str, num_ranks: int) -> None:
+    fsdp = sharded(runs, "fsdp2", num_ranks)
+    assert f"FSDP2, {num_ranks} ranks" in events(fsdp, "start")[0]["shards"]
+    assert_islands_agree(fsdp)
+    assert relative_difference(sharded(runs, other, num_ranks), fsdp) < ROUNDING
+
+
+@pytest.mark.slow
+def test_streaming_under_fsdp2_is_streaming_under_ddp(runs: Runs) -> None:
+    ddp, fsdp = (sharded(runs, kind, name="-streaming", diloco=STREAMING) for kind in ("ddp", "fsdp2"))
+    assert [record["fragment"] for record in events(fsdp, "sync")] == [0, 1, 0, 1, 0]
+    assert_islands_agree(fsdp)
+    assert relative_difference(ddp, fsdp) < ROUNDING
+
+
+@pytest.mark.slow
+def test_two_islands_with_equal_data_are_one_island(runs: Runs) -> None:
+    same = {"shares": "same"}
+    one = sharded(runs, "fsdp2", name="-one", data=same, diloco={"num_islands": 1})
+    assert_identical(one, sharded(runs, "fsdp2", name="-same", data=same))
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_a_file_is_the_block_of_the_run_file(runs: Runs) -> None:
+    file = ROOT / "configs" / "accelerate" / "fsdp2_8.yaml"
+    where = ["--num_processes", "2", "--main_process_port", str(find_free_port())]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *where]
+    launched = runs.command("accelerate", command, training={"per_device_train_batch_size": 2})
+    assert "FSDP2, 2 ranks" in events(launched, "start")[0]["shards"]
+    assert_identical(sharded(runs, "fsdp2", name="-alone", diloco={"num_islands": 1}), launched)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow), "SHARDED_STATE_DICT"])
+def test_resumed_is_uninterrupted(runs: Runs, kind: str) -> None:
+    """Stopped at step 6, in the middle of a round; with evaluations of the outer weights, which leave training as it
+    is."""
+    changes: dict[str, Any] = {
+        "fsdp": {"state_dict_type": kind},
+        "training": {
+            "per_device_train_batch_size": 2,
+            **{"save_strategy": "steps", "save_steps": 6, "save_total_limit": 3},
+            **{"eval_strategy": "steps", "eval_steps": 3},
+        },
+        "launch": {"num_processes": 2, "threads": 1},
+    }
+    whole = runs.launch(f"whole-{kind}", **changes)
+    assert [event["weights"] for event in events(whole, "eval")][:2] == ["outer", "outer"]
+    assert_identical(sharded(runs, "fsdp2"), whole)
+    broken = runs.folder / f"resumed-{kind}"
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    for island in range(2):
+        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
+        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    resumed = runs.launch(f"resumed-{kind}", **changes)
+    assert (events(resumed, "start")[0]["resumed"], events(resumed, "start")[0]["step"]) == (True, 6)
+    assert relative_difference(whole, resumed) == 0.0
+    assert losses(resumed) == losses(whole)[6:]
+    assert [r["outer_hash"] for r in events(resumed, "sync")] == [r["outer_hash"] for r in events(whole, "sync")][1:]
+    assert_islands_agree(resumed)
+
+
+def test_mixed_islands_agree_after_every_round(runs: Runs) -> None:
+    """FSDP2 on two ranks, ZeRO-3 on two, and one rank that shards nothing: equal outer parameters, bit for bit."""
+    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    islands = [("fsdp2", 2, 2), ("zero3", 2, 2), ("ddp", 1, 4)]
+    with Processes() as processes:
+        started = []
+        for number, (kind, num_ranks, batch) in enumerate(islands):
+            changes = {
+                **SHARDINGS[kind],
+                "launch": {"num_processes": num_ranks, "threads": 1},
+                "training": {"per_device_train_batch_size": batch},
+                "diloco": {"num_islands": 3, "rendezvous": rendezvous},
+            }
+            path = runs.write(f"mixed-{number}", {**changes, "name": "mixed"})
+            started.append(processes.spawn([*LAUNCH, path, "--island", str(number)]))
+        for process in started:
+            process.wait(timeout=240)
+    mixed = runs.folder / "mixed"
+    shards = [events(mixed, "start", number)[0]["shards"] for number in range(3)]
+    assert [text.partition(",")[0] for text in shards] == ["FSDP2", "ZeRO-3", "plain"]
+    assert len(events(mixed, "sync")) == 2
+    assert_islands_agree(mixed, num_islands=3)

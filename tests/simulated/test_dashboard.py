@@ -1,0 +1,194 @@
+"""`hf-diloco dashboard` over HTTP: run folders as islands write them, and a store in which real islands meet."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.dashboard import Dashboard, open_source
+from hf_diloco.dashboard.source import Source
+from hf_diloco.errors import ConfigError
+from hf_diloco.store.objects import open_object_store
+from tests.clocks import LONG
+from tests.islands import run_islands
+from tests.meetings import Meeting
+from tests.processes import Processes, find_free_port, run
+from tests.report_runs import start, sync, train, write_island, write_run
+from tests.store_servers import serving_app
+
+PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "dashboard"]
+pytestmark = pytest.mark.usefixtures("quick_beats")
+
+
+@contextmanager
+def shown(where: Path | str, interval: float = 0, is_local: bool = True, has_metrics: bool = False) -> Iterator[str]:
+    source = open_source(str(where), key=b"")
+    with serving_app(Dashboard(source, interval, is_local, has_metrics).app()) as address:
+        yield address
+
+
+def get(url: str, method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    request = urllib.request.Request(url, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=LONG) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def words(html: str) -> str:
+    return " ".join(re.sub(r"<style.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL).split())
+
+
+def test_a_folder_that_grows(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    write_island(folder, 0, [start(0), train(1, 3.0)])
+    second = write_island(folder, 1, [start(1), train(1, 4.0)])
+    progress = {"state": "syncing", "step": 2, "max_steps": 4, "round": 0, "loss": 4.0, "tokens_per_second": 81.0}
+    (second / "progress.json").write_text(json.dumps({**progress, "message": "<b>who?"}))
+    with shown(folder) as address:
+        code, page, headers = get(f"{address}/")
+        assert code == 200
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert re.findall(r'(?:src|href)="([^"#]*)"', page) == ["data:,", "dashboard.js"]
+        assert "island 1 syncing 2 of 4 0 4.0000 81 tokens/s 0 s ago &lt;b&gt;who?" in words(page)
+        assert "No exchanged bytes were recorded." in page
+        assert "Every round" not in page
+        for island in (0, 1):
+            write_island(folder, island, [start(island), train(1, 3.0), sync(1, 2, waiting=1.0)])
+        live = words(get(f"{address}/live")[1])
+        assert "sent: 8.00 kB" in live
+        assert "Every round (1)" in live
+        assert "waiting 21.1 %" in live
+        assert get(f"{address}/dashboard.js")[1].startswith('"use strict";')
+
+
+def test_a_run_is_looked_at_once_an_interval(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo")
+    with shown(folder, interval=3600) as address:
+        before = get(f"{address}/live")[1]
+        write_island(folder, 2, [start(2)])
+        assert get(f"{address}/live")[1] == before
+
+
+def test_what_can_no_longer_be_read_is_shown_as_it_was(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo")
+    with shown(folder) as address:
+        folder.rename(tmp_path / "elsewhere")
+        live = words(get(f"{address}/live")[1])
+    assert "no run folder at" in live
+    assert "Every round (2)" in live
+
+
+def test_pages_only_read(tmp_path: Path) -> None:
+    with shown(write_run(tmp_path / "demo")) as address:
+        assert [get(f"{address}/live", method)[0] for method in ("POST", "PUT", "DELETE")] == [405, 405, 405]
+        assert [get(f"{address}/{path}")[0] for path in ("metrics", "../etc/passwd", "island-0")] == [404, 404, 404]
+
+
+def test_no_other_site_reads_a_page_of_this_machine(tmp_path: Path) -> None:
+    """A site whose name its own server lets mean 127.0.0.1 is named in `Host`."""
+    folder = write_run(tmp_path / "demo")
+    with shown(folder) as address:
+        port = address.rpartition(":")[2]
+        for host, code in (("evil.example", 403), (f"evil.example:{port}", 403), (f"localhost:{port}", 200)):
+            assert get(f"{address}/dashboard.js", Host=host)[0] == code
+        assert get(f"{address}/dashboard.js", Host="[::1]:80")[0] == 200
+    with shown(folder, is_local=False) as address:
+        assert get(f"{address}/dashboard.js", Host="gpu-7.example")[0] == 200
+
+
+def test_figures_for_prometheus(tmp_path: Path) -> None:
+    prometheus = pytest.importorskip("prometheus_client.parser")
+    with shown(write_run(tmp_path / "demo"), has_metrics=True) as address:
+        _, text, headers = get(f"{address}/metrics")
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    samples = [sample for family in prometheus.text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples} == {"demo"}
+    found = {(sample.name, sample.labels.get("island"), sample.labels.get("part")): sample.value for sample in samples}
+    assert found["hf_diloco_bytes_sent_total", "0", None] == 8000
+    assert found["hf_diloco_seconds_total", "0", "waiting"] == 2
+    assert found["hf_diloco_train_loss", "1", None] == 3.5
+    assert found["hf_diloco_eval_loss", None, None] == pytest.approx(2.0794, abs=1e-4)
+
+
+def test_without_the_library_prometheus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_diloco.dashboard import prometheus
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr(prometheus, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install prometheus-client"):
+        prometheus.check_installed()
+
+
+def test_a_store_in_which_islands_meet(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, grace=1.0)
+    meeting.url = f"file://{tmp_path}/store"
+    run_islands(2, lambda island: meeting.island(island).train(6).leave())
+    store = open_object_store(meeting.url)
+    store.put("rounds/99999999/00/plan.json", b"<script>alert(1)</script>")
+    before = store.entries()
+    with shown(meeting.url, has_metrics=True) as address:
+        live = get(f"{address}/live")[1]
+        metrics = get(f"{address}/metrics")[1]
+    text = words(live)
+    assert "Rounds 3 committed" in text
+    assert re.search(r"Refused objects rounds/99999999/00/plan\.json the record", text)
+    assert "Refused 1 object" in text
+    assert "Last rounds in the store (3)" in text
+    assert re.search(r" 1 \S+ finished — 3 0 0 of 2 ", text)
+    assert "<script" not in live
+    assert f'hf_diloco_store_round{{run="{meeting.url}"}} 3.0' in metrics
+    assert "hf_diloco_store_refused_objects" in metrics
+    assert store.entries() == before
+
+
+def test_a_folder_whose_islands_meet_in_a_store_shows_both(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1)
+    meeting.url = f"file://{tmp_path}/store"
+    meeting.island(0).train(4).leave()
+    folder = write_run(tmp_path / "demo")
+    (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
+    source = open_source(str(folder), key=b"")
+    look = source.look()
+    assert look.report is not None
+    assert look.status is not None
+    assert (look.report.num_rounds, look.status.round, look.problems) == (2, 2, ())
+    other_key = Source(folder, None, key=b"another key of a run").look()
+    assert other_key.report is not None
+    assert "another key" in other_key.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "message"),
+    [
+        ("{folder}/none", [], "no run folder at"),
+        ("file://{folder}/none", [], "there is no folder"),
+        ("tcp://10.0.0.1:29400", [], "dashboard needs an object store"),
+        ("{folder}/demo", ["--listen", "8.8.8.8:29480"], "is a public address"),
+        ("{folder}/demo", ["--listen", "0.0.0.0:29480"], "expected HOST:PORT"),
+    ],
+)
+def test_bad_input_is_one_line(where: str, options: list[str], message: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "demo")
+    output = run([*PROGRAM, where.format(folder=tmp_path), *options], expect=None).output
+    assert re.fullmatch(r"error: [^\n]+\n", output), output
+    assert message in output
+
+
+def test_the_program_serves_until_ctrl_c(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo")
+    with Processes() as processes:
+        program = processes.spawn([*PROGRAM, folder, "--listen", f"127.0.0.1:{find_free_port()}"])
+        address = program.wait_for(r"open (\S+)/ in a browser", LONG)[1]
+        assert "demo · hf-diloco dashboard" in get(f"{address}/")[1]
+        program.interrupt()
+        program.wait(LONG)

@@ -1,0 +1,338 @@
+"""Islands with a key, over sockets: what is on the wire, and what becomes of who interferes there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.membership.ledger import Ledger
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.sealing import LinkKey
+from hf_diloco.transport.connections import HANDSHAKE_TAG, Connections
+from hf_diloco.transport.handshake import End
+from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.open import MeshTransport
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.sealing import Sealer
+from hf_diloco.transport.transfers import Deadline, Transfers
+from tests.clocks import LONG
+from tests.gossip_meshes import join, make_store, talk_together
+from tests.islands import run_islands, try_islands
+from tests.processes import find_free_port
+
+KEY = LinkKey(b"0123456789abcdef")
+LOCALHOST = "127.0.0.1"
+MODES = pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "authenticated"])
+
+
+def make_values(island: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(island))
+
+
+def averages(num_islands: int, key: LinkKey | None, payload: str, connections: int) -> list[list[torch.Tensor]]:
+    """What each island has after each of two exchanges."""
+    store, size = HashStore(), 300_001
+
+    def run(island: int) -> list[torch.Tensor]:
+        mesh = MeshExchange(store, "0", island, num_islands, LOCALHOST, LONG, key, num_connections=connections)
+        kept = []
+        for number in range(2):
+            values = make_values(10 * number + island, size)
+            mesh.average(values, [1.0] * num_islands, CODECS[payload])
+            kept.append(values)
+        mesh.close()
+        return kept
+
+    return run_islands(num_islands, run)
+
+
+@MODES
+@pytest.mark.parametrize(("num_islands", "payload", "connections"), [(2, "fp32", 1), (3, "int8", 2)])
+def test_a_key_changes_no_bit_of_what_is_averaged(
+    encrypt: bool, num_islands: int, payload: str, connections: int
+) -> None:
+    bare = averages(num_islands, None, payload, connections)
+    sealed = averages(num_islands, LinkKey(KEY.secret, encrypt), payload, connections)
+    for one, other in zip(bare, sealed, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_broadcasts_and_messages_are_sealed_too() -> None:
+    store = HashStore()
+
+    def run(island: int) -> tuple[torch.Tensor, dict[int, bytes]]:
+        heard = threading.Event()
+        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, KEY)
+        values = make_values(island, 1000)
+        mesh.broadcast(values, source=1)
+        mesh.send_message(b"from %d" % island, heard.set)
+        assert heard.wait(LONG)
+        said = mesh.messages()
+        mesh.close()
+        return values, said
+
+    for island, (values, said) in enumerate(run_islands(2, run)):
+        assert torch.equal(values, make_values(1, 1000))
+        assert said == {1 - island: b"from %d" % (1 - island)}
+
+
+class Wire:
+    """All that Gloo is given to send, as whoever sits on the way sees it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, bytes]] = []
+        start = Connections._start
+
+        def tapped(
+            links: Connections, operation: str, tensor: torch.Tensor, peer: int, tag: int, number: int
+        ) -> object:
+            if operation == "send":
+                self.seen.append((tag, bytes(tensor.view(torch.uint8).numpy())))
+            return start(links, operation, tensor, peer, tag, number)
+
+        monkeypatch.setattr(Connections, "_start", tapped)
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_the_wire_carries_ciphertext_alone(monkeypatch: pytest.MonkeyPatch, payload: str) -> None:
+    wire = Wire(monkeypatch)
+    store, values = HashStore(), torch.arange(4096, dtype=torch.float32)
+    code = torch.empty(CODECS[payload].num_bytes(values.numel()), dtype=torch.uint8)
+    CODECS[payload].encode(values, code)
+
+    def run(island: int) -> None:
+        heard = threading.Event()
+        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, KEY)
+        mesh.average(values.clone(), [1.0, 1.0], CODECS[payload])
+        mesh.send_message(b"a secret of this run", heard.set)
+        heard.wait(LONG)
+        mesh.close()
+
+    run_islands(2, run)
+    carried = b"".join(data for _, data in wire.seen)
+    plain = bytes(code.numpy())
+    assert len(carried) > 2 * len(plain)
+    assert b"secret" not in carried
+    assert not any(plain[start : start + 16] in carried for start in range(0, len(plain) - 16, 16))
+    assert KEY.secret not in carried
+
+
+def exchanges_under(
+    attack: Callable[[int, int, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch, encrypt: bool
+) -> list[object]:
+    """What island 0 gets of island 1's three exchanges; `attack` sees each message and says what arrives instead."""
+    seal, store = Sealer.seal, HashStore()
+
+    def attacked(self: Sealer, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        wires = seal(self, part, end, tag, transfers)
+        return [attack(tag, number, wire) for number, wire in enumerate(wires)] if end.peer == 0 else wires
+
+    monkeypatch.setattr(Sealer, "seal", attacked)
+
+    def run(island: int) -> list[object]:
+        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, LinkKey(KEY.secret, encrypt))
+        outcomes: list[object] = []
+        for number in range(3):
+            values = make_values(10 * number + island, 3000)
+            try:
+                mesh.average(values, [1.0, 1.0], CODECS["fp32"])
+            except DamagedTransferError as error:
+                outcomes.append(error)
+            else:
+                outcomes.append(values)
+        mesh.close()
+        return outcomes
+
+    return run_islands(2, run)[0]
+
+
+def alter(tag: int, number: int, wire: torch.Tensor) -> torch.Tensor:
+    if tag == 2:
+        wire = wire.clone()
+        wire.view(torch.uint8)[5] ^= 1
+    return wire
+
+
+class Replay:
+    """What was sent first is sent for each later place."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tag: int, number: int, wire: torch.Tensor) -> torch.Tensor:
+        return self._first.setdefault(number, wire.clone()) if tag <= 2 else wire
+
+
+@MODES
+@pytest.mark.parametrize("attack", [alter, Replay()], ids=["altered", "replayed"])
+def test_what_was_tampered_with_is_refused_and_the_next_round_goes_well(
+    monkeypatch: pytest.MonkeyPatch, attack: Callable[[int, int, torch.Tensor], torch.Tensor], encrypt: bool
+) -> None:
+    if isinstance(attack, Replay):
+        attack = Replay()
+    first, second, third = exchanges_under(attack, monkeypatch, encrypt)
+    assert isinstance(second, DamagedTransferError)
+    assert second.islands == (1,)
+    assert "island 1 sent came damaged (it was altered on its way, or sent before or for another place" in str(second)
+    for number, values in ((0, first), (2, third)):
+        expected = (make_values(10 * number, 3000) + make_values(10 * number + 1, 3000)) / 2
+        assert isinstance(values, torch.Tensor)
+        assert torch.allclose(values, expected)
+
+
+def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal, store = Sealer.seal, HashStore()
+    monkeypatch.setattr(Sealer, "seal", lambda *arguments: [wire.bitwise_not() for wire in seal(*arguments)])
+
+    def run(node: int) -> None:
+        edge = Edge(store, "gossip", node, 1 - node, "1.1", LOCALHOST, LONG, RateLimit(), KEY)
+        transfers, received = edge.begin(), torch.empty(10)
+        edge.receive(received, transfers)
+        edge.send(torch.ones(10), transfers)
+        try:
+            edge.wait(transfers, Deadline(LONG))
+        finally:
+            assert torch.equal(received, torch.zeros(10))
+            edge.close()
+
+    for node, outcome in enumerate(try_islands(2, run)):
+        assert isinstance(outcome, IslandLostError), outcome
+        assert f"node {1 - node} sent came damaged (it was altered on its way" in str(outcome)
+
+
+# Connecting
+
+
+def test_connecting_takes_two_messages_each_way_and_a_round_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    wires = []
+    for key in (None, KEY):
+        wire = Wire(monkeypatch)
+        averages(2, key, "int8", 1)
+        wires.append(wire.seen)
+        monkeypatch.undo()
+    bare, sealed = ([tag for tag, _ in seen] for seen in wires)
+    assert sum(tag >= HANDSHAKE_TAG for tag in sealed) == 2 * 2
+    assert sum(tag < HANDSHAKE_TAG for tag in sealed) <= len(bare)
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+@pytest.mark.parametrize("unproved", [0, -1])
+def test_a_connection_without_proof_is_refused(
+    monkeypatch: pytest.MonkeyPatch, num_connections: int, unproved: int
+) -> None:
+    """End 1 holds the key, but somebody else sits on one of its connections."""
+    swap = Connections._swap
+    wrong = End(0, unproved % num_connections)
+
+    def tapped(links: Connections, said: dict[End, bytes], tag: int, deadline: Deadline) -> dict[End, bytes]:
+        if wrong in said and tag > HANDSHAKE_TAG:
+            said = {**said, wrong: bytes(32)}
+        return swap(links, said, tag, deadline)
+
+    monkeypatch.setattr(Connections, "_swap", tapped)
+    store = HashStore()
+
+    def run(end: int) -> None:
+        Connections(store, "0", end, 2, LOCALHOST, LONG, num_connections, key=KEY)
+
+    assert isinstance(try_islands(2, run)[0], ForgedError)
+
+
+def test_who_stays_silent_is_lost() -> None:
+    store, ended = HashStore(), threading.Barrier(3)
+
+    def run(end: int) -> None:
+        try:
+            key = None if end == 1 else KEY
+            Connections(store, "0", end, 3, LOCALHOST, 2.0, key=key)
+        finally:
+            ended.wait(LONG)
+
+    first, _, third = try_islands(3, run)
+    for outcome in (first, third):
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (1,)
+
+
+def test_sealed_and_in_memory_are_equal() -> None:
+    network, size = MemoryNetwork(2), 300_001
+
+    def run(island: int) -> torch.Tensor:
+        values = make_values(island, size)
+        network.lane("0", island).average(values, [1.0, 1.0], CODECS["fp32"])
+        return values
+
+    assert torch.equal(run_islands(2, run)[0], averages(2, KEY, "fp32", 1)[0][0])
+
+
+# Whole runs
+
+
+def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_bytes(KEY.secret)
+    key_file.chmod(0o600)
+    url = f"tcp://{LOCALHOST}:{find_free_port()}"
+    wire = Wire(monkeypatch)
+
+    def run(island: int) -> list[torch.Tensor]:
+        config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, key_file=key_file, join_timeout=LONG)
+        transport, kept = MeshTransport(config, is_leader=True), []
+        for training in (transport, transport.again()):
+            ledger = Ledger(training.records, island, 2)
+            ledger.claim()
+            assert ledger.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]
+            lane, values = training.open(0), torch.full((5000,), float(island))
+            lane.average(values, [1.0, 1.0], CODECS["fp32"])
+            kept.append(values)
+            ledger.share("done", {}, LONG)
+            lane.close()
+        return kept
+
+    for kept in run_islands(2, run):
+        assert all(torch.equal(values, torch.full((5000,), 0.5)) for values in kept)
+    carried = b"".join(data for _, data in wire.seen)
+    assert len(carried) > 4 * 4 * 5000
+    assert bytes(64) not in carried, "the zeros of island 0"
+
+
+@MODES
+def test_nodes_seal_all_that_goes_between_them(monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
+    store, wire = make_store(), Wire(monkeypatch)
+    secret = torch.full((500,), 7.0)
+
+    def enter(node: int) -> MeshNeighbours:
+        return join(store, make_topology("full", 3), node, key=LinkKey(KEY.secret, encrypt))
+
+    def talk(node: int, neighbours: MeshNeighbours) -> None:
+        mixed = torch.empty_like(secret)
+        neighbours.mix([secret], [mixed], 0)
+        assert torch.allclose(mixed, secret)
+        mean = torch.full((500,), float(node))
+        neighbours.average(mean)
+        assert torch.allclose(mean, torch.ones(500))
+        published = neighbours.published()
+        published.publish(secret.view(torch.uint8))
+        neighbours.share("published", {})
+        for peer in neighbours.peers * 2:
+            payload, _ = published.pull(peer)
+            assert payload is not None
+            assert torch.equal(payload.view(torch.float32), secret)
+        neighbours.share("pulled", {})
+
+    talk_together(3, enter, talk)
+    carried = b"".join(data for _, data in wire.seen)
+    assert (secret[:4].numpy().tobytes() in carried) is not encrypt

@@ -1,0 +1,280 @@
+"""`hf-diloco doctor`, `env` and `validate`: findings with remedies, exit codes, and what is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import re
+import resource
+import socket
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hf_diloco.cli.doctor import machine, network, peer, software
+from hf_diloco.cli.doctor.finding import Finding, run_checks
+from hf_diloco.cli.doctor.store import check_store
+from hf_diloco.errors import ConfigError
+from hf_diloco.store.objects import ObjectStore
+from tests.processes import ROOT, Completed, Processes, find_free_port, run
+
+PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
+
+
+def hf_diloco(*arguments: str | Path, expect: int = 0, **env: object) -> Completed:
+    return run([*PROGRAM, *arguments], expect=expect, env={"NO_COLOR": "1", "COLUMNS": "100", **env})
+
+
+def levels(findings: Iterator[Finding]) -> list[tuple[str, str]]:
+    return [(one.check, one.level) for one in findings]
+
+
+# Checks
+
+
+def test_every_problem_and_warning_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    monkeypatch.setattr(machine, "LEAST_FILES", 1 << 40)
+    monkeypatch.setattr(machine, "LEAST_MEMORY", 1 << 60)
+    found = [
+        *network.check_interfaces(),
+        *machine.check_files(),
+        *machine.check_memory(),
+        *machine.check_disk(tmp_path / "runs", needed=1e30),
+    ]
+    assert [one.level for one in found[:4]] == ["problem", "warning", "warning", "warning"]
+    assert not [one for one in found if one.level != "ok" and not one.remedy]
+    assert "nope0" in found[0].text
+
+
+def test_a_check_that_fails_leaves_the_others_alone() -> None:
+    def broken() -> Iterator[Finding]:
+        raise RuntimeError("no such thing\nand more")
+        yield
+
+    found = list(run_checks([("first", broken), ("second", lambda: [Finding("second", "ok", "fine")])]))
+    assert [(one.check, one.level) for one in found] == [("first", "warning"), ("second", "ok")]
+    assert "no such thing" in found[0].text
+
+
+def test_versions_that_are_known_to_be_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        "hf_diloco.cli.doctor.software.version",
+        lambda name: {"deepspeed": "0.19.7", "rich": "12.0"}.get(name, real(name)),
+    )
+    found = {one.check: one for one in software.check_versions()}
+    assert found["deepspeed"].level == "problem"
+    assert "ZeRO-3" in found["deepspeed"].text
+    assert found["rich"].level == "warning"
+    assert "pip install 'rich>=" in found["rich"].remedy
+
+
+def test_a_pytorch_for_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(software, "cuda_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = next(iter(software.check_torch()))
+    assert (found.level, "2 CUDA devices" in found.text) == ("problem", True)
+
+
+def test_what_deepspeed_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,) = software.check_deepspeed_build()
+    assert found.level == "warning"
+    assert "a C++ compiler and ninja" in found.text
+
+
+def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(address: str) -> Any:
+        return lambda name, port: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve("127.0.1.1"))
+    assert levels(network.check_host_name()) == [("host name", "warning")]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert levels(network.check_host_name()) == [("host name", "ok")]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve("10.0.0.1"))
+    assert levels(network.check_host_name()) == [("host name", "ok")]
+
+
+def test_a_public_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = namedtuple("address", "family address")
+    state = namedtuple("state", "isup")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [address(socket.AF_INET, "8.8.8.8")]})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": state(True)})
+    assert levels(network.check_interfaces()) == [("interfaces", "ok"), ("interfaces", "warning")]
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (found,) = network.check_port(taken.getsockname()[1])
+    assert found.level == "problem"
+    assert "another port" in found.remedy
+    assert levels(network.check_port(find_free_port())) == [("port", "ok")]
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    assert levels(machine.check_disk(Path("/proc/runs"))) == [("disk", "problem")]
+    assert ("disk", "ok") in levels(machine.check_disk(tmp_path / "not" / "yet" / "there", needed=1))
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    (found,) = machine.check_files()
+    assert (found.level, found.text) == ("warning", "a process may open 256 (at most any number)")
+
+
+# Stores
+
+
+def test_a_store_that_keeps_its_promise(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    found = list(check_store(url))
+    assert [one.level for one in found] == ["ok"] * 3
+    assert "exactly one wins" in found[1].text
+    assert re.search(r"\d+ Gbit/s|Mbit/s", found[2].text)
+    assert not ObjectStore(url).list(), "nothing is left"
+
+
+def test_a_store_that_lets_all_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStore, "check_creation", lambda store: None)
+    create = ObjectStore.create
+
+    def careless(store: ObjectStore, path: str, data: bytes) -> bool:
+        return "contest" in path or create(store, path, data)
+
+    monkeypatch.setattr(ObjectStore, "create", careless)
+    found = list(check_store(f"file://{tmp_path}/store"))
+    assert ("create if absent", "problem") in [(one.check, one.level) for one in found]
+    assert "8 were told" in found[1].text
+
+
+def test_a_store_that_is_not_there() -> None:
+    (found,) = check_store("file:///proc/store")
+    assert found.level == "problem"
+
+
+# Another machine
+
+
+@pytest.mark.parametrize("longest", [10.0, 0.0005])
+def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a transfer is cut short, as it takes too long."""
+    monkeypatch.setattr(peer, "_LONGEST_SECONDS", longest)
+    port = find_free_port()
+    with Processes() as processes:
+        listener = processes.spawn([*PROGRAM, "doctor", "--listen", f"127.0.0.1:{port}"])
+        listener.wait_for("listening at")
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b"", "who speaks something else is let go"
+        (found,) = peer.check_peer("127.0.0.1", port)
+    assert found.level == "ok"
+    assert re.search(r"there and back, [\d.]+ [MG]bit/s there, [\d.]+ [MG]bit/s back", found.text)
+
+
+def test_another_machine_that_does_not_answer() -> None:
+    (found,) = peer.check_peer("127.0.0.1", find_free_port())
+    assert found.level == "problem"
+    assert "--listen" in found.remedy
+
+
+def test_another_program_that_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        import threading
+
+        def hang_up() -> None:
+            connection, _ = other.accept()
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        (found,) = peer.check_peer(*other.getsockname())
+        thread.join()
+    assert found.level == "warning"
+    assert "not as a doctor" in found.text
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", ":29400", "host:0", "host:99999", "host:http"])
+def test_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        peer.split_address(address, "--peer")
+    assert peer.split_address("tcp://10.0.0.1:29400", "--peer") == ("10.0.0.1", 29400)
+    assert peer.split_address("[::1]:29400", "--peer") == ("::1", 29400)
+
+
+@pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "expected HOST:PORT"), ("8.8.8.8", "is a public address")])
+def test_nobody_listens_for_the_whole_internet(host: str, why: str) -> None:
+    ended = run([*PROGRAM, "doctor", "--listen", f"{host}:29400"], expect=None)
+    assert ended.returncode != 0
+    assert why in " ".join(ended.output.split())
+    assert "--allow-public-address" not in ended.output
+
+
+# The commands
+
+
+def test_doctor_tells_and_its_exit_code(tmp_path: Path) -> None:
+    completed = hf_diloco("doctor", "--json", "--store", f"file://{tmp_path}/store", "--folder", tmp_path)
+    report = json.loads(completed.output)
+    found = {one["check"] for one in report["findings"]}
+    assert {"versions", "torch", "bf16", "deepspeed", "memory", "disk", "open files", "host name", "store"} <= found
+    assert report["problems"] == 0
+    output = hf_diloco("doctor", "--peer", f"127.0.0.1:{find_free_port()}", expect=1).output
+    assert "problem  peer: " in output
+    assert "→ run `hf-diloco doctor --listen" in output
+    assert hf_diloco("doctor", "--peer", "nowhere", expect=2).output.startswith("error: --peer nowhere")
+
+
+def test_env_has_versions_and_no_secrets() -> None:
+    import torch
+
+    secret = "a-key-that-nobody-may-see"
+    output = hf_diloco("env", HF_DILOCO_KEY=secret, HF_DILOCO_ISLAND="3").output
+    assert re.search(rf"^torch +{re.escape(torch.__version__.partition('+')[0])}", output, re.MULTILINE)
+    assert re.search(r"^HF_DILOCO_ISLAND +3$", output, re.MULTILINE)
+    assert "HF_DILOCO_KEY" in output
+    assert secret not in output
+    assert json.loads(hf_diloco("env", "--json").output)["hf-diloco"]
+
+
+@pytest.mark.slow
+def test_validate_is_an_honest_dry_run(tmp_path: Path) -> None:
+    path = ROOT / "configs" / "bucket.yaml"
+    store = f"file://{tmp_path}/store"
+    completed = hf_diloco("validate", path, f"output={tmp_path}", "--rendezvous", store, HF_DILOCO_KEY="k" * 32)
+    for check in ("run file", "model", "memory", "disk", "store", "create if absent", "not tried"):
+        assert re.search(rf"^(ok|warning) +{check}: ", completed.output, re.MULTILINE)
+    assert "the training itself" in completed.output
+    assert not list(tmp_path.glob("*/island-*")), "nothing was started"
+    assert "sync_every" in hf_diloco("validate", path, "diloco.sync_evry=2", expect=2).output
+    config = "{model_type: llama, hidden_size: 65536, intermediate_size: 65536, num_hidden_layers: 99}"
+    too_large = hf_diloco("validate", path, f"model.config={config}", f"output={tmp_path}", expect=1)
+    assert re.search(r"^problem +memory: ", too_large.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completion"), [("hf-diloco est", "estimate"), ("hf-diloco doctor --st", "--store")]
+)
+def test_shells_complete_commands_and_options(typed: str, completion: str) -> None:
+    words: dict[str, Any] = {
+        "_HF_DILOCO_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": len(typed.split()) - 1,
+    }
+    assert completion in hf_diloco(**words).output.split()
+
+
+def test_shells_get_a_script() -> None:
+    assert "_HF_DILOCO_COMPLETE=complete_bash" in hf_diloco(_HF_DILOCO_COMPLETE="source_bash").output

@@ -1,0 +1,202 @@
+"""`hf-diloco init`: what it writes, what it refuses, and that nothing is written over."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+from hf_diloco.cli.main import app
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.errors import ConfigError
+from tests.processes import ROOT, run
+
+BUCKET = "s3://bucket/my-run"
+SAMPLE = 'sample={prompt: "$HOME is $(HOME)"}'  # what the engines would otherwise fill in
+RUN_FILE = {
+    "name": "My.Run_1",
+    "training": {"max_steps": 4},
+    "deepspeed": str(ROOT / "configs" / "deepspeed" / "zero2.json"),
+    "diloco": {"num_islands": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a run file."""
+    monkeypatch.chdir(tmp_path)
+    for name in (ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS):
+        monkeypatch.delenv(name, raising=False)
+    write_run_file()
+    return tmp_path
+
+
+def write_run_file(**changes: Any) -> None:
+    Path("run.yaml").write_text(yaml.safe_dump({**RUN_FILE, **changes}))
+
+
+def init(engine: str, *arguments: str) -> str:
+    """The command in this process; returns what it prints."""
+    result = CliRunner().invoke(app, ["init", engine, "run.yaml", *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def documents(engine: str) -> list[dict[str, Any]]:
+    (path,) = Path("deploy", "My.Run_1", engine).iterdir()
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+# All engines
+
+
+def test_files_that_are_there_stay(folder: Path) -> None:
+    script = folder / "deploy" / "My.Run_1" / "slurm" / "islands.sbatch"
+    assert f"sbatch {script}" in init("slurm", "--rendezvous", BUCKET)
+    script.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already: give --force"):
+        init("slurm", "--rendezvous", BUCKET)
+    assert script.read_text() == "mine"
+    init("slurm", "--rendezvous", BUCKET, "--force")
+    assert script.read_text().startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "message"),
+    [
+        ("slurm", [], "no rendezvous, but slurm decides"),
+        ("slurm", ["--rendezvous", "tcp://10.0.0.1:29400"], "tcp://10.0.0.1:29400 is the address of island 0"),
+        ("compose", ["--image", "i", "--rendezvous", "tcp://10.0.0.1:29400"], "`hf-diloco rendezvous`"),
+        (
+            "kubernetes",
+            ["--image", "i", "--rendezvous", "file:///shared"],
+            "islands of kubernetes do not see that folder",
+        ),
+        ("kubernetes", ["--rendezvous", BUCKET], "give --image"),
+        ("compose", ["--image", "i", "--nodes-per-island", "2"], "--nodes-per-island 2"),
+        ("compose", ["--image", "i", "output=/elsewhere"], "/elsewhere/My.Run_1: containers see"),
+        ("slurm", ["launch.use_cpu=true", "--gpus-per-island", "2"], "launch.use_cpu is true"),
+        ("slurm", ["--rendezvous", BUCKET, "--folder", "run.yaml/x"], "give another folder"),
+        (
+            "kubernetes",
+            ["--image", "i", "--rendezvous", BUCKET, "data={source: files, files: [run.yaml]}"],
+            "data.files: /",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(engine: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        init(engine, *arguments)
+    assert message in str(error.value)
+    assert not Path("deploy").exists()
+
+
+def test_nodes_of_a_graph_are_refused(folder: Path) -> None:
+    shutil.copy(ROOT / "configs" / "vision" / "quickstart.yaml", folder / "run.yaml")
+    with pytest.raises(ConfigError, match="--node NUMBER"):
+        init("slurm", "--rendezvous", "tcp://10.0.0.1:29400")
+
+
+def test_an_unknown_engine_is_a_wrong_command() -> None:
+    program = [sys.executable, "-m", "hf_diloco.cli", "init", "sge", "run.yaml"]
+    assert "'slurm', 'compose', 'kubernetes'" in run(program, expect=2, env={"COLUMNS": "200"}).output
+
+
+# Compose
+
+
+def compose_services(*arguments: str) -> dict[str, Any]:
+    init("compose", "--image", "registry.example/hf-diloco:1", *arguments)
+    (file,) = documents("compose")
+    assert file["name"] == "my-run-1"
+    services: dict[str, Any] = file["services"]
+    return services
+
+
+def test_compose_has_a_service_for_each_island_and_one_to_meet_at(folder: Path) -> None:
+    services = compose_services("--gpus-per-island", "2", SAMPLE)
+    assert sorted(services) == ["island-0", "island-1", "island-2", "rendezvous"]
+    for number in range(3):
+        service = services[f"island-{number}"]
+        command = [word.replace("$$", "$") for word in service["command"]]
+        assert command[:5] == ["hf-diloco", "launch", str(folder / "run.yaml"), "--island", str(number)]
+        assert {SAMPLE, "launch.num_processes=2", "http://rendezvous:29400/My.Run_1"} <= set(command)
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [str(2 * number), str(2 * number + 1)]
+        assert service["volumes"] == [{"type": "bind", "source": str(folder), "target": str(folder)}]
+
+
+def test_compose_with_a_store_keeps_none() -> None:
+    services = compose_services("--gpus-per-island", "0", "--rendezvous", "file:///shared/store")
+    assert sorted(services) == ["island-0", "island-1", "island-2"]
+    assert "deploy" not in services["island-0"]
+    assert services["island-0"]["volumes"][1]["source"] == "/shared/store"
+
+
+def test_compose_takes_the_file(folder: Path) -> None:
+    services = compose_services("--gpus-per-island", "1", SAMPLE)
+    path = Path("deploy", "My.Run_1", "compose", "compose.yaml")
+    programs = (["docker", "compose"], ["docker-compose"])
+    found = next((words for words in programs if _works([*words, "version"])), None)
+    if found is None:
+        pytest.skip("neither `docker compose` nor docker-compose is installed")
+    if found == ["docker-compose"]:  # the first Compose knew no name in the file
+        path.write_text(path.read_text().replace('name: "my-run-1"\n', ""))
+    understood = yaml.safe_load(run([*found, "-f", path, "config"], cwd=folder).output)["services"]
+    assert understood.keys() == services.keys()
+    # It prints what it would have to read again: with the dollars doubled.
+    assert understood["island-1"]["command"] == services["island-1"]["command"]
+
+
+def _works(command: list[str]) -> bool:
+    return shutil.which(command[0]) is not None and run(command, expect=None).returncode == 0
+
+
+# Kubernetes
+
+
+def kubernetes_files(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    init("kubernetes", "--image", "registry.example/hf-diloco:1", "--rendezvous", BUCKET, *arguments)
+    config, job = documents("kubernetes")
+    return config, job
+
+
+@pytest.mark.parametrize("num_gpus", ["0", "8"])
+def test_kubernetes_accepts_the_files(num_gpus: str) -> None:
+    for document in kubernetes_files("--gpus-per-island", num_gpus):
+        for version in ("1.31", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_kubernetes_runs_an_index_for_each_island() -> None:
+    _, job = kubernetes_files("--islands", "5", "--gpus-per-island", "8")
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 5, 5)
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["env"][0]["name"] == ENV_ISLAND
+    assert container["command"][-4:] == ["--num-islands", "5", "--rendezvous", BUCKET]
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > 120, "the launcher's --grace"
+
+
+def test_the_run_file_of_pods_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = kubernetes_files("--gpus-per-island", "8", "diloco.sync_every=7", SAMPLE)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "run.yaml").write_text(config["data"]["run.yaml"])
+    there: RunFile = load_run_file("run.yaml", [])
+    assert (there.name, there.diloco.sync_every, there.launch.num_processes) == ("My.Run_1", 7, 8)
+    assert isinstance(there.deepspeed, dict)
+    assert there.deepspeed["zero_optimization"]["stage"] == 2
+    assert there.sample is not None
+    assert there.sample.prompt == "$HOME is $(HOME)"
+    assert str(tmp_path) not in config["data"]["run.yaml"]

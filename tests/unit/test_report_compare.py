@@ -1,0 +1,97 @@
+"""Several runs on one page."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.report.compare import Candidate, load_candidates, plots, row, write_comparison
+from tests.processes import run
+from tests.report_runs import EVAL_LOSS, end, evaluation, start, sync, train, write_island, write_run
+
+PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "compare"]
+
+
+def of(folder: Path, other: Path) -> Candidate:
+    return load_candidates([folder, other])[0]
+
+
+def test_where_a_step_is_on_each_axis(tmp_path: Path) -> None:
+    found = of(write_run(tmp_path / "first"), write_run(tmp_path / "second"))
+    assert [found.at_seen(step) for step in (0, 2, 4)] == [0, 400, 800]  # two islands, 100 tokens a step
+    assert [found.at_bytes(step) for step in (0, 1, 2, 3, 4)] == [0, 0, 8000, 8000, 16000]
+    assert [found.at_time(step) for step in (0, 1, 2)] == [0, 1, 2]
+    assert found.training == [(1, 3.5), (3, 3.0)]
+    assert found.evaluations == [(4, EVAL_LOSS)]
+
+
+def test_pauses_and_steps_that_were_thrown_away_take_no_time(tmp_path: Path) -> None:
+    first = [start(), train(1, 3.0, 1005.0), sync(1, 2, time=1010.0), train(3, 2.9, 1020.0)]
+    resumed = [start(step=2, time=5000.0), train(3, 2.5, 5004.0), end(4)]
+    resumed[-1]["time"] = 5010.0
+    write_island(tmp_path / "one", 0, [*first, *resumed])
+    found = of(tmp_path / "one", write_run(tmp_path / "two"))
+    assert [found.at_time(step) for step in (1, 2, 3, 4)] == [5, 10, 14, 20]
+
+
+def test_the_page(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    second = tmp_path / "<second>"
+    for island in (0, 1):
+        records = [start(island, outer_method="slowmo"), evaluation(2, 2.5), sync(1, 2), evaluation(4, 2.25), end()]
+        write_island(second, island, records)
+    page = write_comparison(load_candidates([first, second]), tmp_path / "page.html").read_text()
+    assert re.findall("<h2>(Loss[^<]+)</h2>", page) == ["Loss by tokens", "Loss by time", "Loss by bytes sent"]
+    assert page.count("<svg") == 3
+    assert "<second>" not in page
+    assert "&lt;second&gt;" in page
+    assert "slowmo" in page
+    assert not re.search(r'(?:src|href)="(?!#)', page)
+    assert "<script" not in page
+
+
+def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
+    unknown = tmp_path / "unknown"
+    write_island(unknown, 0, [start(tokens_per_step=None), train(1, 3.0), sync(1, 2, bytes_sent=None)])
+    by_tokens, by_time, by_bytes = plots(load_candidates([write_run(tmp_path / "known"), unknown]))
+    assert "Not recorded: unknown." in by_tokens.caption
+    assert "Not recorded: unknown." in by_bytes.caption
+    assert "Not recorded" not in by_time.caption
+    nothing = tmp_path / "nothing", tmp_path / "empty"
+    for folder in nothing:
+        write_island(folder, 0, [])
+    assert [plot.svg for plot in plots(load_candidates(nothing))] == [None] * 3
+
+
+def test_nodes_are_compared_by_images(tmp_path: Path) -> None:
+    for name in ("ring", "star"):
+        write_island(tmp_path / name, 0, [start(method="dsgd", topology=name, num_islands=1), train(2, 1.0), end()])
+    found = load_candidates([tmp_path / "ring", tmp_path / "star"])
+    assert plots(found)[0].title == "Loss by images"
+    assert row(found[1])[:4] == ("star", "dsgd on star", "1", "4")
+    assert row(found[1])[5] == "16 images"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = load_candidates([write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")])
+    assert [entry.name for entry in found] == ["a/run", "b/run"]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="two run folders or more"):
+        load_candidates([folder])
+    with pytest.raises(ConfigError, match="named twice"):
+        load_candidates([folder, folder / ".." / "run"])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in ("first", "second")]
+    output = run([*PROGRAM, *folders, "--html", tmp_path / "page.html"], env={"COLUMNS": 150}).output
+    assert re.search(r"^second +— +2 +4 +2\.0794 +800 +10 s +80 +16\.0 kB +", output, re.MULTILINE)
+    assert (tmp_path / "page.html").is_file()
