@@ -128,7 +128,7 @@ class FixedRounds(Rounds[ArrivedRound]):
             if is_repeated:
                 self._say_again(own.number, str(failure))
                 return None
-            self.island.on_leader(lambda: self._ledger.check_plan(own.number, self.config.sync_timeout))
+            self._check_plan(own.number)
             raise
         stats.digest = combine_digests(stats.digests, partition, self.island)
         return stats
@@ -157,6 +157,7 @@ class FixedRounds(Rounds[ArrivedRound]):
             return True
         votes = parse_some(VoteRecord, raw)
         if not is_repeated:
+            self._check_plan(plan.number)
             raise why_aborted(votes, plan.number, self.config.num_islands)
         reasons = {f"island {number}: {other.reason}" for number, other in votes.items() if not other.ok}
         self._say_again(plan.number, "; ".join(sorted(reasons)) or "the islands computed different averages")
@@ -167,6 +168,10 @@ class FixedRounds(Rounds[ArrivedRound]):
         before = self._ledger.tries(number)
         committed, votes = self._ledger.settle(number, vote.model_dump(), self.config.exchange_timeout)
         return committed, votes, self._ledger.tries(number) > before
+
+    def _check_plan(self, number: int) -> None:
+        """Raises what is known of a round that failed: its values may all have come from an island that then left."""
+        self.island.on_leader(lambda: self._ledger.check_plan(number, self.config.sync_timeout))
 
     def _say_again(self, number: int, reason: str) -> None:
         if self.island.is_leader:

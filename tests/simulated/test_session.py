@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_diloco.codecs import Codec
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -32,6 +33,9 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.measure import SyncReport, cosine_to_others
 from hf_diloco.transport.base import Exchange
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.open import Transport
+from tests.clocks import LONG
 from tests.fixed_runs import (
     FaultyExchange,
     FaultyTransport,
@@ -474,15 +478,37 @@ def test_a_wish_to_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
 
 
 class DeafLane(FaultyExchange):
-    """Misses the messages of island 2."""
+    """Misses the messages of one island."""
+
+    def __init__(self, inner: Exchange, deaf_to: int) -> None:
+        super().__init__(inner, lambda mean: None)
+        self._deaf_to = deaf_to
+
+    def prepare(self, values: torch.Tensor, codec: Codec) -> None:
+        self._inner.prepare(values, codec)
 
     def messages(self) -> dict[int, bytes]:
-        return {peer: message for peer, message in super().messages().items() if peer != 2}
+        return {peer: message for peer, message in super().messages().items() if peer != self._deaf_to}
 
 
-class DeafTransport(FaultyTransport):
+class DeafTransport(Transport):
+    def __init__(self, inner: Transport, deaf_to: int) -> None:
+        self.store = inner.store
+        self._inner, self._deaf_to = inner, deaf_to
+
     def open(self, lane: int) -> Exchange:
-        return DeafLane(super().open(lane), lambda mean: None)
+        return DeafLane(self._inner.open(lane), self._deaf_to)
+
+
+class SocketTransport(Transport):
+    """Real connections, found through a store in memory."""
+
+    def __init__(self, run: Run, island: int) -> None:
+        self.store = run.store
+        self._run, self._island = run, island
+
+    def open(self, lane: int) -> Exchange:
+        return MeshExchange(self.store, str(lane), self._island, self._run.num_islands, "127.0.0.1", LONG)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +528,7 @@ def test_who_goes_on_while_an_island_leaves_learns_it_at_once(settings: dict[str
             island,
             model,
             should_stop=lambda: island == 1 and begun.is_set(),
-            transport=DeafTransport(transport, lambda mean: None) if island == 1 else transport,
+            transport=DeafTransport(transport, deaf_to=2) if island == 1 else transport,
         )
         before = weights_of(model)
         session.outer.count_step()
@@ -520,6 +546,34 @@ def test_who_goes_on_while_an_island_leaves_learns_it_at_once(settings: dict[str
     for outcome in (first, third):
         with pytest.raises(IslandLostError, match="island 1 left the run before round 1"):
             raise_it(outcome)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_who_leaves_after_its_values_does_not_seem_lost(is_asked: bool, tmp_path: Path) -> None:
+    """Island 0's values go ahead of what it knows: island 1 has the average when island 0 is asked to stop."""
+    run = Run(tmp_path, 2, timeout=300, sync_every=1)
+    begun = threading.Event()
+
+    def island_main(island: int) -> None:
+        transport = SocketTransport(run, island)
+        session = run.join(
+            island,
+            make_model(),
+            should_stop=lambda: begun.is_set() and (is_asked or island == 0),
+            transport=DeafTransport(transport, deaf_to=1) if island == 0 else transport,
+        )
+        session.outer.count_step()
+        if island == 0:
+            threading.Timer(0.2, begun.set).start()
+        try:
+            session.advance(is_last=True)
+        finally:
+            session.leave(finished=False)
+
+    stopped, other = try_islands(2, island_main)
+    assert isinstance(stopped, StopRequested)
+    with pytest.raises(StopRequested if is_asked else IslandLostError, match=None if is_asked else "island 0 left"):
+        raise_it(other)
 
 
 def test_who_leaves_early_wakes_those_who_wait(tmp_path: Path) -> None:
