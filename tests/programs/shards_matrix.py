@@ -114,8 +114,10 @@ class Examination:
         error = float((after - self._reference.masters()).norm()) / moved
         self.found.step_error = max(self.found.step_error, error)
         # Between ranks, 16-bit gradients are summed in 16 bits, as in no reference that keeps to fp32.
-        # Muon makes much of the rounding of a gradient, too: it raises small singular values to 1.
-        allowed = 1e-5 if self._cell.numbers == "fp32" else 0.2 if self._cell.optimizer == "muon" else allowed
+        # Muon multiplies in bf16, where some processors round products of other shapes otherwise; and it makes much
+        # of the rounding of a gradient: it raises small singular values to 1.
+        is_exact, is_muon = self._cell.numbers == "fp32", self._cell.optimizer == "muon"
+        allowed = (0.05 if is_exact else 0.2) if is_muon else (1e-5 if is_exact else allowed)
         self._expect(moved > 0.01, f"a step moved the masters by {moved:.2g} only")
         self._expect(error <= allowed, f"a step missed the reference's by {error:.2g} of its length")
         self._check_working_copies(after, f"after step {seed}")
