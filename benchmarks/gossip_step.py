@@ -77,11 +77,13 @@ IMAGE, NUM_CLASSES = 64, 1000
 class StandIn(Neighbours):
     """Node 0, whose neighbours always show the same vectors. Methods share them, as they share the machine."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.topology = make_topology("ring", NUM_NODES)
         self.node, self.num_nodes = 0, NUM_NODES
         weights = self.topology.weights()[0]
-        self._others = [(float(weights[j]), 1e-2 * torch.randn(size)) for j in self.topology.neighbours(0)]
+        self._others = [
+            (float(weights[j]), (1e-2 * torch.randn(size)).to(device)) for j in self.topology.neighbours(0)
+        ]
         self._board = MemoryBoard(NUM_NODES)
         for shelf in self._board.shelves:
             shelf.put(self._others[0][1].view(torch.uint8))
@@ -152,10 +154,10 @@ def measure_arithmetic(methods: list[str], args: argparse.Namespace, num_threads
     torch.set_num_threads(num_threads)
     clock = clock_of(args)
     size = args.values // args.tensors * args.tensors
-    gradients = (1e-3 * torch.randn(size)).split(size // args.tensors)
-    neighbours = StandIn(size)
+    gradients = (1e-3 * torch.randn(size, device=args.device)).split(size // args.tensors)
+    neighbours = StandIn(size, args.device)
     watches = {name: Stopwatch(_make(name, gradients, neighbours), clock) for name in methods}
-    source, target, copies = torch.randn(size), torch.zeros(size), []
+    source, target, copies = torch.randn(size, device=args.device), torch.zeros(size, device=args.device), []
     for number in range(args.repeats + 1):
         for watch in watches.values():
             if number == 1:
@@ -189,8 +191,15 @@ def measure_codes(args: argparse.Namespace) -> dict[str, float]:
 
 
 def clock_of(args: argparse.Namespace) -> Clock:
-    """What time is."""
+    """What time is; on an accelerator, once it has done what was asked of it."""
+    if args.device != "cpu":
+        return _clock_of_device
     return time.process_time if args.busy else time.perf_counter
+
+
+def _clock_of_device() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _make(name: str, gradients: tuple[torch.Tensor, ...], neighbours: StandIn) -> GossipOptimizer:
@@ -206,16 +215,17 @@ def measure_training(methods: list[str], args: argparse.Namespace, num_threads: 
 
     torch.set_num_threads(num_threads)
     clock = clock_of(args)
-    images = torch.randn(args.batch, 3, IMAGE, IMAGE)
-    labels = torch.randint(NUM_CLASSES, (args.batch,))
+    images = torch.randn(args.batch, 3, IMAGE, IMAGE, device=args.device)
+    labels = torch.randint(NUM_CLASSES, (args.batch,), device=args.device)
     runs: dict[str, tuple[Any, GossipOptimizer]] = {}
     neighbours: StandIn | None = None
     for name in methods:
         torch.manual_seed(0)
         config = ResNetConfig()
         config.num_labels = NUM_CLASSES
-        model = ResNetForImageClassification(config).train()
-        neighbours = neighbours or StandIn(sum(parameter.numel() for parameter in model.parameters()))
+        model = ResNetForImageClassification(config).train().to(args.device)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        neighbours = neighbours or StandIn(size, args.device)
         runs[name] = model, make_optimizer(name, model.parameters(), neighbours, lr=1e-3)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(args.train_steps + 1):
@@ -287,9 +297,11 @@ def main() -> None:
     parser.add_argument("--train", nargs="*", default=["dsgd", "dmsgd", "decentlam"], choices=[*METHODS, []])
     parser.add_argument("--train-steps", type=int, default=9)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu", help="cuda: the figures of a GPU, without --payloads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too (seconds)")
     args = parser.parse_args()
     args.threads = [1] if args.busy else args.threads
+    args.payloads = [] if args.device != "cpu" else args.payloads
     torch.manual_seed(0)
     results: dict[str, Any] = {"values": args.values, "arithmetic": {}}
     for num_threads in args.threads:

@@ -29,47 +29,63 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 WORKER = [sys.executable, __file__]
 
 
-LENGTH, BATCH = 128, 8
 WARM_UP = 3
 """Steps that begin a turn, and are not counted."""
 
 
-def make_turn(steps: int) -> tuple[Callable[[list[Any]], list[float]], int]:
+@dataclass(frozen=True)
+class Shape:
+    """A small Llama and its batches; on a CUDA device it trains in bf16."""
+
+    device: str = "cpu"
+    hidden_size: int = 128
+    num_layers: int = 4
+    length: int = 128
+    batch: int = 8
+
+
+def make_turn(steps: int, shape: Shape = Shape()) -> tuple[Callable[[list[Any]], list[float]], int]:
     """What trains a small Llama for so many steps and returns the seconds of all but the first few; its size."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
-    torch.set_num_threads(1)
-    tokens = torch.randint(4096, (4096, LENGTH))
+    on_cuda = shape.device == "cuda"
+    if not on_cuda:
+        torch.set_num_threads(1)
+    tokens = torch.randint(4096, (4096, shape.length))
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 344,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
+    layers: dict[str, Any] = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.hidden_size * 43 // 16,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": max(4, shape.hidden_size // 64),
     }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **shape))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **layers))
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.ends: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if on_cuda:  # which is given work ahead of time
+                torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
 
     def turn(callbacks: list[Any]) -> list[float]:
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
-            settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+            settings: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+            settings |= {"bf16": True} if on_cuda else {"use_cpu": True}
             training_args = TrainingArguments(
-                folder, max_steps=steps, per_device_train_batch_size=BATCH, logging_steps=5, **settings
+                folder, max_steps=steps, per_device_train_batch_size=shape.batch, logging_steps=5, **settings
             )
             trainer = Trainer(model, training_args, train_dataset=dataset, callbacks=[clock, *callbacks])
             trainer.remove_callback(PrinterCallback)
@@ -91,7 +107,7 @@ def training(args: argparse.Namespace) -> dict[str, float]:
         order = [(plain, []), (outer, [DiLoCoCallback(sync_every=10**6)])]
         for times, callbacks in order if number % 2 else reversed(order):
             times += turn(callbacks)
-    per_step = BATCH * LENGTH
+    per_step = Shape().batch * Shape().length
     without, with_callback = per_step / statistics.median(plain), per_step / statistics.median(outer)
     return {"tokens/s without": without, "tokens/s with": with_callback, "ratio": with_callback / without}
 

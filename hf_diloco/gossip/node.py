@@ -22,6 +22,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
+from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
@@ -58,9 +59,7 @@ class _Mix:
 
     def put_out(self) -> None:
         """Brings what was taken to where it belongs."""
-        for host, out in zip(self.taken, self.outs, strict=True):
-            if host is not out:
-                out.copy_(host)
+        copy_all((out, host) for host, out in zip(self.taken, self.outs, strict=True) if host is not out)
 
 
 class NodeNeighbours(Neighbours):
@@ -143,7 +142,7 @@ class NodeNeighbours(Neighbours):
                 return inner.average(vector)
             (host,) = self._on_host("given", [vector])
             traffic = inner.average(host)
-            vector.copy_(host)
+            copy_all([(vector, host)])
             return traffic
 
         with self._clock():
@@ -261,7 +260,8 @@ class NodeNeighbours(Neighbours):
     def _on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
         """The vectors, or copies in host memory."""
         hosts = self._room_on_host(name, vectors)
-        return [host if host is vector else host.copy_(vector) for host, vector in zip(hosts, vectors, strict=True)]
+        copy_all((host, vector) for host, vector in zip(hosts, vectors, strict=True) if host is not vector)
+        return hosts
 
     def _room_on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
         """The vectors, or buffers of their sizes in host memory."""
@@ -269,7 +269,7 @@ class NodeNeighbours(Neighbours):
         return [
             vector
             if vector.device.type == "cpu"
-            else self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, cpu)
+            else page_lock(self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, cpu))
             for number, vector in enumerate(vectors)
         ]
 

@@ -63,6 +63,11 @@ class Shards(ABC):
         """Trainable elements of the whole model."""
         return sum(self.sizes.values())
 
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether this rank's masters are on a CUDA device."""
+        return any(segment.values.device.type == "cuda" for segment in self.segments())
+
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins in the canonical index space."""
         offsets, position = {}, 0

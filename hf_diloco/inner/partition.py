@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_diloco.inner.base import Shards
+from hf_diloco.inner.device_copies import copy_all
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.validate_partition import check_cover
 
@@ -69,12 +70,10 @@ class AlignedPartition(Partition):
         self.lane_sizes = [sum(length for _, length in self.intervals)]
 
     def gather(self, out: torch.Tensor) -> None:
-        for piece, segment in self._pieces(out):
-            piece.copy_(segment)
+        copy_all(self._pieces(out))
 
     def scatter(self, vector: torch.Tensor) -> None:
-        for piece, segment in self._pieces(vector):
-            segment.copy_(piece)
+        copy_all((segment, piece) for piece, segment in self._pieces(vector))
         self._shards.commit()
 
     def _pieces(self, vector: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,8 +135,8 @@ class LanePartition(Partition):
         island = self._island
         values = [segment.values for segment in self.shards.segments()]
         if self.shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
-            for overlap in self.overlaps(island.rank, island.rank, (0, self.numel)):
-                _in_vector(out, overlap).copy_(_in_segments(values, overlap))
+            mine = self.overlaps(island.rank, island.rank, (0, self.numel))
+            copy_all((_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine)
             return
         for window in self.windows:
             outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
@@ -264,10 +263,9 @@ def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
 
 def _fill(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     ends = accumulate((piece.numel() for piece in pieces), initial=0)
-    for (start, end), piece in zip(pairwise(ends), pieces, strict=True):
-        out[start:end].copy_(piece)
+    copy_all((out[start:end], piece) for (start, end), piece in zip(pairwise(ends), pieces, strict=True))
 
 
 def _place(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    for part, piece in zip(values.split([piece.numel() for piece in pieces]), pieces, strict=True):
-        piece.copy_(part)
+    parts = values.split([piece.numel() for piece in pieces])
+    copy_all((piece, part) for part, piece in zip(parts, pieces, strict=True))

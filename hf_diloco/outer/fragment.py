@@ -17,6 +17,7 @@ import torch
 from hf_diloco.codecs import find_codec
 from hf_diloco.codecs.feedback import ErrorFeedback
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Interval, Partition
 from hf_diloco.methods.outer import Groups, make_method
@@ -28,17 +29,26 @@ class ScratchPool:
 
     Args:
         size: values in each.
+        is_locked: the masters are on a CUDA device: vectors are page-locked.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_locked: bool = False) -> None:
         self.size = size
+        self.is_locked = is_locked
         self._free: list[torch.Tensor] = []
+        self._locked: list[torch.Tensor] = []  # all of them: a view alone would not keep one's pages locked
 
     def take(self) -> torch.Tensor:
         try:
             return self._free.pop()
         except IndexError:  # asked first, another thread could take the last one in between
-            return torch.empty(self.size)
+            return self._make()
+
+    def _make(self) -> torch.Tensor:
+        vector = torch.empty(self.size)
+        if self.is_locked:
+            self._locked.append(page_lock(vector))
+        return vector
 
     def give(self, vector: torch.Tensor) -> None:
         self._free.append(vector)
@@ -207,6 +217,8 @@ class Fragment:
             if math.isfinite(square):
                 self.partition.scatter(self.scratch.mul_(alpha).add_(self.method.parameters, alpha=1 - alpha))
                 return
+        if self._pool.is_locked:
+            page_lock(self.method.parameters)
         self.partition.scatter(self.method.parameters)
 
     def start_anew(self, due_at: int) -> None:

@@ -135,7 +135,7 @@ class OuterState:
         if self._wants_rates:
             shards.inner.watch()
         self.names = [model_digest(part) for part, _ in parts]
-        pool = ScratchPool(max(partition.numel for _, partition in parts))
+        pool = ScratchPool(max(partition.numel for _, partition in parts), shards.is_on_cuda)
         self.fragments = []
         for number, (part, partition) in enumerate(parts):
             intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)

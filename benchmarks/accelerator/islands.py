@@ -1,0 +1,160 @@
+"""Two islands on one device under each engine; and a Llama that islands train, against training without islands.
+
+An island is a process, as on a cluster: torchrun with one rank, NCCL inside (Gloo on a processor), Gloo between. All of
+them see the same device, which `hf-diloco launch` would refuse: it gives every island devices of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.accelerator.setting import Figure, Setting
+from hf_diloco.cli.devices import free_ports
+from hf_diloco.cli.plan import island_environment
+from hf_diloco.report import load_run, summarise
+from tests.equivalence.runs import events, losses, make_corpus, zero
+from tests.processes import ROOT, Processes
+
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DDP": ("DDP", {}),
+    "ZeRO-1": ("ZeRO-1", {"deepspeed": zero(1)}),
+    "ZeRO-2": ("ZeRO-2", {"deepspeed": zero(2)}),
+    "ZeRO-3": ("ZeRO-3", {"deepspeed": zero(3)}),
+    "FSDP2": ("FSDP2", {"fsdp": {}}),
+}
+"""What the records call each, and its blocks of the run file. One rank under DDP counts as plain."""
+
+LOSS_TOLERANCE = 0.02
+"""Of a training loss near 6: sums in bf16 differ in their order, and so in their last bits."""
+
+
+def train(
+    setting: Setting, name: str, settings: dict[str, Any], num_islands: int, use_cpu: bool, torchrun: bool = False
+) -> Path:
+    """Runs the islands of a run file, all on one device; returns the run's folder.
+
+    Raises:
+        AssertionError: an island failed; with its output.
+    """
+    launch = {"use_cpu": use_cpu, "resume": "never"}
+    whole = {"name": name, "output": str(setting.folder / "runs"), "sample": None, **settings, "launch": launch}
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    path = setting.folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(whole))
+    meeting, *ports = free_ports(1 + num_islands)
+    rendezvous = f"tcp://127.0.0.1:{meeting}" if num_islands > 1 else None
+    with Processes() as processes:
+        islands = []
+        for number in range(num_islands):
+            ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(ports[number])]
+            command = [sys.executable, *(ranks if torchrun else []), str(ROOT / "train_lm.py"), str(path)]
+            threads = "1" if use_cpu else "4"
+            environment = island_environment(number, num_islands, rendezvous, threads, [])
+            islands.append(processes.spawn(command, env=environment))
+        for island in islands:
+            island.wait(timeout=400)
+    return setting.folder / "runs" / name
+
+
+def engines(setting: Setting) -> Iterator[Figure]:
+    """Two islands under each engine in bf16, and one run on the processor to compare with."""
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    width = setting.choose(256, 32)
+    settings: dict[str, Any] = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+            }
+        },
+        "tokenizer": {"train": {"vocab_size": 320}},
+        "data": {
+            "source": "files",
+            "files": [str(make_corpus(setting.folder))],
+            "sequence_length": 32,
+            "num_eval_sequences": 8,
+        },
+        "training": {
+            "max_steps": 8,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1.0e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": True,
+        },
+        "diloco": {"num_islands": 2, "sync_every": 4},
+    }
+    reference = losses(train(setting, "processor", settings, 2, use_cpu=True))
+    for name, (shards, blocks) in ENGINES.items():
+        if name.startswith("ZeRO") and importlib.util.find_spec("deepspeed") is None:
+            yield Figure(f"{name}: losses", None, note="deepspeed is not installed")
+            continue
+        folder = train(setting, name.lower(), {**settings, **blocks}, 2, setting.is_rehearsal, torchrun=True)
+        said = events(folder, "start")[0]["shards"]
+        assert said.startswith((shards, "plain") if name == "DDP" else shards), f"{name}: trained as {said}"
+        hashes = [[record["outer_hash"] for record in events(folder, "sync", island)] for island in range(2)]
+        equal = sum(one == other for one, other in zip(*hashes, strict=True))
+        yield Figure(f"{name}: rounds after which both islands are equal, of 2", equal, at_least=2, is_exact=True)
+        furthest = max(abs(mine - theirs) for mine, theirs in zip(losses(folder), reference, strict=True))
+        yield Figure(
+            f"{name}: largest difference of a loss from the processor's",
+            furthest,
+            at_most=LOSS_TOLERANCE,
+            is_exact=True,
+        )
+
+
+def llama(setting: Setting) -> Iterator[Figure]:
+    """A Llama of 60M parameters from scratch: four islands, synchronous training, and one island."""
+    steps, batch = setting.choose(400, 8), setting.choose(16, 2)
+    model = setting.choose[dict[str, Any]]({"preset": "llama-60m"}, {"preset": "llama-tiny"})
+
+    def run(name: str, islands: int, steps: int, batch: int, **diloco: Any) -> float:
+        alone = {"sync_every": steps, "outer_lr": 1.0, "outer_momentum": 0.0}
+        settings: dict[str, Any] = {
+            "model": model,
+            "tokenizer": {
+                "train": {"vocab_size": setting.choose(8192, 512), "max_megabytes": setting.choose(16, 0.1)}
+            },
+            "data": {"source": "embedded", "sequence_length": 128, "num_eval_sequences": setting.choose(256, 8)},
+            "training": {
+                "max_steps": steps,
+                "per_device_train_batch_size": batch,
+                "per_device_eval_batch_size": 32,
+                "learning_rate": 1.0e-3,
+                "adam_beta2": 0.95,
+                "weight_decay": 0.1,
+                "lr_scheduler_type": "cosine",
+                "warmup_steps": steps // 10,
+                "logging_steps": max(1, steps // 20),
+                "save_strategy": "no",
+                "bf16": True,
+            },
+            "diloco": {"num_islands": islands, **(diloco or alone)},
+        }
+        report = summarise(load_run(train(setting, name, settings, islands, setting.is_rehearsal)))
+        assert report.eval_loss is not None, f"{name}: no evaluation"
+        return report.eval_loss
+
+    own = run("one-island", 1, steps, batch)
+    yield Figure("one island, a quarter of the tokens: evaluation loss", own)
+    everything = run("one-island-all", 1, 4 * steps, batch)
+    yield Figure("one island, all tokens in four times the steps", everything)
+    synchronous = run("synchronous", 1, steps, 4 * batch)
+    yield Figure("synchronous, all tokens in batches of four islands", synchronous)
+    every = setting.choose(20, 4)
+    diloco = run("diloco", 4, steps, batch, sync_every=every, outer_lr=0.7, outer_momentum=0.5)
+    yield Figure("DiLoCo, all tokens, 4 islands", diloco)
+    yield Figure("DiLoCo over one island", diloco / own, at_most=1.0)
+    share = (own - diloco) / (own - synchronous)
+    yield Figure("share of the way from one island to synchronous", share, at_least=0.5)
