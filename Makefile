@@ -1,4 +1,4 @@
-# make demo | test | test-unit | test-all | style | typecheck | docs | dist | clean
+# make demo | accelerator | test | test-unit | test-all | style | typecheck | docs | dist | clean
 #
 #   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
 #   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
@@ -25,13 +25,16 @@ export DS_BUILD_OPS := 0
 # Else every process would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-dev demo test test-unit test-slow test-all style format typecheck docs dist clean
+.PHONY: help install install-dev demo accelerator test test-unit test-slow test-all style format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(INSTALLED) ## train a small Llama on two islands of this machine
 	$(BIN)/hf-diloco launch quickstart $(ARGS)
+
+accelerator: $(INSTALLED_DEV) ## measure and check everything on one CUDA GPU, in ten minutes; ARGS="--only copies"
+	$(BIN)/python -m benchmarks.accelerator $(ARGS)
 
 test: $(INSTALLED_DEV) ## run the tests, but for those marked slow; ARGS="-k zero" runs a few
 	$(PYTEST) -m "not slow" $(ARGS)

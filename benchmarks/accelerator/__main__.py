@@ -5,15 +5,16 @@
     python -m benchmarks.accelerator --only copies gossip
     python -m benchmarks.accelerator --rehearse             # small, on the processor: shows that everything runs
 
-Each step is a process of its own. It prints its figures against their targets and leaves them in FOLDER/STEP.json. The
-exit code is 1 if a step failed or missed a target, 2 if nothing can be run. docs/accelerators.md says what is expected,
-and how a wrong guess about CUDA would show.
+Each step is a process of its own. It prints its figures against their targets and leaves them in FOLDER/STEP.json.
+The exit code is 3 if a step failed or missed a target, 2 if nothing can be run. docs/accelerators.md says what is
+expected, and how a wrong guess about CUDA would show.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from benchmarks.accelerator.setting import Figure, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
+MISSED = 3
+"""Exit code where a step failed or missed a target; 1 is Python's own, of an error."""
+
+REHEARSAL_SLOWER = 3
+"""How many times as long a step may take on a processor."""
+
 NEEDED = (
     *("accelerate", "aiohttp", "cryptography", "datasets", "jinja2", "networkx", "numba", "obstore", "psutil"),
     *("pydantic", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer", "xxhash", "yaml"),
@@ -108,14 +115,29 @@ def run_step(name: str, setting: Setting) -> bool:
 def run_apart(name: str, args: argparse.Namespace) -> bool:
     """Runs a step in a process of its own; returns whether it met its targets in its time."""
     command = [sys.executable, "-m", "benchmarks.accelerator", "--here", "--only", name, "--folder", str(args.folder)]
+    limit = STEPS[name].limit * (REHEARSAL_SLOWER if args.rehearse else 1)
+    process = subprocess.Popen(command + ["--rehearse"] * args.rehearse, cwd=ROOT)
     try:
-        done = subprocess.run(command + ["--rehearse"] * args.rehearse, cwd=ROOT, timeout=STEPS[name].limit)
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        print(f"  {name} had not ended after {STEPS[name].limit} s", flush=True)
+        print(f"  {name} had not ended after {limit} s", flush=True)
         return False
-    if done.returncode not in (0, 1):
-        print(f"  {name} failed with exit code {done.returncode}", flush=True)
-    return done.returncode == 0
+    finally:
+        _end(process)
+    if code not in (0, MISSED):
+        print(f"  {name} failed with exit code {code}", flush=True)
+    return code == 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Has a step end its islands, and then itself, if it still runs."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
@@ -140,6 +162,7 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     if args.here:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as an exception: islands are ended on its way
         from benchmarks.accelerator.setting import Setting
 
         met = [run_step(name, Setting("cpu" if args.rehearse else "cuda", args.folder)) for name in args.only]
@@ -147,7 +170,7 @@ def main() -> int:
         met = [run_apart(name, args) for name in args.only]
         missed = [name for name, is_met in zip(args.only, met, strict=True) if not is_met]
         print(f"failed or missed: {', '.join(missed)}" if missed else "all steps met their targets", flush=True)
-    return 0 if all(met) else 1
+    return 0 if all(met) else MISSED
 
 
 if __name__ == "__main__":

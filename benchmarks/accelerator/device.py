@@ -6,8 +6,8 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner import AlignedPartition, open_shards
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import METHODS
 from hf_diloco.rounds import open_session
 from tests.processes import ROOT
 
@@ -46,16 +47,17 @@ def copies(setting: Setting) -> Iterator[Figure]:
         page_lock(locked)
         yield Figure("pages of host memory are locked", float(locked.is_pinned()), at_least=1, is_exact=True)
     gigabytes = 4 * size / 1e9
-    for name, bus, own in (
-        ("to the host", (bus_host, flat), partition.gather),
-        ("to the device", (flat, bus_host), partition.scatter),
-    ):
-        fastest = gigabytes / setting.seconds(lambda bus=bus: bus[0].copy_(bus[1], non_blocking=True))
+    ways: list[tuple[str, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]] = [
+        ("to the host", bus_host, flat, partition.gather),
+        ("to the device", flat, bus_host, partition.scatter),
+    ]
+    for name, target, source, own in ways:
+        fastest = gigabytes / setting.seconds(partial(target.copy_, source, non_blocking=True))
         yield Figure(f"{name}: the bus, GB/s", fastest)
-        reached = gigabytes / setting.seconds(lambda own=own: own(locked))
+        reached = gigabytes / setting.seconds(partial(own, locked))
         yield Figure(f"{name}: masters in {len(model)} tensors, GB/s", reached)
         yield Figure(f"{name}: share of the bus", reached / fastest, at_least=0.9)
-        pageable = gigabytes / setting.seconds(lambda own=own: own(host), 2)
+        pageable = gigabytes / setting.seconds(partial(own, host), 2)
         yield Figure(f"{name}: without locked pages, GB/s", pageable)
 
 
@@ -95,7 +97,7 @@ def gossip(setting: Setting) -> Iterator[Figure]:
         train_steps=setting.choose(20, 1),
     )
     threads = torch.get_num_threads()
-    methods = list(gossip_step.METHODS)
+    methods = list(METHODS)
     figures = gossip_step.measure_arithmetic(methods, args, threads)
     copying = 2 * 4 * args.values / figures["copy"]["update"]
     yield Figure("copying, GB/s read and written", copying / 1e9)

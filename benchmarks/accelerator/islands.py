@@ -1,7 +1,7 @@
 """Two islands on one device under each engine; and a Llama that islands train, against training without islands.
 
-An island is a process, as on a cluster: torchrun with one rank, NCCL inside (Gloo on a processor), Gloo between. All of
-them see the same device, which `hf-diloco launch` would refuse: it gives every island devices of its own.
+An island is a process, as on a cluster: torchrun with one rank, NCCL inside (Gloo on a processor), Gloo between. All
+of them see the same device, which `hf-diloco launch` would refuse: it gives every island devices of its own.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def engines(setting: Setting) -> Iterator[Figure]:
 def llama(setting: Setting) -> Iterator[Figure]:
     """A Llama of 60M parameters from scratch: four islands, synchronous training, and one island."""
     steps, batch = setting.choose(400, 8), setting.choose(16, 2)
-    model = setting.choose[dict[str, Any]]({"preset": "llama-60m"}, {"preset": "llama-tiny"})
+    model = {"preset": setting.choose("llama-60m", "llama-tiny")}
 
     def run(name: str, islands: int, steps: int, batch: int, **diloco: Any) -> float:
         alone = {"sync_every": steps, "outer_lr": 1.0, "outer_momentum": 0.0}

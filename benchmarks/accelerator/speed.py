@@ -53,7 +53,7 @@ def streamed(setting: Setting) -> Iterator[Figure]:
     """Steps with fragments in int8 always on their way to an island in another process, over steps without."""
     (port,) = free_ports(1)
     between = setting.choose(100, 4)
-    config = {
+    config: dict[str, Any] = {
         "num_islands": 2,
         "rendezvous": f"tcp://127.0.0.1:{port}",
         "sync_every": NUM_FRAGMENTS * between,
@@ -61,7 +61,7 @@ def streamed(setting: Setting) -> Iterator[Figure]:
         "fragment_sync_delay": between - 1,
         "payload": "int8",
     }
-    order = {
+    order: dict[str, Any] = {
         "device": setting.device,
         "folder": str(setting.folder),
         "width": setting.choose(4096, 64),
@@ -72,6 +72,8 @@ def streamed(setting: Setting) -> Iterator[Figure]:
         "config": config,
     }
     setting.folder.mkdir(parents=True, exist_ok=True)
+    if setting.is_rehearsal:
+        torch.set_num_threads(1)  # the other island takes a core
     model = _make_model(order)
     step = _make_step(model, order)
     before = _seconds_a_step(step, setting, between)
@@ -137,7 +139,8 @@ def _run_island(
     """Seconds a step, capture and landing of fragments included; and the rounds that ended."""
     session = open_session(DiLoCoConfig(**order["config"], island=number), IslandGroup())
     session.join(open_shards(model, None, 1), Path(order["folder"]) / f"streamed-{number}")
-    reports = []
+    reports: list[Any] = []
+    begin = time.perf_counter()
     num_warm = order["num_warm_steps"]
     for number_of_step in range(order["num_steps"]):
         if number_of_step == num_warm:

@@ -1,8 +1,8 @@
 """Copies between host memory and where the masters are: at the speed of the bus, and beside nothing else's stream.
 
-On a CUDA device a plain `copy_` of each tensor would wait for the device once a tensor, and pass through memory that the
-driver stages. Here all copies of one call are queued on a stream of their own, behind what the training has queued so
-far, and the host waits once, for the last of them. Host memory that is page-locked is reached without staging.
+On a CUDA device a plain `copy_` of each tensor would wait for the device once a tensor, and pass through memory that
+the driver stages. Here all copies of one call are queued on a stream of their own, behind what the training has queued
+so far, and the host waits once, for the last of them. Host memory that is page-locked is reached without staging.
 """
 
 from __future__ import annotations

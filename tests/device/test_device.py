@@ -1,7 +1,7 @@
 """What runs on an accelerator: the same numbers there as on the processor.
 
-`python -m benchmarks.accelerator --only device` runs these with HF_DILOCO_TEST_DEVICE=cuda. Elsewhere the device is the
-processor, so that what is written here runs in every suite, if with less to prove.
+`python -m benchmarks.accelerator --only suite` runs these with HF_DILOCO_TEST_DEVICE=cuda. Elsewhere the device is
+the processor, so that what is written here runs in every suite, if with less to prove.
 """
 
 from __future__ import annotations
