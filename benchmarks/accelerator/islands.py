@@ -19,7 +19,7 @@ from hf_diloco.cli.devices import free_ports
 from hf_diloco.cli.plan import island_environment
 from hf_diloco.report import load_run, summarise
 from tests.equivalence.runs import events, losses, make_corpus, zero
-from tests.processes import ROOT, Processes
+from tests.processes import Processes
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "DDP": ("DDP", {}),
@@ -30,8 +30,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What the records call each, and its blocks of the run file. One rank under DDP counts as plain."""
 
-LOSS_TOLERANCE = 0.02
-"""Of a training loss near 6: sums in bf16 differ in their order, and so in their last bits."""
+LOSS_TOLERANCE = 0.05
+"""Of a training loss near 6: sums in bf16 differ in their order, and FSDP2 keeps more in bf16 than autocast does."""
 
 
 def train(
@@ -53,7 +53,8 @@ def train(
         islands = []
         for number in range(num_islands):
             ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(ports[number])]
-            command = [sys.executable, *(ranks if torchrun else []), str(ROOT / "train_lm.py"), str(path)]
+            program = ["-m", "benchmarks.accelerator.one_rank"]
+            command = [sys.executable, *(ranks if torchrun else []), *program, str(path)]
             threads = "1" if use_cpu else "4"
             environment = island_environment(number, num_islands, rendezvous, threads, [])
             islands.append(processes.spawn(command, env=environment))
