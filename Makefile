@@ -2,6 +2,7 @@
 #
 #   VENV=DIR        environment to use, made if missing; a PyTorch that it holds is kept   (.venv)
 #   PYTHON=EXE      interpreter to make it with; its CUDA build of PyTorch is used         (python3)
+#   EXTRAS=LIST     extras that `make install` brings; docs/install.md                          (all)
 #   ARGS="..."      further arguments of `make demo` and `make test...`, e.g. ARGS="-k zero"
 
 SHELL := /bin/bash
@@ -11,6 +12,7 @@ VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/tested.txt
 ARGS ?=
+EXTRAS ?= all
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -87,7 +89,7 @@ $(INSTALLED): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
 	@echo "installing into $(VENV): a few minutes the first time"
 	@$(BIN)/python -c 'import torch' 2>/dev/null \
 	|| if nvidia-smi -L >/dev/null 2>&1; then $(PIP) torch; else $(PIP) -c constraints/cpu.txt torch; fi
-	$(PIP) -c $(CONSTRAINTS) -e .
+	$(PIP) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)

@@ -61,7 +61,9 @@ def dashboard(
     from hf_diloco.dashboard.prometheus import check_installed
     from hf_diloco.store.signing import load_key
     from hf_diloco.utils.addresses import is_loopback
+    from hf_diloco.utils.extras import need
 
+    need("the page of a run", "matplotlib")
     if "://" in run:
         check_url(run, "dashboard")
     if prometheus:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_diloco.codecs.base import Codec
+from hf_diloco.codecs.compiled import is_compiled_for
 from hf_diloco.codecs.loops.base import Loops
 from hf_diloco.utils.workspace import Workspace
 
@@ -22,7 +23,7 @@ class BlockCodec(Codec):
     """Codes whole blocks, many at a time. A partial block is padded with zeros, and what they decode to is cut off.
 
     There are two forms of every codec, with equal bytes and bits: loops for values on a processor, and PyTorch's
-    operations for values on an accelerator.
+    operations for values on an accelerator, or where Numba is not installed.
 
     Args:
         loops: what codes on a processor; None: PyTorch's operations there, too.
@@ -60,13 +61,13 @@ class BlockCodec(Codec):
             values[-rest:].copy_(padded[:rest])
 
     def _encode_rows(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
-        if self._loops and values.device.type == "cpu":
+        if self._loops and is_compiled_for(values):
             self._loops.encode(values.numpy(), code.numpy(), num_values)
         else:
             self._encode_blocks(values, code, num_values)
 
     def _decode_rows(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        if self._loops and values.device.type == "cpu":
+        if self._loops and is_compiled_for(values):
             self._loops.decode(code.numpy(), values.numpy())
         else:
             self._decode_blocks(code, values)

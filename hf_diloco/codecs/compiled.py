@@ -1,19 +1,36 @@
-"""Loops that are compiled by Numba at their first call, and what their arrays are."""
+"""Loops that are compiled by Numba at their first call, and what their arrays are.
+
+Numba and LLVM take 208 MB, so they are an extra. Without them PyTorch's operations do the same, slower, with the same
+bits (`is_compiled_for`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from hf_diloco.utils.extras import is_installed
 
 Values = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Array = NDArray[np.floating]  # fp32 or fp64
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def is_compiled_for(values: torch.Tensor) -> bool:
+    """Whether compiled loops are to be called for values of this device; else PyTorch's operations."""
+    return values.device.type == "cpu" and _has_numba()
+
+
+@cache
+def _has_numba() -> bool:
+    return is_installed("numba")
 
 
 def compiled(function: Function) -> Function:

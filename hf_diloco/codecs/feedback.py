@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hf_diloco.codecs.base import TILE_VALUES, Codec
+from hf_diloco.codecs.compiled import is_compiled_for
 from hf_diloco.codecs.loops.feedback import add_
 
 
@@ -45,7 +46,7 @@ class ErrorFeedback:
         for low in range(0, delta.numel(), TILE_VALUES):
             where = slice(low, low + TILE_VALUES)
             tile, residual, left = delta[where], self.residual[where], self._next[where]
-            square += add_(tile.numpy(), residual.numpy(), np.float32(self._decay))
+            square += _add(tile, residual, self._decay)
             self._codec.round_trip(tile, left)
             torch.sub(tile, left, out=left)
         self._is_finite = math.isfinite(square)
@@ -70,3 +71,11 @@ class ErrorFeedback:
     def load(self, residual: torch.Tensor | None) -> None:
         """Takes back a saved residual, without copying; None: nothing is left from before."""
         self.residual = torch.zeros_like(self._next) if residual is None else residual
+
+
+def _add(values: torch.Tensor, residual: torch.Tensor, decay: float) -> float:
+    """values += decay x residual, the product rounded by itself; returns the sum of their squares."""
+    if is_compiled_for(values):
+        return add_(values.numpy(), residual.numpy(), np.float32(decay))
+    values.add_(residual * decay)
+    return float(torch.dot(wide := values.double(), wide))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hf_diloco.dashboard.source import Look
-from hf_diloco.errors import ConfigError
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.status import RunStatus
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -21,10 +20,7 @@ Samples = list[tuple[tuple[str, ...], float | None]]
 
 def check_installed() -> None:
     """Raises `ConfigError` where the library is not installed."""
-    if find_spec("prometheus_client") is None:
-        raise ConfigError(
-            "--prometheus needs the library prometheus-client: pip install prometheus-client, or leave the option out"
-        )
+    need("--prometheus", "prometheus_client")
 
 
 def exposition(look: Look) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_diloco.codecs.compiled import Array, compiled_with_fma
+from hf_diloco.codecs.compiled import Array, compiled_with_fma, is_compiled_for
 from hf_diloco.transport.base import BLOCK_VALUES
 
 Vectors = Sequence[torch.Tensor]
@@ -40,7 +40,7 @@ def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, tor
     vectors = [other for _, other in others]
     if not others:
         out.copy_(own)
-    elif out.device.type == "cpu":
+    elif is_compiled_for(out):
         arrays = tuple(vector.numpy() for vector in vectors)
         mix_on_processor(out.numpy(), own.numpy(), arrays, np.array(shares, arrays[0].dtype))
     else:

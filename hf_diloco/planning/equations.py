@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from hf_diloco.utils.extras import need
+
 TCP_SHARE = 1448 / 1514
 WINDOW_BYTES = 2.75e6
 """What one TCP connection has under way on Linux with its default tcp_wmem of 4 MiB: measured, as 23 % of what TCP can
@@ -179,6 +181,7 @@ def model_memory(
         return 16.0 * num_parameters, 0.0
     if stage < 2:  # 2 bytes of weights and 2 of gradients; 12 of fp32 weights and moments, from stage 1 on shared out
         return num_parameters * (4 + 12 / (num_ranks if stage else 1)), 0.0
+    need(f"the memory of ZeRO stage {stage}", "deepspeed")
     optimizer, parameters = offload
     with _quiet():
         from deepspeed.runtime.zero import stage3, stage_1_and_2

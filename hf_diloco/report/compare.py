@@ -17,7 +17,7 @@ from hf_diloco.report.island import exchanges
 from hf_diloco.report.read import IslandRun, Run, load_run
 from hf_diloco.report.records import Eval, Train
 from hf_diloco.report.summary import Report, summarise
-from hf_diloco.report.svg import colour, css_colour, draw
+from hf_diloco.report.svg import colour, css_colour, draw, need_plots
 from hf_diloco.utils import text
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ def write_comparison(found: Sequence[Candidate], path: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written.
     """
+    need_plots()
     names = [entry.name for entry in found]
     warnings = [f"{entry.name}: {warning}" for entry in found for warning in entry.report.warnings]
     rows = [row(entry) for entry in found]

@@ -15,6 +15,7 @@ from hf_diloco.report import figures, node_figures, rows
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Start
 from hf_diloco.report.summary import Report, summarise
+from hf_diloco.report.svg import need_plots
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -32,8 +33,9 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
         The path.
 
     Raises:
-        ConfigError: when the file cannot be written.
+        ConfigError: when the file cannot be written, or Matplotlib is missing.
     """
+    need_plots()
     return write_page(render(run, report or summarise(run)), Path(path))
 
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.utils.extras import need
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -44,6 +46,11 @@ _SETTINGS: Any = {
     "ytick.labelcolor": MUTED,
     "ytick.labelsize": 9,
 }
+
+
+def need_plots() -> None:
+    """Raises `ConfigError` where Matplotlib, which draws them, is not installed."""
+    need("a page with plots", "matplotlib")
 
 
 def colour(index: int) -> str:

@@ -17,10 +17,11 @@ import pytest
 import torch
 import yaml
 from datasets import ClassLabel, Dataset, Features
-from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
+from hf_diloco.apps.vision.settings import ImageDataBlock
+from hf_diloco.apps.vision.sources import open_source
 from tests.processes import ROOT, Command, Process, Processes, find_free_port, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -246,13 +247,11 @@ def test_the_imagenet_recipe_in_small(tmp_path: Path) -> None:
 
 def write_photographs(path: Path, numbers: Iterable[int]) -> None:
     """Digits as colour pictures of several sizes, in a parquet file with the columns of ImageNet's."""
-    from sklearn.datasets import load_digits  # a second, whenever a test is looked for
-
-    digits = load_digits()
-    pictures = [Image.fromarray((15 * digits.images[n]).astype("uint8")).convert("RGB") for n in numbers]
+    digits = open_source(ImageDataBlock()).train
+    pictures = [digits.open(n).convert("RGB") for n in numbers]
     columns = {
         "image": [picture.resize((300 + 20 * (n % 7), 260)) for n, picture in enumerate(pictures)],
-        "label": [int(digits.target[n]) for n in numbers],
+        "label": [int(digits.labels[n]) for n in numbers],
     }
     features = Features({"image": datasets.Image(), "label": ClassLabel(names=list("0123456789"))})
     path.parent.mkdir(exist_ok=True)

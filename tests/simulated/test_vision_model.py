@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,8 +261,9 @@ def test_a_checkpoint_that_does_not_fit_its_configuration_is_refused(tmp_path: P
 
 
 def test_timm_without_its_packages_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs timm and torchvision: pip install 'hf-diloco\[vision\]'"):
+    for name in ("timm", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r'needs timm and torchvision: pip install "hf-diloco\[timm\]"'):
         build_images(DIGITS, ImageModelBlock(path="timm/resnet18.a1_in1k"), 0, 1, 0)
 
 

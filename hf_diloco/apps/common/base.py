@@ -14,6 +14,7 @@ from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Block, Count
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
+from hf_diloco.utils.extras import need
 
 
 class LaunchBlock(Block):
@@ -169,7 +170,9 @@ class BaseRun(Block):
             )
 
     def check(self) -> None:
-        """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
+        """Raises `ConfigError` for what shows only with libraries, or where they are missing."""
+        if self.deepspeed is not None:
+            need("deepspeed in the run file", "deepspeed")
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """What to call to see whether model and data can be reached, each raising a `DiLoCoError` if not."""

@@ -219,13 +219,13 @@ class _EngineCheck(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Looks at what the Trainer made of the model."""
-        from deepspeed import DeepSpeedEngine
-
         wrapped = self._trainer.model_wrapped
         if args.fsdp:
             if not is_fsdp2(wrapped):
                 raise UnsupportedError(f"fsdp is set, but the Trainer made a {type(wrapped).__name__}")
             return
+        from deepspeed import DeepSpeedEngine
+
         if not isinstance(wrapped, DeepSpeedEngine):
             raise UnsupportedError(
                 f"deepspeed is set, but the Trainer made a {type(wrapped).__name__}: is ACCELERATE_USE_CPU or another "

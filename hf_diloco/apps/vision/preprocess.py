@@ -7,7 +7,6 @@ saved processor see the pixels that the model was trained on.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from hf_diloco.apps.vision.idx import UInt8Array
 from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
 from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -115,12 +115,8 @@ def checkpoint_config(path: str) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    missing = [name for name in ("timm", "torchvision") if importlib.util.find_spec(name) is None]
-    if path.startswith(TIMM) and missing:
-        raise ConfigError(
-            f"model.path: {path} needs {' and '.join(missing)}: pip install 'hf-diloco[vision]', or choose a model "
-            "that is not of timm/"
-        )
+    if path.startswith(TIMM):
+        need(f"model.path: {path}", "timm", "torchvision")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
         return config

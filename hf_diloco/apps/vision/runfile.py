@@ -17,6 +17,7 @@ from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.vision.settings import GossipBlock, ImageDataBlock, ImageModelBlock, ScheduleBlock
 from hf_diloco.trainer.refusals import Where
+from hf_diloco.utils.extras import need
 
 
 class VisionRun(BaseRun):
@@ -67,7 +68,8 @@ class VisionRun(BaseRun):
         return self.gossip
 
     def check(self) -> None:
-        """Raises `ConfigError` for a method or graph that does not exist, or a pair that does not converge."""
+        """Raises `ConfigError` for a method or graph that does not exist, a pair that does not converge, no Pillow."""
+        need("a run of images", "PIL")
         from hf_diloco.trainer.gossip_check import check_gossip
 
         check_gossip(self.gossip)

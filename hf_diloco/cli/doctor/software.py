@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from hf_diloco.cli.devices import cuda_devices
 from hf_diloco.cli.doctor.finding import Finding
+from hf_diloco.utils.extras import EXTRAS, is_installed
 
 PACKAGE = "hf-diloco"
 KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before they have arrived"),)
@@ -18,18 +19,21 @@ KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before
 
 
 def check_versions() -> Iterator[Finding]:
-    """All packages that hf_diloco needs, by the versions with which it was tested."""
+    """All packages that hf_diloco needs, and of its extras those that are there, by the versions that were tested."""
     from packaging.requirements import Requirement
 
     found = f"Python {sys.version.split()[0]}"
     num_right = 0
     for line in requires(PACKAGE) or []:
         requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        is_core = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not (is_core or any(requirement.marker.evaluate({"extra": extra}) for extra in set(EXTRAS.values()))):
             continue
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
+            if not is_core:
+                continue
             yield Finding(requirement.name, "problem", "not installed", f"pip install '{requirement}'")
             continue
         if requirement.specifier.contains(installed, prereleases=True):
@@ -102,6 +106,9 @@ def _cpu_flags() -> str:
 
 def check_deepspeed_build() -> Iterator[Finding]:
     """What DeepSpeed compiles its own operations with, when they are first used."""
+    if not is_installed("deepspeed"):
+        yield Finding("deepspeed", "ok", f'not installed; runs with ZeRO need it: pip install "{PACKAGE}[deepspeed]"')
+        return
     wanted = {"a C++ compiler": ("g++", "c++", "clang++"), "ninja": ("ninja",)}
     missing = [name for name, programs in wanted.items() if not any(map(shutil.which, programs))]
     if cuda_devices() and shutil.which("nvcc") is None:

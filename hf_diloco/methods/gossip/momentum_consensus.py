@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_diloco.codecs.compiled import Array, compiled_with_fma
+from hf_diloco.codecs.compiled import Array, compiled_with_fma, is_compiled_for
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.neighbours import Neighbours
@@ -84,7 +84,7 @@ class MomentumConsensus(GossipOptimizer):
             mine, mixed, shared = x[where], mixed_x[where], mixed_momentum[where]
             if self.omega != 1:
                 torch.lerp(momentum[where], shared, self.omega, out=shared)  # (1 - ω) v_i + ω Σ_j w_ij v_j
-            if x.device.type == "cpu":
+            if is_compiled_for(x):
                 arrays = mine.numpy(), g[where].numpy(), mixed.numpy(), shared.numpy()
                 kind = arrays[0].dtype.type
                 move_on_processor(*arrays, kind(part.lr), kind(part.momentum))

@@ -11,6 +11,7 @@ import numpy as np
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.topology.base import Topology
 from hf_diloco.methods.topology.undirected import grid_shape
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +24,10 @@ _NODE, _LINK = "#1f77b4", "#555555"
 
 
 def check_picture(path: Path) -> None:
-    """Raises `ConfigError` unless the file is of a kind that can be drawn."""
+    """Raises `ConfigError` unless the file is of a kind that can be drawn, and Matplotlib is here to draw it."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: pictures are files that end in {', '.join(SUFFIXES)}")
+    need("a picture", "matplotlib")
 
 
 def draw(topology: Topology, path: Path) -> None:
@@ -38,11 +40,11 @@ def draw(topology: Topology, path: Path) -> None:
     Raises:
         ConfigError: another kind of file.
     """
+    check_picture(path)
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display; other formats bring their own
     from matplotlib.figure import Figure
 
-    check_picture(path)
     num_steps = min(NUM_STEPS, topology.period or NUM_STEPS)
     with mpl.rc_context({"svg.hashsalt": topology.name}):  # equal graphs are equal files
         figure = Figure(figsize=(_INCHES * num_steps, _INCHES), layout="constrained")

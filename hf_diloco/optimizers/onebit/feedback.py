@@ -13,6 +13,7 @@ import math
 import numpy as np
 import torch
 
+from hf_diloco.codecs.compiled import is_compiled_for
 from hf_diloco.codecs.loops.bits import fill_signs
 from hf_diloco.codecs.sign import SignBits
 from hf_diloco.optimizers.onebit import loops
@@ -38,7 +39,7 @@ class SignFeedback:
     def __init__(self, size: int, device: torch.device | str = "cpu", compiled: bool = True) -> None:
         self._total = torch.zeros(size, device=device)
         self._scale = 0.0
-        self._compiled = compiled and self._total.device.type == "cpu"
+        self._compiled = compiled and is_compiled_for(self._total)
 
     def add_and_pack(self, values: torch.Tensor, bits: list[torch.Tensor], chunk: int) -> float:
         """Compresses `values` with what is left of earlier calls.
@@ -90,7 +91,7 @@ class SignFeedback:
 
 def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False, compiled: bool = True) -> None:
     """Writes, or adds, magnitude x sgn for each value of `out` (fp32, 1-D) whose sign is in `bits`."""
-    if compiled and out.device.type == "cpu":
+    if compiled and is_compiled_for(out):
         write = loops.add_signs if add else fill_signs
         write(bits.numpy(), np.float32(magnitude), out.numpy())
         return

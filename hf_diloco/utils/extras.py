@@ -1,0 +1,42 @@
+"""Libraries that only some runs need: the extra of this package that installs each, and one error without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from hf_diloco.errors import ConfigError
+
+EXTRAS = {
+    "PIL": "vision",
+    "deepspeed": "deepspeed",
+    "matplotlib": "report",
+    "numba": "compiled",
+    "prometheus_client": "dashboard",
+    "timm": "timm",
+    "torchvision": "timm",
+}
+"""Modules, and the extra that brings each."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be found; imports nothing."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # it was put into sys.modules without a specification
+        return True
+
+
+def need(what: str, *modules: str) -> None:
+    """Refuses what cannot work without a library that is missing.
+
+    Args:
+        what: the setting or option that needs it, as a user wrote it.
+        modules: of `EXTRAS`.
+
+    Raises:
+        ConfigError: naming the missing modules and the command that installs them.
+    """
+    missing = [module for module in modules if not is_installed(module)]
+    if missing:
+        extras = ",".join(sorted({EXTRAS[module] for module in missing}))
+        raise ConfigError(f'{what} needs {" and ".join(missing)}: pip install "hf-diloco[{extras}]"')
