@@ -116,6 +116,7 @@ class ElasticSession(BaseSession):
         self.store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
         self._went_on = time.monotonic(), 0
+        self._last_speed = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -320,9 +321,13 @@ class ElasticSession(BaseSession):
     def _stand(self, phase: Phase) -> None:
         """What the next sign of life says; it is given at once, because others may wait to hear it."""
         if self.members is not None:
+            self._refresh()  # how fast it was until now
             self.members.standing.phase = phase
-            self._refresh()
             self.members.nudge()
+
+    @property
+    def _is_syncing(self) -> bool:
+        return self.members is not None and self.members.standing.phase == "syncing"
 
     def _refresh(self) -> None:
         if self.members is None:
@@ -333,9 +338,12 @@ class ElasticSession(BaseSession):
         standing.tokens_per_second = self._speed()
 
     def _speed(self) -> float:
+        """Tokens a second since the last round; before the first step after it, and in a round, as it was before."""
         since, num_steps = self._went_on
-        elapsed = time.monotonic() - since
-        return (self.outer.num_steps - num_steps) * (self.tokens_per_step or 0) / elapsed if elapsed > 0 else 0.0
+        elapsed, taken = time.monotonic() - since, self.outer.num_steps - num_steps
+        if taken and elapsed > 0 and not self._is_syncing:
+            self._last_speed = taken * (self.tokens_per_step or 0) / elapsed
+        return self._last_speed
 
     # Leaving
 

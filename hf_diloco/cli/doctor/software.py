@@ -26,8 +26,9 @@ def check_versions() -> Iterator[Finding]:
     num_right = 0
     for line in requires(PACKAGE) or []:
         requirement = Requirement(line)
-        is_core = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not (is_core or any(requirement.marker.evaluate({"extra": extra}) for extra in set(EXTRAS.values()))):
+        marker = requirement.marker
+        is_core = marker is None or marker.evaluate({"extra": ""})
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *EXTRAS.values())):
             continue
         try:
             installed = version(requirement.name)
