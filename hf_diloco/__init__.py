@@ -44,9 +44,11 @@ _HOME = {
     "UnsupportedError": "hf_diloco.errors",
     "make_optimizer": "hf_diloco.methods.gossip",
     "make_topology": "hf_diloco.methods.topology",
+    "simulate": "hf_diloco.apps.lm.simulate",
 }
 
 if TYPE_CHECKING:
+    from hf_diloco.apps.lm.simulate import simulate
     from hf_diloco.codecs import Codec
     from hf_diloco.config import DiLoCoConfig
     from hf_diloco.errors import (
@@ -114,6 +116,7 @@ __all__ = [
     "UnsupportedError",
     "make_optimizer",
     "make_topology",
+    "simulate",
 ]
 
 

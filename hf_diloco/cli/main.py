@@ -116,6 +116,10 @@ def launch(
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long islands that are asked to stop may take.")
     ] = 120,
+    simulate: Annotated[
+        int | None,
+        typer.Option("--simulate", min=1, metavar="N", help="Train N islands, or nodes, as threads of one process."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show what would be started, and start nothing.")
     ] = False,
@@ -135,6 +139,8 @@ def launch(
 
     [cyan]hf-diloco launch vision/quickstart gossip.method=dmsgd[/cyan]
 
+    [cyan]hf-diloco launch quickstart --simulate 2[/cyan]
+
     [cyan]hf-diloco launch --islands 2 -- python my_script.py[/cyan]
 
     [cyan]hf-diloco launch --islands 2 -- torchrun --nproc_per_node 4 my_script.py[/cyan]
@@ -147,8 +153,9 @@ def launch(
     if ctx.obj is not None:
         from hf_diloco.cli.script import ScriptOptions, run_script
 
-        if run_file is not None or resume is not None:
-            given = f"--resume {resume}" if run_file is None else str(run_file)
+        if run_file is not None or resume is not None or simulate is not None:
+            option = f"--resume {resume}" if simulate is None else f"--simulate {simulate}"
+            given = option if run_file is None else str(run_file)
             raise ConfigError(f"{given} before `--`: either a run file, or options and a command of your own")
         command = ScriptOptions(ctx.obj, island, num_islands, rendezvous, name, output)
         raise typer.Exit(run_script(command, grace=grace, dry_run=dry_run))
@@ -158,6 +165,10 @@ def launch(
     from hf_diloco.cli.run import run_launch
 
     asked = LaunchOptions(run_file, tuple(overrides or ()), island, num_islands, rendezvous, name, output, resume)
+    if simulate is not None:
+        from hf_diloco.cli.simulate import run_simulation
+
+        raise typer.Exit(run_simulation(asked, simulate))
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
 
 

@@ -385,11 +385,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         logger.info(
             "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
             self.config.island,
-            self.config.num_shares,
+            self.config.num_islands,
             shards.description,
             session.island.size,
             examples,
-            examples * self.config.num_shares,
+            examples * self.config.num_islands,
         )
         record = IslandRecord(folder_of(args) if session.island.is_leader else None)
         record.start(state, session, shards, examples, tokens_per_step(self._facts, examples), resumed)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_diloco.apps.common.arguments import training_arguments
@@ -46,6 +47,7 @@ class Island:
 
     Attributes:
         checkpoint: where training goes on from; None: from the beginning.
+        speaks: whether it says what it does; of islands in one process only the first.
     """
 
     run: RunFile
@@ -53,20 +55,28 @@ class Island:
     callback: DiLoCoCallback | PlainCallback
     data: Datasets
     checkpoint: Path | None
+    speaks: bool
 
 
-def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> Island:
+def assemble(
+    run: RunFile,
+    config: DiLoCoConfig | None,
+    progress: Progress,
+    simulated: Callable[..., DiLoCoCallback] | None = None,
+) -> Island:
     """Builds everything and meets the other islands. Collective over the ranks of the island.
 
     Args:
         run: the run file.
         config: the outer loop; None trains without one.
         progress: told what is being done.
+        simulated: makes the callback, where islands are threads of this process.
 
     Raises:
         DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.
     """
-    args = training_arguments(run)
+    speaks = simulated is None or run.diloco.island == 0
+    args = training_arguments(run, **({} if speaks else {"disable_tqdm": True}))
     check_world(args)
     run.check_ranks(args.world_size)
     _tame_deepspeed(args)
@@ -79,11 +89,13 @@ def assemble(run: RunFile, config: DiLoCoConfig | None, progress: Progress) -> I
     _check_data(run, args, data)
     progress.update(message="building the model")
     model = _model(run, args, tokenizer)
-    callback = _outer_loop(run, config, data, tokenizer)
+    callback = _outer_loop(run, config, data, tokenizer, simulated or DiLoCoCallback)
     progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
     checkpoint = find_checkpoint(run, callback)
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
-    return Island(run, trainer, callback, data, checkpoint)
+    if not speaks:
+        trainer.remove_callback(PrinterCallback)
+    return Island(run, trainer, callback, data, checkpoint, speaks)
 
 
 def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -141,7 +153,11 @@ def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
 
 
 def _outer_loop(
-    run: RunFile, config: DiLoCoConfig | None, data: Datasets, tokenizer: PreTrainedTokenizerBase
+    run: RunFile,
+    config: DiLoCoConfig | None,
+    data: Datasets,
+    tokenizer: PreTrainedTokenizerBase,
+    make_callback: Callable[..., DiLoCoCallback],
 ) -> DiLoCoCallback | PlainCallback:
     stop_file = run.island_folder() / STOP_FILE
     if config is None:
@@ -154,7 +170,7 @@ def _outer_loop(
     }
     resume = run.launch.resume
     given = None if resume in ("auto", "never") else given_checkpoint(resume, run.meeting.island)
-    return DiLoCoCallback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
+    return make_callback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
 
 
 def _trainer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -26,6 +26,7 @@ from hf_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.assemble import Island
+    from hf_diloco.trainer.callback import DiLoCoCallback
     from hf_diloco.trainer.progress import Progress
 
 _DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
@@ -49,8 +50,27 @@ def train(run: RunFile) -> int:
     config = run.diloco.resolve() if run.diloco.enabled else None
     if config is not None:
         need_number(config, config.num_shares)
-    check_folder(run)
     prepare_environment(run.deepspeed is not None)
+    return train_island(run, config)
+
+
+def train_island(
+    run: RunFile, config: DiLoCoConfig | None, simulated: Callable[..., DiLoCoCallback] | None = None
+) -> int:
+    """Trains one island, in a process of its own or in a thread.
+
+    Args:
+        run: the run file.
+        config: the outer loop; None trains without one.
+        simulated: makes the callback, where islands are threads of this process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DiLoCoError: a setting is wrong, an island was lost, ...
+    """
+    check_folder(run)
     use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
     from hf_diloco.apps.common.island_store import use_island_store
@@ -68,7 +88,7 @@ def train(run: RunFile) -> int:
             _check_store(config)
         from hf_diloco.apps.lm.assemble import assemble
 
-        return _train(assemble(run, config, progress), progress)
+        return _train(assemble(run, config, progress, simulated), progress)
     except BaseException as error:
         progress.update(state="failed", message=str(error) or type(error).__name__)
         raise
@@ -76,7 +96,7 @@ def train(run: RunFile) -> int:
 
 def _train(island: Island, progress: Progress) -> int:
     run, trainer = island.run, island.trainer
-    if is_leader():
+    if is_leader() and island.speaks:
         _print_plan(island)
     try:
         trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
@@ -110,13 +130,15 @@ def _finish(island: Island, progress: Progress) -> None:
     if not is_leader():
         return
     summary = write_summary(run, evaluation, sample)
+    progress.update(state="done", message="")
+    if not island.speaks:
+        return
     whose = f" of the {summary['eval_weights']} weights" if run.diloco.enabled else ""
     say(f"evaluation loss{whose}: {summary['eval_loss']:.4f}")
     if run.diloco.island == 0:
         say(f"model: {run.folder / 'model'}")
     if sample is not None:
         say(f"the model writes: {sample}")
-    progress.update(state="done", message="")
 
 
 def _check_store(config: DiLoCoConfig) -> None:
