@@ -8,29 +8,29 @@ then whether the connection of the transfer that takes so long still stands.
 A TCP connection sends no more in a round trip than its buffers hold, and one that loses a packet slows down by itself.
 Where links are long, several connections between two islands, each a group of its own, carry more than one.
 
-With a key both ends of each connection prove that they hold it, and all that goes over it is sealed: see `sealing`.
+Ends find each other in a `Meeting`; with a key they prove there that they hold it, and all that goes over their
+connections is sealed: see `sealing`.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Empty
 
 import torch
 import xxhash
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.sealing import Channel, LinkKey
-from hf_diloco.store.sealed_store import SealedStore
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.handshake import End, agree
+from hf_diloco.transport.handshake import End
+from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
@@ -45,9 +45,6 @@ they would be so large that a rate limit lets through one burst after the other.
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
-
-HANDSHAKE_TAG = 1 << 29
-"""Of the messages that go before all transfers; those are fewer."""
 
 
 class Connections:
@@ -67,7 +64,8 @@ class Connections:
 
     Raises:
         IslandLostError: the others did not connect in time.
-        ForgedError: one of them does not hold the key.
+        ForgedError: who answered for one of them does not hold the key.
+        RendezvousError: one of them has another version, or another way to prove itself.
 
     Attributes:
         groups: one a connection; none once this end is closed.
@@ -89,12 +87,16 @@ class Connections:
         self._rate_limit = rate_limit or RateLimit()
         self._peers = [peer for peer in range(num_islands) if peer != island]
         self.groups: list[ProcessGroupGloo] = []
-        if self._peers:
-            self.groups = _connect_all(store, name, island, num_islands, address, timeout, num_connections)
-        self._waiter = Waiter()
         self._sealer: Sealer | None = None
-        if key and self._peers:
-            self._sealer = self._prove(key, name, island, timeout)
+        if self._peers:
+            deadline = Deadline(timeout)
+            try:
+                with Meeting(store, name, island, num_islands, address, deadline, num_connections, key) as meeting:
+                    self.groups = _connect_all(meeting, island, num_islands, address, deadline, num_connections)
+            except (IslandLostError, RuntimeError) as error:
+                raise _not_connected(error, address, timeout) from None
+            self._sealer = Sealer(meeting.channels) if key else None
+        self._waiter = Waiter()
 
     @property
     def is_sealed(self) -> bool:
@@ -205,30 +207,6 @@ class Connections:
             for number, part in enumerate(tensor.tensor_split(num_parts)):
                 yield (tag + number) % self.num_connections, part
 
-    def _prove(self, key: LinkKey, name: str, island: int, timeout: float) -> Sealer:
-        """Agrees on session keys over each connection; closes all if a peer does not hold the key."""
-        ends = [End(peer, connection) for peer in self._peers for connection in range(self.num_connections)]
-        deadline, tags = Deadline(timeout), itertools.count(HANDSHAKE_TAG)
-        try:
-            return Sealer(agree(key, name, island, ends, lambda said: self._swap(said, next(tags), deadline)))
-        except DiLoCoError:
-            self.close()
-            raise
-
-    def _swap(self, said: Mapping[End, bytes], tag: int, deadline: Deadline) -> dict[End, bytes]:
-        """Sends a message over each connection; returns those of equal length that come."""
-        transfers = Transfers()
-        heard = {end: torch.empty(len(message), dtype=torch.uint8) for end, message in said.items()}
-        for end, message in said.items():
-            transfers.add(self._start("recv", heard[end], end.peer, tag, end.connection))
-            sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            transfers.add(self._start("send", sent, end.peer, tag, end.connection))
-        try:
-            self.wait(transfers, deadline)
-        finally:
-            transfers.drop()
-        return {end: bytes(message.numpy()) for end, message in heard.items()}
-
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
         if not self.groups:
             raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
@@ -295,14 +273,18 @@ def _outlive_threads() -> None:
 
 
 def _connect_all(
-    store: Store, name: str, island: int, num_islands: int, address: str, timeout: float, num_connections: int
+    meeting: Meeting, island: int, num_islands: int, address: str, deadline: Deadline, num_connections: int
 ) -> list[ProcessGroupGloo]:
     """All at once, as each takes many round trips."""
 
     def connect(number: int) -> ProcessGroupGloo:
-        if number == 0:
-            return _connect(store, name, island, num_islands, address, timeout)
-        return _connect(_clone(store, timeout), f"{name}.{number}", island, num_islands, address, timeout)
+        _outlive_threads()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+        options._timeout = deadline.remaining()
+        options._threads = 1  # they serve collectives only
+        with GlooListener(address, meeting.hosts) as listener:
+            options._devices = [listener.device]
+            return ProcessGroupGloo(PrefixStore(f"{number}", meeting.addresses), island, num_islands, options)
 
     if num_connections == 1:
         return [connect(0)]
@@ -310,27 +292,10 @@ def _connect_all(
         return list(threads.map(connect, range(num_connections)))
 
 
-def _clone(store: Store, timeout: float) -> Store:
-    """For a thread of its own: who waits for a key of a TCP store keeps others from using the same client."""
-    if isinstance(store, SealedStore):
-        return store.clone(timeout)
-    if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    return store
-
-
-def _connect(store: Store, name: str, island: int, num_islands: int, address: str, timeout: float) -> ProcessGroupGloo:
-    _outlive_threads()
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-    options._timeout = timedelta(seconds=timeout)
-    options._threads = 1  # they serve collectives only
-    try:
-        with GlooListener(address) as listener:
-            options._devices = [listener.device]
-            return ProcessGroupGloo(PrefixStore(f"mesh/{name}", store), island, num_islands, options)
-    except RuntimeError as error:
-        raise IslandLostError(
-            f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "
-            "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
-            f"{reason(error)}"
-        ) from None
+def _not_connected(error: Exception, address: str, timeout: float) -> IslandLostError:
+    return IslandLostError(
+        f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "
+        "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
+        f"{reason(error)}",
+        error.islands if isinstance(error, IslandLostError) else (),
+    )

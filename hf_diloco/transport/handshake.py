@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_diloco.sealing import Agreement, Channel, LinkKey
@@ -15,11 +15,11 @@ class End(NamedTuple):
     connection: int
 
 
-Swap = Callable[[Mapping[End, bytes]], Mapping[End, bytes]]
-"""Sends a message over each connection, and returns what came back over each; all messages are of equal length."""
+Swap = Callable[[Mapping[End, bytes]], Awaitable[Mapping[End, bytes]]]
+"""Sends a message for each connection, and returns what came back for each."""
 
 
-def agree(key: LinkKey, name: str, own: int, ends: Sequence[End], swap: Swap) -> dict[End, Channel]:
+async def agree(key: LinkKey, name: str, own: int, ends: Sequence[End], swap: Swap) -> dict[End, Channel]:
     """Returns the session keys of each connection when every peer has proved, on each, that it holds the key.
 
     Args:
@@ -31,9 +31,9 @@ def agree(key: LinkKey, name: str, own: int, ends: Sequence[End], swap: Swap) ->
 
     Raises:
         ForgedError: a peer does not hold the key.
-        IslandLostError: a peer is gone.
+        OSError, EOFError, ValueError: what `swap` raises when a peer is gone, or makes no sense.
     """
     parts = {end: Agreement(key, name, end.connection, own, end.peer) for end in ends}
-    heard = swap({end: part.public for end, part in parts.items()})
-    answers = swap({end: part.confirm(heard[end]) for end, part in parts.items()})
+    heard = await swap({end: part.public for end, part in parts.items()})
+    answers = await swap({end: part.confirm(heard[end]) for end, part in parts.items()})
     return {end: part.finish(answers[end]) for end, part in parts.items()}

@@ -1,9 +1,10 @@
 """What others can reach of this process: sockets listen only as long as they must, and leave files for training.
 
 A connection that nobody asked for costs a file of the process, and files are limited. Gloo listens from the creation
-of a device to its end, accepts whatever comes, and aborts the process when no file is left. So its socket stops
-answering as soon as all peers are connected. The rendezvous has to listen to the end; it stops answering while few
-files are left, and some are kept in reserve for that moment.
+of a device to its end, accepts whatever comes, and aborts the process when no file is left, or over a message longer
+than it expects. So its socket answers the machines of the peers only, and as soon as all are connected nobody. The
+rendezvous has to listen to the end; it stops answering while few files are left, and some are kept in reserve for that
+moment.
 
 A socket stops answering by a filter that lets no packet through to it (`SO_ATTACH_FILTER`); connections that it has
 accepted are others' and go on. All of this is for Linux; elsewhere sockets go on listening.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import logging
 import os
 import resource
@@ -22,7 +24,8 @@ import struct
 import sys
 import threading
 import weakref
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroupGloo
 
@@ -34,7 +37,14 @@ RESERVED_FILES = 128
 CHECK_SECONDS = 0.25
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: return 0, the bytes of a packet to let through
+_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of classic BPF, see Documentation/networking/filter.rst
+_NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000  # from here on operands of a load count from the IP header
+_SOURCE_OFFSETS = {4: 12, 16: 8}  # of the source address there, by its length
+_WHOLE_PACKET = 0xFFFF_FFFF
+_DROP_ALL = struct.pack("HBBI", _RETURN, 0, 0, 0)  # the bytes of a packet to let through: none
+_QUEUE_LENGTH = slice(24, 28)  # tcpi_unacked in TCP_INFO; of a listening socket it counts who waits to be accepted
+
+_MAX_DEVICES = 10
 
 _creating = threading.Lock()
 
@@ -58,10 +68,18 @@ class Door:
 
     def shut(self) -> None:
         """From now on who knocks gets no answer."""
-        code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-        program = struct.pack("HL", 1, ctypes.addressof(code))
-        with contextlib.suppress(OSError):
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        self._filter(_DROP_ALL)
+
+    def admit(self, hosts: Collection[str]) -> None:
+        """From now on only these get an answer: numeric addresses, of the family in which it listens."""
+        code = b"".join(_pass_if_from(ipaddress.ip_address(host).packed) for host in hosts) + _DROP_ALL
+        self._filter(code)
+
+    def has_visitors(self) -> bool:
+        """Whether somebody has connected, accepted or not, and is still there."""
+        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUE_LENGTH.stop)
+        name = self._listener.getsockname()
+        return any(info[_QUEUE_LENGTH]) or any(one.name == name and not one.is_listening for one in _sockets())
 
     def limit_queue(self, length: int) -> None:
         """Lets so many knock at a time before they are accepted; others are asked to knock again."""
@@ -77,21 +95,38 @@ class Door:
         """Lets go of the duplicate."""
         self._listener.close()
 
+    def _filter(self, instructions: bytes) -> None:
+        code = ctypes.create_string_buffer(instructions, len(instructions))
+        program = struct.pack("HL", len(instructions) // len(_DROP_ALL), ctypes.addressof(code))
+        with contextlib.suppress(OSError):
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
 
 class GlooListener:
-    """A Gloo device on one address, which answers until the end of the `with` block.
+    """A Gloo device on one address, which answers some hosts until the end of the `with` block, and then nobody.
+
+    Args:
+        address: local.
+        hosts: numeric addresses of those who may connect.
 
     Attributes:
         device: for the options of a process group.
         door: of the device's socket; None where it is not found.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, hosts: Collection[str]) -> None:
         with _creating:  # what listens afterwards and did not before is the device's
-            before = _listening()
-            self.device: Any = ProcessGroupGloo.create_device(hostname=address)
-            new = [number for name, number in _listening().items() if name not in before]
-            self.door = Door(new[0]) if len(new) == 1 else None
+            for _ in range(_MAX_DEVICES):
+                before = _listening()
+                self.device: Any = ProcessGroupGloo.create_device(hostname=address)
+                new = [number for name, number in _listening().items() if name not in before]
+                self.door = Door(new[0]) if len(new) == 1 else None
+                if self.door is None:
+                    return
+                self.door.admit(hosts)
+                if not self.door.has_visitors():
+                    return
+                self.door.close()  # somebody was faster than the filter: nobody is told of this device
 
     def __enter__(self) -> GlooListener:
         return self
@@ -170,14 +205,39 @@ def _num_files() -> int:
         return sys.maxsize
 
 
-def _listening() -> dict[Any, int]:
-    """This process's listening sockets: the number of the file, by name."""
-    found = {}
+class _Socket(NamedTuple):
+    file: int
+    name: Any
+    is_listening: bool
+
+
+def _sockets() -> list[_Socket]:
+    """This process's sockets."""
+    found = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[candidate.getsockname()] = int(name)
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+                found.append(_Socket(int(name), one.getsockname(), is_listening))
     return found
+
+
+def _listening() -> dict[Any, int]:
+    """This process's listening sockets: the number of the file, by name."""
+    return {one.name: one.file for one in _sockets() if one.is_listening}
+
+
+def _pass_if_from(source: bytes) -> bytes:
+    """Instructions that let a packet through if it comes from this address, and else go on behind them."""
+    code, offset = b"", _SOURCE_OFFSETS[len(source)]
+    num_words = len(source) // 4
+    for number, (word,) in enumerate(struct.iter_unpack(">I", source)):
+        code += _instruction(_LOAD_WORD, _NETWORK_HEADER + offset + 4 * number)
+        code += _instruction(_JUMP_IF_EQUAL, word, if_not=2 * (num_words - number) - 1)
+    return code + _instruction(_RETURN, _WHOLE_PACKET)
+
+
+def _instruction(code: int, operand: int, if_not: int = 0) -> bytes:
+    return struct.pack("HBBI", code, 0, if_not, operand)

@@ -23,7 +23,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
-from hf_diloco.transport import Traffic
+from hf_diloco.transport import Traffic, meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
@@ -516,6 +516,12 @@ def test_islands_with_one_key_connect(num_islands: int) -> None:
         assert torch.equal(outcome, torch.full((20,), (num_islands - 1) / 2))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "FORGED_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("num_islands", "stranger"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_an_island_with_another_key_is_refused_by_the_others(num_islands: int, stranger: int) -> None:
     started = time.monotonic()
@@ -530,6 +536,7 @@ def test_an_island_with_another_key_is_refused_by_the_others(num_islands: int, s
             assert KEY.decode() not in str(outcome)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_refusal_leaves_no_connection_open() -> None:
     in_mesh([KEY, OTHER_KEY])
     before = count_open()

@@ -12,14 +12,16 @@ from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError
+from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.sealing import LinkKey
-from hf_diloco.transport.connections import HANDSHAKE_TAG, Connections
+from hf_diloco.sealing import Agreement, LinkKey
+from hf_diloco.transport import meeting
+from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
+from hf_diloco.transport.line import Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
@@ -215,32 +217,45 @@ def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest
 
 
 def test_connecting_takes_two_messages_each_way_and_a_round_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    wires = []
+    counts = []
     for key in (None, KEY):
+        said: list[bytes] = []
+        send = Line.send
+
+        def tapped(line: Line, message: bytes, send: Callable[..., None] = send, said: list[bytes] = said) -> None:
+            said.append(message)
+            send(line, message)
+
+        monkeypatch.setattr(Line, "send", tapped)
         wire = Wire(monkeypatch)
-        averages(2, key, "int8", 1)
-        wires.append(wire.seen)
+        averages(2, key, "int8", 3)
+        counts.append((len(said), len(wire.seen)))
         monkeypatch.undo()
-    bare, sealed = ([tag for tag, _ in seen] for seen in wires)
-    assert sum(tag >= HANDSHAKE_TAG for tag in sealed) == 2 * 2
-    assert sum(tag < HANDSHAKE_TAG for tag in sealed) <= len(bare)
+    bare, sealed = counts
+    assert sealed[0] - bare[0] == 2 * 2, "two messages of each end: two round trips, however many connections"
+    assert sealed[1] <= bare[1]
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "FORGED_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("num_connections", [1, 3])
 @pytest.mark.parametrize("unproved", [0, -1])
 def test_a_connection_without_proof_is_refused(
     monkeypatch: pytest.MonkeyPatch, num_connections: int, unproved: int
 ) -> None:
-    """End 1 holds the key, but somebody else sits on one of its connections."""
-    swap = Connections._swap
-    wrong = End(0, unproved % num_connections)
+    """End 1 holds the key, but cannot prove it for one of its connections."""
+    confirm = Agreement.confirm
 
-    def tapped(links: Connections, said: dict[End, bytes], tag: int, deadline: Deadline) -> dict[End, bytes]:
-        if wrong in said and tag > HANDSHAKE_TAG:
-            said = {**said, wrong: bytes(32)}
-        return swap(links, said, tag, deadline)
+    def wrong(part: Agreement, public: bytes) -> bytes:
+        answer = confirm(part, public)
+        is_wrong = part._own == 1 and part._connection == unproved % num_connections
+        return bytes(32) if is_wrong else answer
 
-    monkeypatch.setattr(Connections, "_swap", tapped)
+    monkeypatch.setattr(Agreement, "confirm", wrong)
     store = HashStore()
 
     def run(end: int) -> None:
@@ -249,20 +264,44 @@ def test_a_connection_without_proof_is_refused(
     assert isinstance(try_islands(2, run)[0], ForgedError)
 
 
-def test_who_stays_silent_is_lost() -> None:
-    store, ended = HashStore(), threading.Barrier(3)
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (None, "peer 1 connects without a key, and this one with a key, encrypted: give all the same key"),
+        (LinkKey(KEY.secret, encrypt=False), "peer 1 connects with a key and encrypt: false, and this one with a key"),
+    ],
+)
+def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: str) -> None:
+    store = HashStore()
+    outcomes = try_islands(2, lambda end: Connections(store, "0", end, 2, LOCALHOST, LONG, key=other if end else KEY))
+    assert all(isinstance(outcome, RendezvousError) for outcome in outcomes), outcomes
+    assert told in str(outcomes[0])
 
-    def run(end: int) -> None:
-        try:
-            key = None if end == 1 else KEY
-            Connections(store, "0", end, 3, LOCALHOST, 2.0, key=key)
-        finally:
-            ended.wait(LONG)
 
-    first, _, third = try_islands(3, run)
-    for outcome in (first, third):
-        assert isinstance(outcome, IslandLostError)
-        assert outcome.islands == (1,)
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize(
+    ("place", "shown", "told"),
+    [
+        ("0/1", b"an address of Gloo", "peer 1 has another version of hf_diloco (an older version"),
+        ("at/1", b'{"version": 3, "way": "by magic", "host": "127.0.0.1", "port": 1}', "protocol 3, where this one"),
+        ("at/1", b"rubbish", "peer 1 has another version of hf_diloco (what it shows is no address"),
+    ],
+)
+def test_an_end_of_another_version_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, key: LinkKey | None, place: str, shown: bytes, told: str
+) -> None:
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.1)
+    store = HashStore()
+    store.set(f"mesh/0/{place}", shown.decode())
+    with pytest.raises(RendezvousError, match="install the same version on all") as caught:
+        Connections(store, "0", 0, 2, LOCALHOST, LONG, key=key)
+    assert told in str(caught.value)
+
+
+def test_who_does_not_come_is_lost() -> None:
+    with pytest.raises(IslandLostError, match="did not show where they listen") as caught:
+        Connections(HashStore(), "0", 0, 2, LOCALHOST, 0.5, key=KEY)
+    assert caught.value.islands == (1,)
 
 
 def test_sealed_and_in_memory_are_equal() -> None:

@@ -1,0 +1,421 @@
+"""How the ends of a lane meet: on sockets of this package, before Gloo listens.
+
+Gloo takes whoever connects to its port for a peer, and aborts the process over a message longer than expected. So its
+port is opened only when all ends have met elsewhere, is told to nobody else, and answers their machines only.
+
+    store            mesh/NAME/at/END      where an end listens, and in which way it proves itself
+    high -> low end  who is calling whom in which lane; with a key `sealing.agreement` follows, both ways
+    both ways        from which address this end will connect, then Gloo's addresses; sealed, with a key
+
+Strangers reach a port of this kind while ends meet. What one says is limited in size and time, and so is the number
+of those who have proved nothing: the oldest makes room. One who fails ends nothing: its line is closed, and the end
+that it claimed to be may still come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import ipaddress
+import json
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed import Store
+
+from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
+from hf_diloco.sealing import Channel, LinkKey
+from hf_diloco.store.rendezvous import local_address
+from hf_diloco.transport.handshake import End, agree
+from hf_diloco.transport.line import MAX_GREETING_BYTES, Line
+from hf_diloco.transport.transfers import Deadline
+
+logger = logging.getLogger("hf_diloco")
+
+MAX_STRANGERS = 64
+"""Connections that may have proved nothing at a time; in large lanes, two for each end."""
+
+STRANGER_SECONDS = 10.0
+"""How long one may take to prove who it is."""
+
+FORGED_SECONDS = 5.0
+"""How long an end that has shown where it listens is waited for after somebody failed to prove that it is this end."""
+
+GONE_SECONDS = 2.0
+"""How long a port that an end has shown may refuse connections until that end counts as gone."""
+
+VERSION = 2
+"""Of how ends connect. In version 1 they met at Gloo's own port."""
+
+_HELLO = struct.Struct(">16s32sII")
+_MAGIC = b"hf-diloco link 2"
+_RETRY_SECONDS = 0.1
+_LOOK_SECONDS = 3.0
+_LINGER_SECONDS = 10.0
+
+
+class Place(NamedTuple):
+    """Where an end listens for the others."""
+
+    host: str
+    port: int
+
+
+class Meeting:
+    """One end's. Gloo connects within the `with` block.
+
+    Args:
+        store: where the ends show each other their places; reachable from all.
+        name: of the lane, unique in the run.
+        own: this end's number.
+        num_ends: how many ends the lane has; at least two.
+        address: local address to listen on, as the others see it.
+        deadline: until when all of it may take.
+        num_connections: between any two ends.
+        key: what each end proves that it holds; None: nobody proves anything.
+
+    Attributes:
+        channels: the keys of each connection; none without a key.
+        addresses: a store through which Gloo tells its addresses to the other ends, and to nobody else.
+
+    Raises:
+        IslandLostError: an end did not come.
+        ForgedError: who answered for an end does not hold the key.
+        RendezvousError: an end has another version, or another way to prove itself.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        own: int,
+        num_ends: int,
+        address: str,
+        deadline: Deadline,
+        num_connections: int,
+        key: LinkKey | None,
+    ) -> None:
+        self._name = name
+        self._own = own
+        self._peers = [peer for peer in range(num_ends) if peer != own]
+        self._deadline = deadline
+        self._num_connections = num_connections
+        self._key = key
+        self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
+        self._talks: set[asyncio.Task[Any]] = set()
+        self._lines: dict[int, Line] = {}
+        self._hosts: dict[int, set[str]] = {}
+        self._refused: dict[int, ForgedError] = {}
+        self.channels: dict[End, Channel] = {}
+        self.addresses = GlooAddresses(self._tell, deadline)
+        listener = _listen(address)
+        self._place = Place(*listener.getsockname()[:2])
+        is_up = threading.Event()
+        run = functools.partial(asyncio.run, self._run(listener, is_up))
+        threading.Thread(target=run, name="hf-diloco-meeting", daemon=True).start()
+        is_up.wait()
+        try:
+            self._meet(store)
+        except BaseException:
+            self._end(at_once=True)
+            raise
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(at_once=kind is not None)
+
+    @property
+    def hosts(self) -> set[str]:
+        """The numeric addresses from which the others will connect."""
+        return set().union(*self._hosts.values())
+
+    # In the thread of who connects
+
+    def _meet(self, store: Store) -> None:
+        shown = {"version": VERSION, "way": _way(self._key), **self._place._asdict()}
+        store.set(_path(self._name, self._own), json.dumps(shown))
+        met = asyncio.run_coroutine_threadsafe(self._gather(self._find(store)), self._loop)
+        try:
+            met.result(self._deadline.remaining().total_seconds())
+        except TimeoutError:
+            raise _lost([peer for peer in self._peers if peer not in self._hosts], "did not connect") from None
+
+    def _find(self, store: Store) -> dict[int, Place]:
+        """Where all others listen, once they have shown it."""
+        keys = {peer: _path(self._name, peer) for peer in self._peers}
+        while True:
+            try:
+                store.wait(list(keys.values()), min(self._deadline.remaining(), timedelta(seconds=_LOOK_SECONDS)))
+                return {peer: self._read(peer, store.get(key)) for peer, key in keys.items()}
+            except (IslandLostError, RuntimeError) as error:
+                old = [peer for peer in self._peers if store.check([f"mesh/{self._name}/0/{peer}"])]
+                if old:
+                    raise RendezvousError(_other_version(old[0], "an older version, which meets elsewhere")) from None
+                if isinstance(error, IslandLostError):
+                    raise
+                if self._deadline.is_over:
+                    missing = [peer for peer, key in keys.items() if not store.check([key])]
+                    raise _lost(missing, "did not show where they listen") from None
+
+    def _read(self, peer: int, shown: bytes) -> Place:
+        try:
+            record = json.loads(shown)
+            version, way = record["version"], record["way"]
+            place = Place(str(ipaddress.ip_address(record["host"])), int(record["port"]))
+        except (ValueError, KeyError, TypeError):
+            raise RendezvousError(_other_version(peer, f"what it shows is no address: {shown[:80]!r}")) from None
+        if version != VERSION:
+            raise RendezvousError(_other_version(peer, f"protocol {version}, where this one has {VERSION}"))
+        if way != _way(self._key):
+            raise RendezvousError(
+                f"peer {peer} connects {way}, and this one {_way(self._key)}: give all the same key (key_file or "
+                "HF_DILOCO_KEY) and the same `encrypt`"
+            )
+        return place
+
+    def _tell(self, key: str, value: bytes) -> None:
+        message = json.dumps([key, value.hex()]).encode()
+        for line in self._lines.values():
+            self._loop.call_soon_threadsafe(line.send, message)
+
+    def _end(self, at_once: bool) -> None:
+        self._loop.call_soon_threadsafe(self._ended.put_nowait, at_once)
+
+    # In a thread of its own
+
+    async def _run(self, listener: socket.socket, is_up: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._met: asyncio.Future[None] = self._loop.create_future()
+        self._places: asyncio.Future[dict[int, Place]] = self._loop.create_future()
+        self._ended: asyncio.Queue[bool] = asyncio.Queue()
+        self._callers: list[asyncio.Task[None]] = []
+        server = await asyncio.start_server(self._receive, sock=listener, limit=MAX_GREETING_BYTES)
+        self._met.add_done_callback(lambda _: server.close())  # nobody else may come
+        is_up.set()
+        at_once = await self._ended.get()
+        server.close()
+        if not at_once and self._talks:
+            for line in self._lines.values():
+                line.end()
+            await asyncio.wait(self._talks, timeout=_LINGER_SECONDS)  # who closes at once may cut off what it said
+
+    async def _gather(self, places: dict[int, Place]) -> None:
+        self._places.set_result(places)
+        for peer, error in self._refused.items():
+            self._limit_wait(peer, error)
+        self._callers = [self._loop.create_task(self._call(peer)) for peer in self._peers if peer < self._own]
+        await self._met
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Listens to one who has connected."""
+        line, task, peer = Line(reader, writer), asyncio.current_task(), None
+        assert task is not None
+        self._strangers[task] = None
+        if len(self._strangers) > max(MAX_STRANGERS, 2 * len(self._peers)):
+            next(iter(self._strangers)).cancel()
+        try:
+            async with asyncio.timeout(STRANGER_SECONDS):
+                peer = self._identify(await line.receive())
+                channels = await self._prove(peer, line)
+            del self._strangers[task]
+            await self._talk(peer, line, channels)
+        except ForgedError as error:
+            assert peer is not None
+            self._refuse(peer, error, line.host)
+        except (OSError, TimeoutError, EOFError, ValueError):
+            pass
+        finally:
+            self._strangers.pop(task, None)
+            line.close()
+
+    async def _call(self, peer: int) -> None:
+        """Connects to an end until it has answered as it must."""
+        place = (await self._places)[peer]
+        refused_since = None
+        while not self._met.done():
+            line = None
+            try:
+                async with asyncio.timeout(STRANGER_SECONDS):
+                    line = Line(*await asyncio.open_connection(*place, limit=MAX_GREETING_BYTES))
+                    refused_since = None
+                    line.send(_HELLO.pack(_MAGIC, _digest(self._name), self._own, peer))
+                    channels = await self._prove(peer, line)
+                await self._talk(peer, line, channels)
+            except ForgedError as error:
+                self._refuse(peer, error, place.host)
+            except ConnectionRefusedError:
+                refused_since = refused_since or self._loop.time()
+                if self._loop.time() - refused_since > GONE_SECONDS:
+                    self._fail(_lost([peer], "went away before they connected"))
+            except (OSError, TimeoutError, EOFError, ValueError):
+                pass
+            finally:
+                if line:
+                    line.close()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _identify(self, hello: bytes) -> int:
+        """The number of the end that calls; raises `ValueError` if it calls somebody else."""
+        if len(hello) != _HELLO.size:
+            raise ValueError("no greeting")
+        magic, lane, peer, called = _HELLO.unpack(hello)
+        if (magic, lane, called) != (_MAGIC, _digest(self._name), self._own):
+            raise ValueError("a greeting for somebody else")
+        if peer not in self._peers or peer < self._own:
+            raise ValueError("an end that does not call this one")
+        return int(peer)
+
+    async def _prove(self, peer: int, line: Line) -> dict[End, Channel]:
+        if self._key is None:
+            return {}
+        ends = [End(peer, number) for number in range(self._num_connections)]
+
+        async def swap(said: Mapping[End, bytes]) -> Mapping[End, bytes]:
+            line.send_parts([said[end] for end in ends])
+            return dict(zip(ends, await line.receive_parts(len(ends)), strict=True))
+
+        return await agree(self._key, self._name, self._own, ends, swap)
+
+    async def _talk(self, peer: int, line: Line, channels: dict[End, Channel]) -> None:
+        """Hears what an end that has proved who it is has to say, until it closes the line."""
+        if self._met.done():
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        if earlier := self._lines.pop(peer, None):  # which that end has given up
+            earlier.close()
+        self._lines[peer] = line
+        line.trust(channels.get(End(peer, 0)))
+        self._talks.add(task)
+        try:
+            place = (await self._places)[peer]
+            line.send(local_address(*place).encode())
+            source = str(ipaddress.ip_address((await line.receive()).decode()))
+            self.channels |= channels
+            self._hosts[peer] = {line.host, source}
+            if len(self._hosts) == len(self._peers) and not self._met.done():
+                self._met.set_result(None)
+            while True:
+                self.addresses.hear(peer, await line.receive())
+        finally:
+            self._talks.discard(task)
+            if self._lines.get(peer) is line and not self._met.done():
+                self._hosts.pop(peer, None)
+            elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._num_connections:
+                self.addresses.fail(_lost([peer], "broke off while they connected"))
+
+    def _refuse(self, peer: int, error: ForgedError, host: str) -> None:
+        if peer not in self._refused:
+            logger.warning("refused %s, which claims to be peer %d of %s: %s", host, peer, self._name, error)
+            self._refused[peer] = error
+            if self._places.done():
+                self._limit_wait(peer, error)
+
+    def _limit_wait(self, peer: int, error: ForgedError) -> None:
+        self._loop.call_later(FORGED_SECONDS, lambda: None if peer in self._hosts else self._fail(error))
+
+    def _fail(self, error: DiLoCoError) -> None:
+        if not self._met.done():
+            self._met.set_exception(error)
+
+
+class GlooAddresses(Store):
+    """As much of a store as Gloo needs to tell its addresses. Any number of threads may use it.
+
+    Args:
+        tell: sends a value to all other ends.
+        deadline: until when values are waited for.
+    """
+
+    def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:
+        super().__init__()
+        self._tell = tell
+        self._deadline = deadline
+        self._values: dict[str, bytes] = {}
+        self._num_heard: dict[int, int] = {}
+        self._failure: DiLoCoError | None = None
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        value = value.encode() if isinstance(value, str) else value
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+        self._tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns once all keys are there; raises `IslandLostError` if they do not come."""
+        wanted = set(keys)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or wanted <= self._values.keys(), self._deadline.remaining().total_seconds()
+            )
+        if not wanted <= self._values.keys():
+            raise self._failure or _lost([], "did not all say where Gloo listens")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return set(keys) <= self._values.keys()
+
+    def hear(self, peer: int, message: bytes) -> None:
+        """Takes what another end tells; raises `ValueError` if that makes no sense."""
+        try:
+            key, value = json.loads(message)
+            with self._changed:
+                self._values.setdefault(str(key), bytes.fromhex(value))
+                self._num_heard[peer] = self.num_heard(peer) + 1
+                self._changed.notify_all()
+        except TypeError:
+            raise ValueError(f"no address: {message[:80]!r}") from None
+
+    def num_heard(self, peer: int) -> int:
+        """How many values an end has told."""
+        return self._num_heard.get(peer, 0)
+
+    def fail(self, error: DiLoCoError) -> None:
+        """Nothing more comes: whoever waits is told so."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+
+def _listen(address: str) -> socket.socket:
+    family, *_, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(found[:2], family=family, backlog=1024)
+
+
+def _path(name: str, end: int) -> str:
+    return f"mesh/{name}/at/{end}"
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _way(key: LinkKey | None) -> str:
+    """How an end proves itself, in words that follow "it connects"."""
+    if key is None:
+        return "without a key"
+    return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"
+
+
+def _other_version(peer: int, what: str) -> str:
+    return (
+        f"peer {peer} has another version of hf_diloco ({what}): install the same version on all, and start them again"
+    )
+
+
+def _lost(peers: Collection[int], what: str) -> IslandLostError:
+    names = f"peers {', '.join(map(str, sorted(peers)))}" if peers else "the others"
+    return IslandLostError(f"{names} {what}", peers)
