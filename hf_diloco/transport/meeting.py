@@ -39,7 +39,7 @@ from hf_diloco.transport.transfers import Deadline
 logger = logging.getLogger("hf_diloco")
 
 MAX_STRANGERS = 64
-"""Connections that may have proved nothing at a time; in large lanes, two for each end."""
+"""Connections that may have proved nothing at a time; in large lanes, two for each end. As many may wait for that."""
 
 STRANGER_SECONDS = 10.0
 """How long one may take to prove who it is."""
@@ -197,7 +197,9 @@ class Meeting:
         self._places: asyncio.Future[dict[int, Place]] = self._loop.create_future()
         self._ended: asyncio.Queue[bool] = asyncio.Queue()
         self._callers: list[asyncio.Task[None]] = []
-        server = await asyncio.start_server(self._receive, sock=listener, limit=MAX_GREETING_BYTES)
+        server = await asyncio.start_server(
+            self._receive, sock=listener, limit=MAX_GREETING_BYTES, backlog=MAX_STRANGERS
+        )
         self._met.add_done_callback(lambda _: server.close())  # nobody else may come
         is_up.set()
         at_once = await self._ended.get()
@@ -220,17 +222,19 @@ class Meeting:
         assert task is not None
         self._strangers[task] = None
         if len(self._strangers) > max(MAX_STRANGERS, 2 * len(self._peers)):
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # now: several may come before it ends
+            oldest.cancel()
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
                 peer = self._identify(await line.receive())
                 channels = await self._prove(peer, line)
-            del self._strangers[task]
+            self._strangers.pop(task, None)
             await self._talk(peer, line, channels)
         except ForgedError as error:
             assert peer is not None
             self._refuse(peer, error, line.host)
-        except (OSError, TimeoutError, EOFError, ValueError):
+        except (OSError, TimeoutError, EOFError, ValueError, asyncio.CancelledError):
             pass
         finally:
             self._strangers.pop(task, None)

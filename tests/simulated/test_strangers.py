@@ -1,0 +1,229 @@
+"""Who reaches a port while ends meet, and has no key: none of it ends, fills or stalls anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from hf_diloco.codecs import CODECS
+from hf_diloco.sealing import LinkKey
+from hf_diloco.transport import meeting
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.utils import listening
+from hf_diloco.utils.listening import Door, GlooListener
+from tests.clocks import LONG
+from tests.islands import try_islands
+
+KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
+LOCALHOST = "127.0.0.1"
+Attack = Callable[[tuple[str, int], int], list[socket.socket]]
+
+
+def hello(own: int = 1, called: int = 0, lane: str = "lane") -> bytes:
+    said = meeting._HELLO.pack(meeting._MAGIC, meeting._digest(lane), own, called)
+    return len(said).to_bytes(4, "big") + said
+
+
+def say(what: Callable[[int], bytes]) -> Attack:
+    """Opens so many connections, and says something on each."""
+
+    def attack(address: tuple[str, int], number: int) -> list[socket.socket]:
+        strangers = []
+        for count in range(number):
+            stranger = socket.socket()
+            stranger.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                stranger.connect(address)
+                stranger.sendall(what(count))
+            strangers.append(stranger)
+        return strangers
+
+    return attack
+
+
+def recorded() -> bytes:
+    """All that the calling end said in an earlier meeting of the same name and key."""
+    heard, store = bytearray(), HashStore()
+    relay = socket.create_server((LOCALHOST, 0))
+
+    def pump(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                kept.extend(data)
+                sink.sendall(data)
+
+    def forward() -> None:
+        client, _ = relay.accept()
+        place = json.loads(store.get("mesh/lane/at/0"))
+        server = socket.create_connection((place["host"], place["port"]))
+        threading.Thread(target=pump, args=(server, client, bytearray()), daemon=True).start()
+        pump(client, server, heard)
+
+    class Diverted:
+        """The store as end 1 sees it: end 0 is behind the relay."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def get(self, key: str) -> bytes:
+            shown = store.get(key)
+            return json.dumps({**json.loads(shown), "port": relay.getsockname()[1]}).encode()
+
+    threading.Thread(target=forward, daemon=True).start()
+
+    def run(end: int) -> None:
+        seen: Any = Diverted() if end else store
+        Connections(seen, "lane", end, 2, LOCALHOST, LONG, key=KEY).close()
+
+    assert try_islands(2, run) == [None, None]
+    relay.close()
+    assert len(heard) > 100
+    return bytes(heard)
+
+
+def replay(said: bytes) -> Attack:
+    return say(lambda _: said)
+
+
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "silent": lambda: say(lambda _: b""),
+    "garbage": lambda: say(lambda count: random.Random(count).randbytes(100)),
+    "oversized": lambda: say(lambda _: (1 << 31).to_bytes(4, "big") + bytes(5000)),
+    "half a greeting": lambda: say(lambda _: hello()[:30]),
+    "greeting, then silence": lambda: say(lambda _: hello()),
+    "greeting, then rubbish": lambda: say(lambda _: hello() + b"\0\0\0\x24\0\0\0\x20" + bytes(32)),
+    "of another lane": lambda: say(lambda _: hello(lane="other")),
+    "of no end": lambda: say(lambda _: hello(own=77)),
+    "HTTP": lambda: say(lambda _: b"GET / HTTP/1.1\r\n\r\n"),
+    "replayed": lambda: replay(recorded()),
+}
+
+
+def exchange_under(attack: Attack, number: int) -> tuple[list[torch.Tensor | BaseException], int]:
+    """What two islands average while strangers are at the port of the first, and the most files that these cost."""
+    store, most = HashStore(), 0
+    lowest = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+    def run(island: int) -> torch.Tensor:
+        nonlocal most
+        strangers = []
+        if island:
+            store.wait(["mesh/lane/at/0"])
+            place = json.loads(store.get("mesh/lane/at/0"))
+            strangers = attack((place["host"], place["port"]), number)
+            if sys.platform == "linux":
+                most = len(os.listdir("/proc/self/fd")) - lowest - len(strangers)
+        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, KEY)
+        values = torch.full((1000,), float(island))
+        for _ in range(3):
+            mesh.average(values, [1.0, 1.0], CODECS["fp32"])
+        mesh.close()
+        for stranger in strangers:
+            stranger.close()
+        return values
+
+    return try_islands(2, run, LONG), most
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("number", [100, pytest.param(1500, marks=pytest.mark.slow)])
+def test_strangers_stop_no_meeting(name: str, number: int) -> None:
+    attack, began = ATTACKS[name](), time.monotonic()
+    outcomes, most = exchange_under(attack, number)
+    for outcome in outcomes:
+        assert isinstance(outcome, torch.Tensor), outcome
+        assert torch.equal(outcome, torch.full((1000,), 0.5))
+    assert most < 4 * meeting.MAX_STRANGERS, "files that they cost"
+    assert time.monotonic() - began < meeting.STRANGER_SECONDS + number / 100
+
+
+def test_who_has_another_key_cannot_take_an_ends_place() -> None:
+    """It calls first, under the number of an end that comes later."""
+    store = HashStore()
+
+    def run(island: int) -> torch.Tensor:
+        if island == 2:
+            store.wait(["mesh/lane/at/0"])
+            impostor = HashStore()
+            for end in (0, 1):
+                impostor.set(f"mesh/lane/at/{end}", store.get("mesh/lane/at/0").decode())
+            MeshExchange(impostor, "lane", 1, 2, LOCALHOST, 2.0, OTHER_KEY)
+        if island == 1:
+            store.wait(["mesh/lane/at/0"])
+            time.sleep(1)
+        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, KEY)
+        values = torch.full((10,), float(island))
+        mesh.average(values, [1.0, 1.0], CODECS["fp32"])
+        mesh.close()
+        return values
+
+    first, second, impostor = try_islands(3, run)
+    assert isinstance(impostor, BaseException)
+    for outcome in (first, second):
+        assert isinstance(outcome, torch.Tensor), outcome
+        assert torch.equal(outcome, torch.full((10,), 0.5))
+
+
+# Gloo's own port
+
+
+def answers(address: tuple[str, int], source: str) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, 0.3, (source, 0)):
+        return True
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
+def test_gloo_answers_the_hosts_of_the_ends_only() -> None:
+    with GlooListener(LOCALHOST, {"127.0.0.2", "127.0.0.3"}) as listener:
+        assert listener.door is not None
+        address = listener.door.address
+        found = {source: answers(address, source) for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")}
+    assert found == {"127.0.0.1": False, "127.0.0.2": True, "127.0.0.3": True, "127.0.0.4": False}
+    assert not answers(address, "127.0.0.2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
+def test_gloo_answers_ends_over_ipv6() -> None:
+    with GlooListener("::1", {"::1", "fe80::1"}) as listener:
+        assert listener.door is not None
+        assert answers(listener.door.address, "::1")
+    with GlooListener("::1", {"::2"}) as listener:
+        assert listener.door is not None
+        assert not answers(listener.door.address, "::1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
+def test_a_device_that_somebody_has_reached_before_its_filter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, strangers = ProcessGroupGloo.create_device, list[socket.socket]()
+    reached: list[object] = []
+
+    def create_reached(**arguments: str) -> object:
+        before = listening._listening()
+        device = create(**arguments)
+        if len(reached) < 2:
+            (address,) = [name for name in listening._listening() if name not in before]
+            strangers.append(socket.create_connection(address))
+            reached.append(address)
+        return device
+
+    monkeypatch.setattr(ProcessGroupGloo, "create_device", create_reached)
+    with GlooListener(LOCALHOST, {LOCALHOST}) as listener:
+        assert isinstance(listener.door, Door)
+        assert len(reached) == 2
+        assert listener.door.address not in reached
+    for stranger in strangers:
+        stranger.close()
