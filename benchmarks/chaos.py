@@ -46,8 +46,8 @@ from hf_diloco.membership.run import open_run
 from hf_diloco.outer.checkpoint import complete_checkpoints
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.status.check import check_store
+from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.signing import load_key
 
 NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@
      │    │    └── StoreFullError        it has no space left
      │    └── PayloadError           an object is gone, or does not hold what its island announced
      ├── ForgedError            a record was not written by an island of this run, for this place
+     │    └── UnknownIdentityError   it holds the run's key, but is not who it says; names the island
      ├── DivergedError          islands that should hold equal outer parameters do not
      ├── CheckpointError        outer state is missing, incomplete or of another run
      └── StopRequested          this island was asked to stop while it waited for the others
@@ -124,6 +125,18 @@ class ForgedError(DiLoCoError):
     """A record was not written with this run's key for the place where it lies."""
 
 
+class UnknownIdentityError(ForgedError):
+    """Who holds the run's key does not hold the identity of the island in whose name it speaks.
+
+    Attributes:
+        island: that island; None if it names none.
+    """
+
+    def __init__(self, message: str, island: int | None = None) -> None:
+        super().__init__(message)
+        self.island = island
+
+
 class DivergedError(DiLoCoError):
     """Islands that must hold bit-identical outer parameters do not.
 
@@ -161,5 +174,6 @@ __all__ = [
     "StopRequested",
     "StoreError",
     "StoreFullError",
+    "UnknownIdentityError",
     "UnsupportedError",
 ]

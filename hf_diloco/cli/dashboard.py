@@ -59,7 +59,7 @@ def dashboard(
     from hf_diloco.cli.status import check_url
     from hf_diloco.dashboard import Dashboard, open_source
     from hf_diloco.dashboard.prometheus import check_installed
-    from hf_diloco.store.signing import load_key
+    from hf_diloco.store.credentials import load_key
     from hf_diloco.utils.addresses import is_loopback
     from hf_diloco.utils.extras import need
 

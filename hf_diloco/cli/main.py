@@ -18,6 +18,7 @@ from hf_diloco.cli.compare import compare
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.dashboard import dashboard
 from hf_diloco.cli.init import init
+from hf_diloco.cli.keys import keys_app
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
@@ -281,6 +282,7 @@ store_app = typer.Typer(
 )
 app.add_typer(store_app, name="store")
 app.add_typer(configs_app, name="configs")
+app.add_typer(keys_app, name="keys")
 
 
 @store_app.callback()

@@ -18,7 +18,7 @@ from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.store.signing import find_key
+from hf_diloco.store.credentials import find_credentials
 from hf_diloco.utils.urls import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -116,7 +116,8 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
     if rendezvous is not None:
-        find_key(run.meeting)
+        for number in numbers:
+            find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)
     threads = _threads(run, len(numbers) * num_processes)
     islands = []

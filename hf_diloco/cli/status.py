@@ -13,8 +13,8 @@ from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.status import Observer, RunStatus
 from hf_diloco.status.tables import render
+from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.signing import load_key
 from hf_diloco.utils.urls import VALID_URLS, check_store_url, is_object_store
 
 TIMEOUT = 15.0  # seconds without an answer after which a person is told

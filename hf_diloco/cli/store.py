@@ -9,8 +9,8 @@ from pathlib import Path
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.status import TIMEOUT, check_url
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
+from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.signing import load_key
 from hf_diloco.utils import text
 
 _STYLES = {"damaged": "bold red", "forged": "bold red", "abandoned": "yellow", "foreign": "yellow", "settled": "dim"}

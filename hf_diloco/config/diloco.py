@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    PlainSerializer,
-    ValidationError,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hf_diloco.config import checks
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, Seconds, StrictModel, describe, from_env
+from hf_diloco.config.kinds import (
+    Identities,
+    OuterMomentum,
+    OuterRate,
+    Payload,
+    list_methods,
+    tell_of_auto,
+    tell_of_own,
+)
 from hf_diloco.errors import RendezvousError
-from hf_diloco.methods.outer import METHODS, find_method
+from hf_diloco.methods.outer import find_method
 from hf_diloco.utils.addresses import check_specific
-from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.urls import check_store_url, is_object_store, split_tcp_url
-
-AUTO = "auto"
-
-
-def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
-    return value if isinstance(value, str) and value == AUTO else check(value)
-
-
-def _tell_of_auto(schema: dict[str, Any]) -> None:
-    number = {name: schema.pop(name) for name in [*schema] if name == "type" or "imum" in name.lower()}
-    schema["anyOf"] = [number, {"const": AUTO}]
-
-
-# Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
-OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
-OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
-
-
-def _or_own(value: Any, check: Callable[[Any], Any]) -> Any:
-    if not (isinstance(value, str) and is_own(value)):
-        return check(value)
-    from hf_diloco.codecs import find_codec
-
-    find_codec(value)
-    return value
-
-
-def _tell_of_own(schema: dict[str, Any]) -> None:
-    known = {name: schema.pop(name) for name in [*schema] if name in ("type", "enum")}
-    schema["anyOf"] = [known, {"type": "string", "pattern": r"\.py:\w+$"}]
-
-
-def _list_methods(schema: dict[str, Any]) -> None:
-    schema["enum"] = list(METHODS)
-    _tell_of_own(schema)
-
-
-Payload = Annotated[
-    Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"],
-    WrapValidator(_or_own),
-    PlainSerializer(lambda value: value),
-]
 
 
 class DiLoCoConfig(StrictModel):
@@ -77,7 +36,7 @@ class DiLoCoConfig(StrictModel):
         default="diloco",
         description="what a round computes: one of these, or FILE.py:CLASS of your own; defaults below are diloco's, "
         "others have their own (docs/methods.md)",
-        json_schema_extra=_list_methods,
+        json_schema_extra=list_methods,
     )
     options: dict[str, bool | int | float | str | None] = Field(
         default={}, description="settings that only this method has"
@@ -88,19 +47,19 @@ class DiLoCoConfig(StrictModel):
     outer_lr: OuterRate = Field(
         default=0.7,
         description="learning rate of the outer step; auto: by the number of islands",
-        json_schema_extra=_tell_of_auto,
+        json_schema_extra=tell_of_auto,
     )
     outer_momentum: OuterMomentum = Field(
         default=0.9,
         description="momentum of the outer step; auto: by the number of islands and of rounds",
-        json_schema_extra=_tell_of_auto,
+        json_schema_extra=tell_of_auto,
     )
     nesterov: bool = Field(default=True, description="Nesterov form of the outer momentum")
     payload: Payload = Field(
         default="fp32",
         description="number format of the pseudo-gradients on the wire; sums are always fp32. topk sends 64 values of "
         "4,096 in 2 bits, sign 1 bit a value. Or FILE.py:CLASS of your own",
-        json_schema_extra=_tell_of_own,
+        json_schema_extra=tell_of_own,
     )
     error_feedback: float | None = Field(
         default=None,
@@ -203,7 +162,21 @@ class DiLoCoConfig(StrictModel):
         description="with a key: encrypt what goes directly between islands; false: only authenticate it, where a VPN "
         "encrypts",
     )
+    encrypt_store: bool = Field(
+        default=False,
+        description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing",
+    )
     require_key: bool = Field(default=False, description="refuse to start without a key")
+    identity_file: Path | None = Field(
+        default=None,
+        description="file with this island's private key, which signs what it says; {island} in its name stands for "
+        "the island's number [HF_DILOCO_IDENTITY, the key]",
+    )
+    identities: Identities = Field(
+        default_factory=dict,
+        description="with a key: public keys of each island, as 0: ed25519:…; nobody else takes part. A list of "
+        "several, or `KEY until ROUND`, replaces a key (docs/security.md)",
+    )
     bind_address: str | None = Field(
         default=None,
         description="local address for traffic between islands; default: the one that reaches the rendezvous",
@@ -369,6 +342,11 @@ class DiLoCoConfig(StrictModel):
         """Whether island 0 keeps that store, at tcp://HOST:PORT."""
         is_tcp = self.rendezvous is not None and not is_object_store(self.rendezvous)
         return is_tcp and bool(checks.wants_store(self))
+
+    @property
+    def encrypts_store(self) -> bool:
+        """Whether only holders of the key read what lies in the store."""
+        return self.encrypt_store and self.meets_in_store
 
     @property
     def is_direct(self) -> bool:

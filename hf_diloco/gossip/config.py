@@ -16,6 +16,7 @@ from hf_diloco.config import (
     StrictModel,
     from_env,
 )
+from hf_diloco.config.kinds import Identities
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.addresses import check_specific
 from hf_diloco.utils.urls import is_object_store, split_tcp_url
@@ -144,6 +145,15 @@ class GossipConfig(StrictModel):
         default=True, description="with a key: encrypt; false: only authenticate, where a VPN encrypts"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
+    identity_file: Path | None = Field(
+        default=None,
+        description="file with this node's private key, which signs what it says; {node} in its name stands for the "
+        "node's number [HF_DILOCO_IDENTITY, the key]",
+    )
+    identities: Identities = Field(
+        default_factory=dict,
+        description="with a key: public keys of each node, as 0: ed25519:…; nobody else takes part",
+    )
     join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all nodes at the start")
     exchange_timeout: Seconds = Field(
         default=120.0, description="seconds that a step waits for a neighbour; then it goes on without"
@@ -210,6 +220,11 @@ class GossipConfig(StrictModel):
         """What the optimizer is made with, besides learning rate and weight decay: what was set."""
         given = {"momentum": self.momentum, "nesterov": self.nesterov, "lars": self.lars or None}
         return {**{name: value for name, value in given.items() if value is not None}, **self.options}
+
+    @property
+    def encrypts_store(self) -> bool:
+        """Nodes leave nothing in an object store."""
+        return False
 
     @property
     def longest_wait(self) -> float:

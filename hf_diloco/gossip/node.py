@@ -25,9 +25,9 @@ from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import Topology
+from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
 from hf_diloco.store.sealed_store import seal_store
-from hf_diloco.store.signing import find_key
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
@@ -303,10 +303,10 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0)
     notes = WaitNotes(config.node, "node")
-    run_key, is_host = find_key(config), config.node == 0
+    credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
     bare, address = connect_store(config, is_host, notes)
-    store, key = seal_store(bare, run_key, config, is_host, f"node {config.node}")
-    if not run_key:
+    store, key = seal_store(bare, credentials, config, is_host, f"node {config.node}")
+    if not credentials.key:
         warn_if_exposed(address)
     return MeshNeighbours(
         store,

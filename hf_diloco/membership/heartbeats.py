@@ -21,9 +21,10 @@ from typing import Literal
 import psutil
 from pydantic import Field
 
-from hf_diloco.errors import DuplicateIslandError, StoreError
+from hf_diloco.errors import DuplicateIslandError, RendezvousError, StoreError
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
@@ -47,12 +48,14 @@ class ClaimRecord(Record):
         machine: the space of process numbers it lives in; "" if unknown.
         pid: its number there.
         folder: where it writes.
+        identities: the public keys that it believes, by island; none where islands have no identities.
     """
 
     host: str
     machine: str
     pid: int
     folder: str
+    identities: dict[str, list[str]] = Field(default_factory=dict)
 
 
 class BeatRecord(Record):
@@ -66,6 +69,7 @@ class BeatRecord(Record):
         steps: inner steps since it last took part in one.
         num_ranks: processes of the island.
         tokens_per_second: recent speed of the whole island; 0 if unknown.
+        refused: islands in whose name it was shown what it does not believe, each with the last reason.
     """
 
     count: int = Field(ge=0)
@@ -74,6 +78,7 @@ class BeatRecord(Record):
     steps: int = Field(ge=0)
     num_ranks: int = Field(ge=1)
     tokens_per_second: float = Field(ge=0)
+    refused: dict[str, str] = Field(default_factory=dict)
 
 
 @dataclass
@@ -138,13 +143,39 @@ class Members:
                     f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
                     "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
                 )
-            record = ClaimRecord(host=socket.gethostname(), machine=_machine(), pid=os.getpid(), folder=self._folder)
+            record = ClaimRecord(
+                host=socket.gethostname(),
+                machine=_machine(),
+                pid=os.getpid(),
+                folder=self._folder,
+                identities=self._log.seal.identities,
+            )
             for number in itertools.count(newest + 1):
                 if self._log.create(path := claim_path(self.island, number), record):
                     self.claim = number
                     return number
                 if self._is_claim(path):  # another process was faster
                     break
+
+    def check_welcome(self) -> None:
+        """Where islands have identities: makes sure that those that are there list this island's.
+
+        Raises:
+            RendezvousError: one does not, or has replaced it; says which.
+        """
+        signer = self._log.seal.signer
+        if signer is None:
+            return
+        for island in sorted(self.alive().keys() - {self.island}):
+            claim = self._log.read_or_refuse(claim_path(island, self.claim_of(island)), ClaimRecord)
+            listed = claim.identities if claim else {str(self.island): [show_public(signer.public)]}
+            if show_public(signer.public) not in listed.get(str(self.island), ()):
+                raise RendezvousError(
+                    f"island {island} does not believe island {self.island}: this one's identity "
+                    f"{show_public(signer.public)} is not listed there (identities.{self.island}), or only until a "
+                    f"round. List it on all islands and start island {island} again, or give this one the "
+                    "identity_file whose key is listed"
+                )
 
     def newest_claim(self, island: int) -> int:
         """The number of the newest process of an island; 0 if there was none. What is no claim does not count."""
@@ -170,7 +201,8 @@ class Members:
         """Gives one sign of life."""
         with self._lock:
             self._count += 1
-            record = BeatRecord(count=self._count, **asdict(self.standing))
+            refused = {str(island): reason for island, reason in sorted(self._log.refused_islands.items())}
+            record = BeatRecord(count=self._count, refused=refused, **asdict(self.standing))
             # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
             self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record, is_lasting=False)
 

@@ -8,13 +8,14 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
+from hf_diloco.store.authors import RUN_PATH
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL, Clock
 
-PATH = "run.json"
-_NO_RUN = "-"  # what seals the record that names the run
+PATH = RUN_PATH
+NO_RUN = "-"  # what seals the record that names the run
 _PARTS = ("start.json", "claims", "beats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
 
@@ -39,14 +40,14 @@ class RunRecord(Record):
 
 def enter_run(
     store: ObjectStore,
-    key: bytes,
+    seal: Seal,
     island: int,
     parent: str,
     num_rounds: int | None,
     fingerprint: Facts,
     clock: Clock = REAL,
 ) -> tuple[RunRecord, bool]:
-    """Finds the run in the store, or begins one.
+    """Finds the run in the store, or begins one. `seal`: this island's, of any run.
 
     Returns:
         Its record, and whether this island began it.
@@ -56,7 +57,7 @@ def enter_run(
         RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone; or islands
             cannot agree in this store.
     """
-    log = RunLog(store, Seal(key, _NO_RUN))
+    log = RunLog(store, seal.of(NO_RUN))
     mine = RunRecord(
         run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
     )
@@ -109,9 +110,9 @@ def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
     )
 
 
-def open_log(store: ObjectStore, key: bytes, run: RunRecord) -> RunLog:
-    """The log of a run."""
-    return RunLog(store, Seal(key, run.run))
+def open_log(store: ObjectStore, seal: Seal, run: RunRecord) -> RunLog:
+    """The log of a run; `seal`: of any."""
+    return RunLog(store, seal.of(run.run))
 
 
 def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:
@@ -120,12 +121,11 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
     Raises:
         RendezvousError: there is none, or it was begun with another key.
     """
-    found = find_run(RunLog(store, Seal(key, _NO_RUN)))
-    if found is None:
-        found = _find_again(RunLog(store, Seal(key, _NO_RUN)), clock)
+    log = RunLog(store, Seal(key, NO_RUN))
+    found = find_run(log) or _find_again(log, clock)
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
-    return found, open_log(store, key, found)
+    return found, open_log(store, log.seal, found)
 
 
 def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:

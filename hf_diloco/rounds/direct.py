@@ -65,7 +65,7 @@ class DirectEngine(Engine):
         size: values of the whole model.
         author: names the island and its process, as "00001-000002".
         address: local address to listen on, as the other islands see it.
-        key: of the run.
+        key: what participants prove to each other that they hold; None without the run's key.
         rate_limit: for all that this rank sends.
     """
 
@@ -80,7 +80,7 @@ class DirectEngine(Engine):
         size: int,
         author: str,
         address: str,
-        key: bytes,
+        key: LinkKey | None,
         rate_limit: RateLimit,
     ) -> None:
         self._config = config
@@ -91,7 +91,7 @@ class DirectEngine(Engine):
         self._size = size
         self._author = author
         self._address = address
-        self._key = LinkKey.of_run(key, log.seal.run_id, config.encrypt)
+        self._key = key
         self._rate_limit = rate_limit
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
@@ -175,7 +175,7 @@ class DirectEngine(Engine):
                 ranges,
                 self._address,
                 timeout,
-                self._key,
+                self._key and self._key.among([island for island, _ in members]),
                 self._config.connections,
                 self._rate_limit,
                 lambda: self._notes.watch(timeout, "exchange", others),

@@ -34,7 +34,7 @@ from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import make_fingerprint
 from hf_diloco.membership.heartbeats import Members, Phase
 from hf_diloco.membership.quorum import Council, Rules, author_of
-from hf_diloco.membership.run import RunRecord, enter_run, open_log
+from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
@@ -47,10 +47,11 @@ from hf_diloco.rounds.pace import Pace
 from hf_diloco.rounds.round import Contribution, RoundPassed
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.sealing.blocks import BlockSeal
+from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.host import StoreHost
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import warn_if_exposed
-from hf_diloco.store.signing import find_key
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.clock import REAL, Clock
@@ -107,9 +108,9 @@ class ElasticSession(BaseSession):
         self._is_training = False
         self._is_closing = False
         self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
-        self._key = island.on_all(lambda: find_key(config))
+        self._credentials = island.on_all(lambda: find_credentials(config, config.island))
         server = split_server_url(config.rendezvous)
-        if island.is_leader and not self._key and server and server[0] == "http":
+        if island.is_leader and not self._credentials.key and server and server[0] == "http":
             warn_if_exposed(server[1])
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
@@ -173,9 +174,11 @@ class ElasticSession(BaseSession):
         """Finds or begins the run, and takes this island's number in it."""
         fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **self._sealing_fact(), **facts})
 
+        seal = self._credentials.seal(NO_RUN)
+
         def enter() -> tuple[dict[str, Any], bool, int, bool]:
             run, is_new = enter_run(
-                self.store, self._key, self.config.island, self.outer.run, self.num_rounds, fingerprint, self._clock
+                self.store, seal, self.config.island, self.outer.run, self.num_rounds, fingerprint, self._clock
             )
             if is_new and self.outer.run:
                 logger.warning(
@@ -184,9 +187,10 @@ class ElasticSession(BaseSession):
                     self.config.rendezvous,
                     self.outer.run,
                 )
-            log = open_log(self.store, self._key, run)
+            log = open_log(self.store, seal, run)
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
+            self.members.check_welcome()
             self.members.enter()
             self._refresh()
             self.members.start_beating(self._refresh)
@@ -197,11 +201,12 @@ class ElasticSession(BaseSession):
 
         raw, is_new, claim, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
-        buckets = [self._bucket_of(fragment) for fragment in self.outer.fragments]
-        log = open_log(self.store, self._key, self._run)
+        log = open_log(self.store, seal, self._run)
+        buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
         author = author_of(self.config.island, claim)
+        link_key = self._credentials.link_key(self._run.run)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
-        self.engines = open_engines(self.config, self._talk, log, buckets, author, self._key, self._rate_limit)
+        self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
         self.rounds = ElasticRounds(
             self.config, self.outer, self._talk, self.engines, self._snapshots, self.council, claim, self._clock
         )
@@ -209,14 +214,20 @@ class ElasticSession(BaseSession):
         return is_new
 
     def _sealing_fact(self) -> dict[str, Any]:
-        if not self._key or not self.config.is_direct:
-            return {}
-        return {"links": "encrypted" if self.config.encrypt else "authenticated"}
+        """What islands must do alike with their keys; without one, nothing."""
+        found = {}
+        if self._credentials.key and self.config.is_direct:
+            found["links"] = "encrypted" if self.config.encrypt else "authenticated"
+        if self._credentials.encrypts_store:
+            found["store"] = "encrypted"
+        if self._credentials.signer:
+            found["identities"] = "listed"
+        return found
 
-    def _bucket_of(self, fragment: Fragment) -> BucketExchange:
+    def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals
         start = intervals[0][0] if intervals else 0
-        return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit)
+        return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit, seal=seal)
 
     def _rules(self) -> Rules:
         config = self.config

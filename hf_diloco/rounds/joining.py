@@ -191,6 +191,7 @@ def await_islands(
         beats = members.look()
         alive = members.alive()
         ended = {island for island, beat in beats.items() if beat.phase == "finished"}
+        members.check_welcome()
         if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
             return
         if should_stop():

@@ -15,6 +15,7 @@ from hf_diloco.rounds.direct import DirectEngine
 from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.transport.bucket import BucketExchange
@@ -104,7 +105,7 @@ def open_engines(
     log: RunLog,
     buckets: Sequence[BucketExchange],
     author: str,
-    key: bytes,
+    key: LinkKey | None,
     rate_limit: RateLimit,
 ) -> list[Engine]:
     """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
@@ -115,7 +116,7 @@ def open_engines(
         log: of the run.
         buckets: this rank's range of each fragment in the object store.
         author: names the island and its process, as "00001-000002".
-        key: of the run.
+        key: see `DirectEngine`.
         rate_limit: for all that this rank sends.
 
     Raises:

@@ -1,8 +1,10 @@
-"""What is secret between the islands of a run: key agreement, sealed messages, sealed records. No sockets here."""
+"""What is secret between the islands of a run, and who says what: key agreement, sealed messages and records,
+identities. No sockets here."""
 
 from hf_diloco.sealing.agreement import Agreement
 from hf_diloco.sealing.channel import OVERHEAD, Channel
+from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey, derive
 from hf_diloco.sealing.values import ValueSeal
 
-__all__ = ["OVERHEAD", "Agreement", "Channel", "LinkKey", "ValueSeal", "derive"]
+__all__ = ["OVERHEAD", "Agreement", "Channel", "LinkKey", "Roster", "Signer", "ValueSeal", "derive"]

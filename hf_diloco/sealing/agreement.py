@@ -1,10 +1,11 @@
 """How two ends of a connection come to session keys that nobody else has: X25519, authenticated by a shared key.
 
-    A -> B   public_A                     B -> A   public_B
-    A -> B   HMAC(confirm_A, transcript)  B -> A   HMAC(confirm_B, transcript)
+    A -> B   public_A                            B -> A   public_B
+    A -> B   HMAC(confirm_A, transcript, S_A) S_A   B -> A   HMAC(confirm_B, transcript, S_B) S_B
 
     transcript = SHA-256(protocol, mode, name, connection, low end, high end, public key of each)
     four keys  = HKDF-SHA256(salt: the shared key, input: X25519(private, public of the other), info: transcript)
+    S_A        = where islands have identities: A's signature of the transcript, in the name of its island; else empty
 
 Each pair of messages crosses on the way: a round trip in all. The schedule is that of TLS 1.3 with a pre-shared key
 and an ephemeral exchange (psk_dhe_ke): who learns the shared key later cannot read what was sent before.
@@ -25,9 +26,10 @@ from hf_diloco.sealing.channel import Channel
 from hf_diloco.sealing.keys import KEY_BYTES, LinkKey, pack
 
 MESSAGE_BYTES = 32
-"""Of a public key, and of a confirmation."""
+"""Of a public key, and of a confirmation without a signature."""
 
-_PROTOCOL = b"hf-diloco connection 1"
+_PROTOCOL = b"hf-diloco connection 2"
+_PURPOSE = "connection"
 
 
 class Agreement:
@@ -62,35 +64,48 @@ class Agreement:
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of small order, which would make every secret the same
-            raise refusal(self._peer) from None
+            raise self._refusal() from None
         self._transcript = self._describe(public)
         keys = HKDF(SHA256(), 4 * KEY_BYTES, salt=self._key.secret, info=self._transcript).derive(shared)
         low, high, confirm_low, confirm_high = (keys[start : start + KEY_BYTES] for start in range(0, 128, KEY_BYTES))
         is_low = self._own < self._peer
         self._keys = (low, high) if is_low else (high, low)
         mine, self._theirs = (confirm_low, confirm_high) if is_low else (confirm_high, confirm_low)
-        return hmac.digest(mine, self._transcript, "sha256")
+        signature = self._key.signer.sign(_PURPOSE, self._transcript) if self._key.signer else b""
+        return _confirmation(mine, self._transcript, signature) + signature
 
     def finish(self, confirmation: bytes) -> Channel:
         """The connection's keys, if the other end's second message shows that it has them too.
 
         Raises:
             ForgedError: it does not.
+            UnknownIdentityError: it has them, but is not the island that this connection leads to.
         """
-        if not hmac.compare_digest(confirmation, hmac.digest(self._theirs, self._transcript, "sha256")):
-            raise refusal(self._peer)
+        code, signature = confirmation[:MESSAGE_BYTES], confirmation[MESSAGE_BYTES:]
+        if not hmac.compare_digest(code, _confirmation(self._theirs, self._transcript, signature)):
+            raise self._refusal()
+        if self._key.signer:
+            self._key.signer.check(self._key.island(self._peer), signature, _PURPOSE, self._transcript)
         return Channel(*self._keys, self._key.encrypt)
+
+    def _refusal(self) -> ForgedError:
+        return refusal(self._key.island(self._peer))
 
     def _describe(self, public: bytes) -> bytes:
         low, high = sorted([(self._own, self.public), (self._peer, public)], key=lambda end: end[0])
         numbers = (b"%d" % number for number in (self._connection, low[0], high[0]))
-        mode = b"encrypted" if self._key.encrypt else b"authenticated"
+        mode = (b"encrypted" if self._key.encrypt else b"authenticated") + b" signed" * (self._key.signer is not None)
         return hashlib.sha256(pack(_PROTOCOL, mode, self._name.encode(), *numbers, low[1], high[1])).digest()
+
+
+def _confirmation(key: bytes, transcript: bytes, signature: bytes) -> bytes:
+    return hmac.digest(key, pack(transcript, signature), "sha256")
 
 
 def refusal(peer: int) -> ForgedError:
     """The error for an end that does not have the keys."""
     return ForgedError(
-        f"who answered at the address of peer {peer} does not hold the run's key, or has another `encrypt` setting: "
-        "give all islands one key (key_file or HF_DILOCO_KEY) and the same settings, and see who listens there"
+        f"who answered at the address of peer {peer} does not hold the run's key, or has another `encrypt` setting, "
+        "or no identity where the others have some: give all islands one key (key_file or HF_DILOCO_KEY) "
+        "and the same settings, and see who listens there"
     )

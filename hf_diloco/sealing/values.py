@@ -25,11 +25,12 @@ class ValueSeal:
         key: the run's.
         run: names the run; values of another do not open.
         encrypt: whether values are encrypted, or only authenticated.
+        purpose: what kind of values; those of another kind do not open. Default: at tcp://.
     """
 
-    def __init__(self, key: bytes, run: str, encrypt: bool) -> None:
+    def __init__(self, key: bytes, run: str, encrypt: bool, purpose: str = "") -> None:
         self._encrypts = encrypt
-        self._cipher = AESGCM(derive(key, "encrypted values" if encrypt else "authenticated values", run))
+        self._cipher = AESGCM(derive(key, purpose or ("encrypted values" if encrypt else "authenticated values"), run))
 
     def wrap(self, path: str, value: bytes) -> str:
         """The sealed value for a place."""

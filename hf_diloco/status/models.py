@@ -33,6 +33,7 @@ class IslandStatus(_Status):
         steps: inner steps since it last took part in a round.
         tokens_per_second: of the whole island; 0 if unknown.
         num_ranks: its processes; None as for `phase`.
+        refuses: islands that it does not believe, with the reason: they hold the run's key, and not the identity.
     """
 
     island: int
@@ -48,6 +49,7 @@ class IslandStatus(_Status):
     steps: int | None
     tokens_per_second: float | None
     num_ranks: int | None
+    refuses: dict[str, str] = {}
 
 
 class RoundStatus(_Status):

@@ -165,6 +165,7 @@ class Observer:
             steps=beat.steps if beat else None,
             tokens_per_second=beat.tokens_per_second if beat else None,
             num_ranks=beat.num_ranks if beat else None,
+            refuses=beat.refused if beat else {},
         )
 
     def _presence(self, life: _Life) -> Presence:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hf_diloco.errors import ForgedError
+from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
 from hf_diloco.store.signing import Seal
 
@@ -57,6 +57,8 @@ class RunLog:
         self.seal = seal
         self.refused: dict[str, str] = {}
         """Paths of records that were ignored because they are not of this run, with the reason."""
+        self.refused_islands: dict[int, str] = {}
+        """Islands that are not believed though they hold the run's key, with the last reason."""
 
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless there is one; whether this one is there now."""
@@ -107,6 +109,8 @@ class RunLog:
 
     def refuse(self, path: str, error: ForgedError) -> None:
         """Reports, once, what is ignored from now on."""
+        if isinstance(error, UnknownIdentityError) and error.island is not None:
+            self.refused_islands[error.island] = str(error)
         if path not in self.refused:
             logger.warning("refused an object in the store: %s", error)
         self.refused[path] = str(error)

@@ -1,7 +1,8 @@
 """The key-value store at tcp:// of a run that has a key: whoever reaches its port can neither make nor read a value.
 
     hf-diloco/run      names the run, in clear: signed with the run's key, so that others see whose run it is
-    KEY                each value sealed for its key; see `sealing.values`
+    KEY                each value sealed for its key; see `sealing.values`. Where islands have identities, before that
+                       signed by its writer: ISLAND (4 bytes) | signature | value
 
 What was not sealed with the run's key counts as absent, and is replaced where an island writes. Who reaches the port
 can still remove values, or bring back an older one of the same key, and so stop a run: see docs/security.md.
@@ -12,42 +13,43 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 from torch.distributed import DistStoreError, Store, TCPStore
 
-from hf_diloco.errors import ForgedError, RendezvousError
-from hf_diloco.sealing import LinkKey, ValueSeal
-from hf_diloco.store.signing import ENV_KEY, Seal
+from hf_diloco.errors import ForgedError, RendezvousError, UnknownIdentityError
+from hf_diloco.sealing import LinkKey, Roster, Signer, ValueSeal
+from hf_diloco.sealing.identity import SIGNATURE_BYTES
+from hf_diloco.store.authors import MEETING, owner_of_value, wrong_author
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.signing import ENV_KEY
 
 logger = logging.getLogger("hf_diloco")
 
-MARK = "hf-diloco/run"
+MARK = MEETING
 MARK_SECONDS = 20.0
 """How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
 
-_VERSION = 1
+_VERSION = 2
 _NO_RUN = "-"  # what seals the mark
+_PURPOSE = "value"
+_NUMBER_BYTES = 4
 _MAX_ATTEMPTS = 100
 _POLL_SECONDS = 0.02
 
 
-class Sealing(Protocol):
-    """The settings that say what is sealed, and where; see `DiLoCoConfig`."""
+class Place(Protocol):
+    """The setting that says where to meet; see `DiLoCoConfig`."""
 
     @property
     def rendezvous(self) -> str | None:
         """tcp://HOST:PORT."""
 
-    @property
-    def encrypt(self) -> bool:
-        """Whether values are encrypted, or only authenticated."""
-
 
 def seal_store(
-    store: TCPStore, key: bytes, config: Sealing, is_host: bool, who: str
+    store: TCPStore, credentials: Credentials, config: Place, is_host: bool, who: str
 ) -> tuple[TCPStore | SealedStore, LinkKey | None]:
     """The store as islands of a run with this key see it, and what seals their connections.
 
@@ -55,56 +57,89 @@ def seal_store(
 
     Args:
         store: at `config.rendezvous`.
-        key: the run's; empty for none.
-        config: see `Sealing`.
+        credentials: this island's.
+        config: see `Place`.
         is_host: this process keeps the store, and begins the run.
         who: this island, for messages.
 
     Raises:
-        RendezvousError: the run has another key, or none, or this process has none; or another `encrypt`.
+        RendezvousError: the run has another key, or none, or this process has none; or another `encrypt`, or other
+            identities.
     """
-    if not key:
+    if not credentials.key:
         if not is_host and store.check([MARK]):
             raise RendezvousError(
                 f"{who} has no key, and the run at {config.rendezvous} has one: give it the key of the others "
                 f"(key_file or {ENV_KEY})"
             )
         return store, None
-    run = _begin_run(store, key, config) if is_host else _find_run(store, key, config, who)
-    return SealedStore(store, ValueSeal(key, run, config.encrypt)), LinkKey.of_run(key, run, config.encrypt)
+    run = _begin_run(store, credentials) if is_host else _find_run(store, credentials, config, who)
+    seal = ValueSeal(credentials.key, run, credentials.encrypt)
+    return SealedStore(store, seal, run, credentials.signer), credentials.link_key(run)
 
 
-def _begin_run(store: TCPStore, key: bytes, config: Sealing) -> str:
-    run = secrets.token_hex(16)
-    mark = {"version": _VERSION, "run": run, "encrypt": config.encrypt}
-    store.set(MARK, Seal(key, _NO_RUN).wrap(MARK, mark).decode())
+def _begin_run(store: TCPStore, credentials: Credentials) -> str:
+    run, seal = secrets.token_hex(16), credentials.seal(_NO_RUN)
+    mark = {"version": _VERSION, "run": run, "encrypt": credentials.encrypt, "identities": seal.identities}
+    store.set(MARK, seal.wrap(MARK, mark).decode())
     return run
 
 
-def _find_run(store: TCPStore, key: bytes, config: Sealing, who: str) -> str:
+def _find_run(store: TCPStore, credentials: Credentials, config: Place, who: str) -> str:
+    there = f"the run at {config.rendezvous}"
+    seal = Credentials(credentials.key, encrypt=credentials.encrypt).seal(_NO_RUN)  # who signed it is looked at below
     try:
         store.wait([MARK], timedelta(seconds=MARK_SECONDS))
-        mark = Seal(key, _NO_RUN).open(MARK, store.get(MARK))
+        found = store.get(MARK)
+        mark = seal.open(MARK, found)
     except RuntimeError:
         raise RendezvousError(
-            f"{who} has a key, and the run at {config.rendezvous} has none, or another version of hf_diloco: give all "
-            f"one key (key_file or {ENV_KEY}) and one version, or start {who} without a key"
+            f"{who} has a key, and {there} has none, or another version of hf_diloco: give all one key (key_file or "
+            f"{ENV_KEY}) and one version, or start {who} without a key"
         ) from None
     except ForgedError:
         raise RendezvousError(
-            f"{who} has another key than the run at {config.rendezvous}: give all one key (key_file or {ENV_KEY})"
+            f"{who} has another key than {there}: give all one key (key_file or {ENV_KEY})"
         ) from None
-    run, encrypt = mark.get("run"), mark.get("encrypt")
-    if mark.get("version") != _VERSION or not isinstance(run, str):
+    run, encrypt, identities = mark.get("run"), mark.get("encrypt"), mark.get("identities")
+    if mark.get("version") != _VERSION or not isinstance(run, str) or not isinstance(identities, dict):
+        raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all")
+    if encrypt is not credentials.encrypt:
         raise RendezvousError(
-            f"{who} has another version of hf_diloco than the run at {config.rendezvous}: install one on all"
+            f"{who} has encrypt={credentials.encrypt}, and {there} encrypt={encrypt}: set the same on all"
         )
-    if encrypt is not config.encrypt:
-        raise RendezvousError(
-            f"{who} has encrypt={config.encrypt}, and the run at {config.rendezvous} encrypt={encrypt}: set the same "
-            "on all"
-        )
+    if credentials.signer or identities:
+        _check_identities(credentials, found, identities, who, there)
     return run
+
+
+def _check_identities(
+    credentials: Credentials, found: bytes, theirs: Mapping[str, list[str]], who: str, there: str
+) -> None:
+    """Makes sure that who keeps the store and this island list each other, and everybody else alike."""
+    signer = credentials.signer
+    if signer is None:
+        raise RendezvousError(
+            f"{who} gives no identity, and {there} has a list of who may take part: make an identity for it "
+            "(`hf-diloco keys make FILE`), add it to identities on all, and give it as identity_file"
+        )
+    if not theirs:
+        raise RendezvousError(
+            f"{who} has an identity, and {there} lists nobody's: set the same identities on all, or on none"
+        )
+    try:
+        credentials.seal(_NO_RUN).open(MARK, found)
+        Roster({int(number): texts for number, texts in theirs.items()}, signer.roster.unit).find_current(signer)
+    except UnknownIdentityError as error:
+        raise RendezvousError(f"{who} cannot take part in {there}: {error}") from None
+    mine = signer.roster.texts
+    for number in sorted(mine.keys() | theirs.keys(), key=int):
+        if mine.get(number) != theirs.get(number):
+            unit = signer.roster.unit
+            raise RendezvousError(
+                f"{who} has another list of identities than {there}: identities.{number} differs. Give all "
+                f"{unit}s the same list, and start {unit} {number} again where it had another key"
+            )
 
 
 class SealedStore(Store):
@@ -113,12 +148,16 @@ class SealedStore(Store):
     Args:
         store: what lies below.
         seal: of the run.
+        run: names the run.
+        signer: this island's identity; then each value must be signed by who may write it. Default: none has one.
     """
 
-    def __init__(self, store: TCPStore, seal: ValueSeal) -> None:
+    def __init__(self, store: TCPStore, seal: ValueSeal, run: str = "", signer: Signer | None = None) -> None:
         super().__init__()
         self._store = store
         self._seal = seal
+        self._run = run
+        self._signer = signer
         self._timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
         self._refused: set[str] = set()
 
@@ -126,10 +165,10 @@ class SealedStore(Store):
         """A client of its own: who waits for a key of a TCP store keeps others from using the same one."""
         store = self._store
         own = TCPStore(store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        return SealedStore(own, self._seal)
+        return SealedStore(own, self._seal, self._run, self._signer)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._seal.wrap(key, _bytes(value)))
+        self._store.set(key, self._wrap(key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -180,12 +219,12 @@ class SealedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Leaves word that it is gone: who has just seen that it was there must not wait for it."""
-        self._store.set(key, self._seal.wrap(_removed(key), b""))
+        self._store.set(key, self._wrap(_removed(key), b""))
         return True
 
     def _swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, bool]:
         """Writes a value if `expected` is there; returns what lies there now, sealed, and whether it was written."""
-        sealed = self._seal.wrap(key, desired)
+        sealed = self._wrap(key, desired)
         found = self._store.compare_set(key, expected, sealed)  # type: ignore[arg-type]  # bytes too
         if found == sealed.encode():
             return found, True
@@ -197,7 +236,7 @@ class SealedStore(Store):
     def _open(self, key: str, sealed: bytes) -> bytes | None:
         """The value; None if it was removed, or nobody of this run has put it there."""
         try:
-            return self._seal.open(key, sealed)
+            return self._unwrap(key, sealed)
         except ForgedError as error:
             if not self._is_removed(key, sealed) and key not in self._refused:
                 self._refused.add(key)
@@ -206,9 +245,33 @@ class SealedStore(Store):
 
     def _is_removed(self, key: str, sealed: bytes) -> bool:
         try:
-            return self._seal.open(_removed(key), sealed) == b""
+            return self._unwrap(_removed(key), sealed) == b""
         except ForgedError:
             return False
+
+    def _wrap(self, key: str, value: bytes) -> str:
+        if self._signer:
+            number = self._signer.number.to_bytes(_NUMBER_BYTES, "big")
+            value = number + self._signer.sign(_PURPOSE, self._run.encode(), key.encode(), value) + value
+        return self._seal.wrap(key, value)
+
+    def _unwrap(self, key: str, sealed: bytes) -> bytes:
+        """The value.
+
+        Raises:
+            ForgedError: it was not sealed for this place.
+            UnknownIdentityError: it was, by somebody who may not write it.
+        """
+        value = self._seal.open(key, sealed)
+        if not self._signer:
+            return value
+        number, signature = value[:_NUMBER_BYTES], value[_NUMBER_BYTES : _NUMBER_BYTES + SIGNATURE_BYTES]
+        value, by = value[_NUMBER_BYTES + SIGNATURE_BYTES :], int.from_bytes(number, "big")
+        self._signer.check(by, signature, _PURPOSE, self._run.encode(), key.encode(), value)
+        owner = owner_of_value(key)
+        if owner not in (None, by):
+            raise wrong_author(key, owner, by, self._signer.roster.unit)
+        return value
 
 
 def _removed(key: str) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError
+from hf_diloco.sealing.blocks import BlockSeal
 from hf_diloco.store.objects import CutShortError, ObjectStore
 from hf_diloco.transport.object_info import Block, ObjectInfo, iter_blocks
 
@@ -42,6 +43,7 @@ class BlockReader:
         start: canonical index of the first value needed.
         length: values needed.
         num_threads: range reads at a time.
+        seal: opens what is encrypted; None without a key.
 
     Attributes:
         bytes_received: what the blocks handed over so far took, whole.
@@ -49,9 +51,16 @@ class BlockReader:
     """
 
     def __init__(
-        self, store: ObjectStore, covers: Sequence[Sequence[ObjectInfo]], start: int, length: int, num_threads: int
+        self,
+        store: ObjectStore,
+        covers: Sequence[Sequence[ObjectInfo]],
+        start: int,
+        length: int,
+        num_threads: int,
+        seal: BlockSeal | None = None,
     ) -> None:
         self._store = store
+        self._seal = seal
         streams = [iter_blocks(cover, start, length, participant) for participant, cover in enumerate(covers)]
         self._coming: Iterator[Block] = heapq.merge(*streams, key=lambda block: block.low)
         self.buffer_bytes = max(
@@ -122,9 +131,22 @@ class BlockReader:
                 f"{last} differs, so it was damaged or overwritten; leave its island out of the round",
                 path,
             )
+        if block.info.is_sealed:
+            data = np.frombuffer(self._decrypt(block, data.data), np.uint8)
         skipped, size = block.num_skipped_bytes, block.num_needed_bytes
         buffer.numpy()[:size] = data[skipped : skipped + size]
         return LoadedBlock(block, buffer)
+
+    def _decrypt(self, block: Block, data: memoryview) -> bytes:
+        path = block.info.path
+        plain = self._seal.open(path, block.number, data) if self._seal else None
+        if plain is None:
+            raise PayloadError(
+                f"the object {path!r} is encrypted, and not by this run for this place, or this island has no "
+                "encrypt_store: give all islands one key and the same encrypt_store",
+                path,
+            )
+        return plain
 
 
 def digest_of(data: memoryview) -> str:

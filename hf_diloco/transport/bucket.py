@@ -8,11 +8,12 @@ that wrote them. So an island can average at any later time, and without the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
+from hf_diloco.sealing.blocks import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.objects import PART_BYTES, ObjectStore
 from hf_diloco.transport.base import BLOCK_VALUES, Observer, Traffic, weighted_mean
 from hf_diloco.transport.block_reader import BlockReader, LoadedBlock, digest_of
@@ -37,8 +38,8 @@ class BucketExchange:
     others.
 
     Reading takes `participants + num_transfers` blocks of memory, and `num_transfers` more that just arrived, whatever
-    the size of the model. Publishing takes none for fp32 and one code of the whole range otherwise, which is freed at
-    once.
+    the size of the model. Publishing takes none for fp32 and one code of the whole range otherwise, and where objects
+    are encrypted one ciphertext of it besides; both are freed at once.
 
     Codes are in blocks of some values, counted from the canonical index 0: where objects and ranges begin, so does a
     block.
@@ -49,6 +50,7 @@ class BucketExchange:
         length: values in the range; may be 0.
         num_transfers: range reads, or digests, at a time.
         rate_limit: for all that is published; default: none.
+        seal: encrypts what is published, and opens what is read; default: nothing is encrypted.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class BucketExchange:
         length: int,
         num_transfers: int = 4,
         rate_limit: RateLimit | None = None,
+        seal: BlockSeal | None = None,
     ) -> None:
         if start < 0 or length < 0 or num_transfers < 1:
             raise ValueError(f"start {start} and length {length} must be >= 0, num_transfers {num_transfers} >= 1")
         self._store = store
         self._num_transfers = num_transfers
+        self._seal = seal
         self._pace = rate_limit.take if rate_limit else None
         self.start = start
         self.length = length
@@ -86,16 +90,27 @@ class BucketExchange:
         self._check(values, codec)
         code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
         code = values.view(torch.uint8) if codec.is_exact else code
+        num_blocks = -(-self.length // OBJECT_BLOCK_VALUES)
+        num_bytes = codec.num_bytes(self.length) + (num_blocks * BLOCK_OVERHEAD if self._seal else 0)
+        stored = torch.empty(num_bytes, dtype=torch.uint8) if self._seal else code
         with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
             digests = []
-            for low in range(0, self.length, OBJECT_BLOCK_VALUES):
+            for number, low in enumerate(range(0, self.length, OBJECT_BLOCK_VALUES)):
                 block = values[low : low + OBJECT_BLOCK_VALUES]
-                part = code[codec.locate(low, low + block.numel())]
+                place = codec.locate(low, low + block.numel())
+                part = code[place]
                 if not codec.is_exact:
                     codec.encode(block, part)
-                digests.append(pool.submit(digest_of, part.numpy().data))
-            if self.length:  # while the digests are still at work
-                data = code.numpy().data
+                if self._seal:
+                    first = place.start + number * BLOCK_OVERHEAD
+                    sealed = stored[first : first + part.numel() + BLOCK_OVERHEAD].numpy().data
+                    digests.append(pool.submit(_seal, self._seal, path, number, part.numpy().data, sealed))
+                else:
+                    digests.append(pool.submit(digest_of, part.numpy().data))
+            if self._seal:
+                wait(digests)
+            if self.length:  # while the digests are still at work, where nothing is to be encrypted first
+                data = stored.numpy().data
                 # A store in this process's memory would keep the caller's memory as the object.
                 self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data, self._pace)
             info = ObjectInfo(
@@ -103,9 +118,10 @@ class BucketExchange:
                 codec=codec.name,
                 start=self.start,
                 length=self.length,
-                num_bytes=codec.num_bytes(self.length),
+                num_bytes=num_bytes,
                 block_values=OBJECT_BLOCK_VALUES,
                 digests=[digest.result() for digest in digests],
+                is_sealed=self._seal is not None,
             )
         return info, Traffic(bytes_sent=info.num_bytes)
 
@@ -152,7 +168,7 @@ class BucketExchange:
         if own is not None and own_values is not None:
             covers[own] = []  # nothing to read
         mixer = _Mixer(self.start, len(parts), weights, codec, own, own_values)
-        with BlockReader(self._store, covers, self.start, self.length, self._num_transfers) as reader:
+        with BlockReader(self._store, covers, self.start, self.length, self._num_transfers, self._seal) as reader:
             position = self.start
             while position < self.end:
                 held = reader.advance(position)
@@ -184,6 +200,12 @@ class BucketExchange:
             raise ValueError(f"{self.length} values of fp32 on the host are needed, not {values.shape} {values.dtype}")
         if not values.is_contiguous():
             raise ValueError("values must be contiguous")
+
+
+def _seal(seal: BlockSeal, path: str, number: int, block: memoryview, sealed: memoryview) -> str:
+    """Encrypts a block; returns its digest."""
+    seal.seal_into(path, number, block, sealed)
+    return digest_of(sealed)
 
 
 class _Mixer:

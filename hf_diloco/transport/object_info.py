@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError
+from hf_diloco.sealing.blocks import BLOCK_OVERHEAD
 
 MAX_VALUES = 1 << 48
 MAX_BLOCK_VALUES = 1 << 24
@@ -41,7 +42,8 @@ class ObjectInfo(BaseModel):
         length: values.
         num_bytes: size of the object.
         block_values: values a block, but for the last.
-        digests: SHA-256 of each block's bytes, in hexadecimal.
+        digests: SHA-256 of each block's bytes as they lie there, in hexadecimal.
+        is_sealed: each block is encrypted, and so a little longer; see `sealing.blocks`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -54,6 +56,7 @@ class ObjectInfo(BaseModel):
     num_bytes: int = Field(ge=0, le=4 * MAX_VALUES)
     block_values: int = Field(ge=1, le=MAX_BLOCK_VALUES)
     digests: list[_Digest] = Field(max_length=MAX_BLOCKS)
+    is_sealed: bool = False
 
     @field_validator("codec")
     @classmethod
@@ -70,10 +73,10 @@ class ObjectInfo(BaseModel):
                 f"start {self.start} and block_values {self.block_values} must be multiples of {self.codec}'s blocks "
                 f"of {block_values} values"
             )
-        num_bytes = CODECS[self.codec].num_bytes(self.length)
+        num_blocks = -(-self.length // self.block_values)
+        num_bytes = self.offset(num_blocks)
         if self.num_bytes != num_bytes:
             raise ValueError(f"{self.length} values of {self.codec} take {num_bytes} bytes, not {self.num_bytes}")
-        num_blocks = -(-self.length // self.block_values)
         if len(self.digests) != num_blocks:
             raise ValueError(
                 f"{self.length} values in blocks of {self.block_values} have {num_blocks} digests, "
@@ -88,9 +91,12 @@ class ObjectInfo(BaseModel):
 
     def blocks(self) -> list[tuple[int, int]]:
         """Where each block lies: first byte, and the one after the last."""
-        codec = CODECS[self.codec]
-        ends = [codec.num_bytes(min(k * self.block_values, self.length)) for k in range(len(self.digests) + 1)]
-        return list(pairwise(ends))
+        return list(pairwise(self.offset(number) for number in range(len(self.digests) + 1)))
+
+    def offset(self, number: int) -> int:
+        """The byte at which a block begins; of the number after the last, the size of the object."""
+        num_values = min(number * self.block_values, self.length)
+        return CODECS[self.codec].num_bytes(num_values) + self.is_sealed * number * BLOCK_OVERHEAD
 
 
 def read_info(record: object) -> ObjectInfo:
@@ -167,9 +173,7 @@ class Block:
 
     def locate(self) -> tuple[int, int]:
         """Where the whole block lies in its object: first byte, and the one after the last."""
-        codec, size = CODECS[self.info.codec], self.info.block_values
-        first = self.number * size
-        return codec.num_bytes(first), codec.num_bytes(min(first + size, self.info.length))
+        return self.info.offset(self.number), self.info.offset(self.number + 1)
 
     @property
     def num_skipped_bytes(self) -> int:

@@ -9,9 +9,9 @@ from typing import Self
 from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
 from hf_diloco.store.sealed_store import seal_store
-from hf_diloco.store.signing import find_key
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
@@ -82,10 +82,10 @@ class MeshTransport(Transport):
         self._config = config
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
-        key, is_host = find_key(config), is_leader and config.island == 0
+        credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
         store, self._address = connect_store(config, is_host, self._notes)
-        self.store, self._key = seal_store(store, key, config, is_host, f"island {config.island}")
-        if is_leader and not key:
+        self.store, self._key = seal_store(store, credentials, config, is_host, f"island {config.island}")
+        if is_leader and not credentials.key:
             warn_if_exposed(self._address)
 
     def open(self, lane: int) -> Exchange:

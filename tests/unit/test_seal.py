@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import ConfigError, ForgedError
-from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, Seal, load_key
+from hf_diloco.store.credentials import load_key
+from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, Seal
 
 KEY, RUN, PATH = b"0123456789abcdef", "run-1", "rounds/7/offers/2-1-0.json"
 BODY: dict[str, Any] = {
@@ -253,7 +254,7 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_that_do_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_KEY, "too-short")
     with pytest.raises(
-        ConfigError, match=rf"{ENV_KEY}: the run's key has 9 bytes, fewer than 16: .*secrets"
+        ConfigError, match=rf"{ENV_KEY}: the run's key has 9 bytes, fewer than 16: .*keys make --shared"
     ) as caught:
         load_key(None)
     assert "too-short" not in str(caught.value)

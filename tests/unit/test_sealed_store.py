@@ -17,8 +17,8 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.store import sealed_store
+from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.sealed_store import MARK, SealedStore, seal_store
-from hf_diloco.store.signing import find_key
 from hf_diloco.transport.peer_failures import LossNotes
 from tests.islands import run_islands
 
@@ -37,9 +37,13 @@ def config(**settings: Any) -> DiLoCoConfig:
     return DiLoCoConfig(**{"num_islands": 2, "rendezvous": "tcp://127.0.0.1:29400", **settings})
 
 
+def held(key: bytes, **settings: Any) -> Credentials:
+    return Credentials(key, **settings)
+
+
 def enter(bare: TCPStore, island: int, key: bytes = KEY, **settings: Any) -> SealedStore:
     own = TCPStore(LOCALHOST, bare.port, wait_for_workers=False, timeout=timedelta(seconds=20))
-    store, link_key = seal_store(own, key, config(**settings), is_host=island == 0, who=f"island {island}")
+    store, link_key = seal_store(own, held(key, **settings), config(), is_host=island == 0, who=f"island {island}")
     assert isinstance(store, SealedStore)
     assert link_key is not None
     return store
@@ -136,16 +140,16 @@ def test_who_does_not_fit_is_told_at_the_start(
     message: str,
 ) -> None:
     monkeypatch.setattr(sealed_store, "MARK_SECONDS", 0.5)
-    seal_store(bare, host[0], config(**host[1]), is_host=True, who="island 0")
+    seal_store(bare, held(host[0], **host[1]), config(), is_host=True, who="island 0")
     with pytest.raises(RendezvousError, match=message):
-        seal_store(bare, guest[0], config(**guest[1]), is_host=False, who="island 1")
+        seal_store(bare, held(guest[0], **guest[1]), config(), is_host=False, who="island 1")
 
 
 def test_a_mark_that_strangers_write_lets_nobody_in(bare: TCPStore) -> None:
-    seal_store(bare, OTHER_KEY, config(), is_host=True, who="a stranger")
+    seal_store(bare, held(OTHER_KEY), config(), is_host=True, who="a stranger")
     assert MARK in bare.list_keys()
     with pytest.raises(RendezvousError, match="island 1 has another key"):
-        seal_store(bare, KEY, config(), is_host=False, who="island 1")
+        seal_store(bare, held(KEY), config(), is_host=False, who="island 1")
 
 
 @pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig])
@@ -155,7 +159,7 @@ def test_a_key_can_be_required(
     monkeypatch.delenv("HF_DILOCO_KEY", raising=False)
     assert find_key(kind()) == b""
     with pytest.raises(
-        ConfigError, match=r"require_key=true, and there is no key: make one by python.*as key_file or"
+        ConfigError, match=r"require_key=true, and there is no key: make one by `hf-diloco keys.*as key_file or"
     ):
         find_key(kind(require_key=True))
     file = tmp_path / "key"

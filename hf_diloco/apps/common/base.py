@@ -75,6 +75,22 @@ class Meeting(Protocol):
         """Whether there must be one."""
 
     @property
+    def identity_file(self) -> Path | None:
+        """File with an island's private key."""
+
+    @property
+    def identities(self) -> Mapping[int, list[str]]:
+        """Public keys of each island."""
+
+    @property
+    def encrypt(self) -> bool:
+        """Whether what goes directly between islands is encrypted."""
+
+    @property
+    def encrypts_store(self) -> bool:
+        """Whether what lies in a store is."""
+
+    @property
     def survives_losses(self) -> bool:
         """Whether the other islands go on when one is lost."""
 

@@ -16,11 +16,13 @@ class NamedFiles(NamedTuple):
 
     Attributes:
         paths: must exist.
+        patterns: in which the island's number is yet to be put; looked for once it is.
         hub_ids_or_paths: a folder or file, or else an id on the hub.
         globs: lists of patterns, each of which must match a file.
     """
 
     paths: tuple[KeyPath, ...] = ()
+    patterns: tuple[KeyPath, ...] = ()
     hub_ids_or_paths: tuple[KeyPath, ...] = ()
     globs: tuple[KeyPath, ...] = ()
 
@@ -47,6 +49,9 @@ def resolve_paths(
             if found is None and not may_be_hub_id:
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
             _put(values, path, found or text)
+    for path in named.patterns:
+        if isinstance(text := _get(values, path), str):
+            _put(values, path, _find(text, folders) or str(folders[0] / text))
     for path in named.globs:
         patterns = _get(values, path)
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):

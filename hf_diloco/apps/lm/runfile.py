@@ -128,6 +128,7 @@ class RunFile(BaseRun):
     meeting_name: ClassVar[str] = "diloco"
     files: ClassVar[NamedFiles] = NamedFiles(
         paths=(("deepspeed",), ("accelerate",), ("diloco", "key_file")),
+        patterns=(("diloco", "identity_file"),),
         hub_ids_or_paths=(("model", "path"), ("tokenizer", "path"), ("data", "path")),
         globs=(("data", "files"), ("data", "eval_files")),
     )

@@ -27,7 +27,9 @@ class VisionRun(BaseRun):
     meeting_name: ClassVar[str] = "gossip"
     unit: ClassVar[str] = "node"
     files: ClassVar[NamedFiles] = NamedFiles(
-        paths=(("accelerate",), ("gossip", "key_file")), hub_ids_or_paths=(("model", "path"), ("data", "path"))
+        paths=(("accelerate",), ("gossip", "key_file")),
+        patterns=(("gossip", "identity_file"),),
+        hub_ids_or_paths=(("model", "path"), ("data", "path")),
     )
     where: ClassVar[Where] = "nodes"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("preset", "path", "config")}

@@ -213,7 +213,7 @@ class GroupAverage:
             len(members),
             self._address,
             self._timeout,
-            self._link_key,
+            self._link_key and self._link_key.among(members),
             rate_limit=self._rate_limit,
         )
 

@@ -56,7 +56,14 @@ class Edge:
         self._other_end = 1 - end
         self._tag = 0
         self._links = Connections(
-            store, f"{name}/{low}-{high}/{life}", end, 2, address, timeout, rate_limit=rate_limit, key=key
+            store,
+            f"{name}/{low}-{high}/{life}",
+            end,
+            2,
+            address,
+            timeout,
+            rate_limit=rate_limit,
+            key=key and key.among((low, high)),
         )
 
     def begin(self) -> Transfers:

@@ -102,8 +102,9 @@ class MeshPublished(Published):
                 name = f"{self._name}/{low}-{high}/{life}/{asker}"
                 store = SharedStore(self._store, timeout, meanwhile)
                 end = int(self.node == high)
+                key = self._key and self._key.among((low, high))
                 made[asker] = Connections(
-                    store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit, key=self._key
+                    store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit, key=key
                 )
         except (RuntimeError, ExchangeError) as error:
             _close(made.values())

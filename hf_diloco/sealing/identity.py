@@ -1,0 +1,142 @@
+"""Which island says something: each signs with an Ed25519 key of its own, which the others list (RFC 8032).
+
+signature   public key (32 bytes) | Ed25519 signature (64 bytes) of
+            "hf-diloco identity 1", what is signed, the island's number, and what is said
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from hf_diloco.errors import ConfigError, UnknownIdentityError
+from hf_diloco.sealing.keys import pack
+from hf_diloco.utils.public_keys import ListedKey, parse_public, show_public
+
+PUBLIC_BYTES = 32
+SIGNATURE_BYTES = PUBLIC_BYTES + 64
+_PROTOCOL = b"hf-diloco identity 1"
+
+
+class Roster:
+    """The public keys that speak for each island.
+
+    Args:
+        keys: by island; see `parse_public`.
+        unit: what the run calls one that takes part.
+    """
+
+    def __init__(self, keys: Mapping[int, Sequence[str]], unit: str = "island") -> None:
+        self.texts = {str(island): sorted(texts) for island, texts in sorted(keys.items())}
+        self.unit = unit
+        self._listed = {island: [parse_public(text) for text in texts] for island, texts in keys.items()}
+
+    def find(self, island: int, public: bytes) -> ListedKey:
+        """The entry of an island's key.
+
+        Raises:
+            UnknownIdentityError: the key is not listed for this island; says what to do.
+        """
+        for listed in self._listed.get(island, ()):
+            if listed.public == public:
+                return listed
+        raise UnknownIdentityError(
+            f"{self.unit} {island} shows the identity {show_public(public)}, which is not listed for it here "
+            f"(identities.{island}): it was removed, was never added, or somebody else speaks. If it is to take part, "
+            f"add it to identities on all {self.unit}s",
+            island,
+        )
+
+    def find_current(self, signer: Signer) -> None:
+        """Makes sure that an island may take part.
+
+        Raises:
+            UnknownIdentityError: its key is not listed, or counts until some round only.
+        """
+        if self.find(signer.number, signer.public).last_round is not None:
+            raise UnknownIdentityError(
+                f"{self.unit} {signer.number}'s identity {show_public(signer.public)} counts until a round only: "
+                "start it with its new identity_file",
+                signer.number,
+            )
+
+    def admits(self, island: int, public: bytes) -> bool:
+        """Whether who holds a key may take part as this island."""
+        return any(listed.public == public and listed.last_round is None for listed in self._listed.get(island, ()))
+
+
+class Signer:
+    """An island's own identity, and those of the others.
+
+    Args:
+        private: this island's key.
+        number: this island's.
+        roster: of the run.
+
+    Raises:
+        ConfigError: the roster does not list the key for this island.
+    """
+
+    def __init__(self, private: Ed25519PrivateKey, number: int, roster: Roster) -> None:
+        self._private = private
+        self.public = private.public_key().public_bytes_raw()
+        self.number = number
+        self.roster = roster
+        if not roster.admits(number, self.public):
+            raise ConfigError(
+                f"{roster.unit} {number}'s identity is {show_public(self.public)}, and identities.{number} does not "
+                f"list it, or only `until` a round: add it there, on all {roster.unit}s, or give {roster.unit} "
+                f"{number} its own identity_file"
+            )
+
+    def __repr__(self) -> str:
+        return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Signer holds a private key: it is neither copied nor pickled")
+
+    def sign(self, purpose: str, *said: bytes) -> bytes:
+        """This island's signature of what it says, `SIGNATURE_BYTES`.
+
+        Args:
+            purpose: what is signed; a signature is worth nothing for another purpose.
+            said: its parts.
+        """
+        return self.public + self._private.sign(_text(purpose, self.number, said))
+
+    def check(self, island: int, signature: bytes, purpose: str, *said: bytes, last_round: int | None = None) -> None:
+        """Makes sure that an island has said something.
+
+        Args:
+            island: which.
+            signature: see `sign`.
+            purpose, said: likewise.
+            last_round: of the run's history that this belongs to; None: it is said by who takes part now. A key
+                that was replaced counts up to its last round.
+
+        Raises:
+            UnknownIdentityError: it has not; says why.
+        """
+        public, proof = signature[:PUBLIC_BYTES], signature[PUBLIC_BYTES:]
+        listed = self.roster.find(island, public)
+        if listed.last_round is not None and (last_round is None or last_round > listed.last_round):
+            raise UnknownIdentityError(
+                f"{self.roster.unit} {island} shows the identity {show_public(public)}, which counts until round "
+                f"{listed.last_round} only (identities.{island}): start it with its new identity_file",
+                island,
+            )
+        try:
+            Ed25519PublicKey.from_public_bytes(public).verify(proof, _text(purpose, island, said))
+        except (InvalidSignature, ValueError):
+            raise UnknownIdentityError(
+                f"what bears the name of {self.roster.unit} {island} was not signed with its identity "
+                f"{show_public(public)}: it was altered, or somebody else speaks; keep others away",
+                island,
+            ) from None
+
+
+def _text(purpose: str, island: int, said: Sequence[bytes]) -> bytes:
+    return pack(_PROTOCOL, purpose.encode(), b"%d" % island, *said)

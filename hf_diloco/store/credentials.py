@@ -1,0 +1,236 @@
+"""The secrets of one island: the run's key, which all share, and its own identity."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.sealing import LinkKey, Roster, Signer
+from hf_diloco.store.signing import ENV_KEY, MAKE_KEY, MIN_KEY_BYTES, Seal
+
+ENV_IDENTITY = "HF_DILOCO_IDENTITY"
+MAX_KEY_FILE_BYTES = 4096
+
+
+class KeySettings(Protocol):
+    """The settings that say where the secrets are, and whom to believe; see `DiLoCoConfig`."""
+
+    @property
+    def key_file(self) -> Path | None:
+        """See `load_key`."""
+
+    @property
+    def require_key(self) -> bool:
+        """Whether there must be one."""
+
+    @property
+    def identity_file(self) -> Path | None:
+        """See `load_identity`."""
+
+    @property
+    def identities(self) -> Mapping[int, list[str]]:
+        """The public keys that speak for each island."""
+
+    @property
+    def encrypt(self) -> bool:
+        """Whether what goes directly between islands is encrypted, or only authenticated."""
+
+    @property
+    def encrypts_store(self) -> bool:
+        """Whether what lies in an object store is encrypted."""
+
+
+@dataclass(frozen=True, repr=False)
+class Credentials:
+    """What an island proves who it is with, and keeps secrets by.
+
+    Attributes:
+        key: the run's; empty for none.
+        signer: its identity; None if islands of this run have none.
+        encrypt: whether what goes directly between islands is encrypted.
+        encrypts_store: whether what lies in an object store is.
+    """
+
+    key: bytes = b""
+    signer: Signer | None = None
+    encrypt: bool = True
+    encrypts_store: bool = False
+
+    def seal(self, run_id: str) -> Seal:
+        """For the records of a run."""
+        return Seal(self.key, run_id, self.signer, self.encrypts_store)
+
+    def link_key(self, run_id: str) -> LinkKey | None:
+        """For connections of a run; None without a key."""
+        return LinkKey.of_run(self.key, run_id, self.encrypt, self.signer)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Credentials are secret: they are neither copied nor pickled")
+
+
+def find_credentials(config: KeySettings, number: int, unit: str = "island") -> Credentials:
+    """This island's secrets, as its settings and the environment name them.
+
+    Args:
+        config: see `KeySettings`.
+        number: this island's.
+        unit: what the run calls one that takes part.
+
+    Raises:
+        ConfigError: a file cannot be read, or others can read it; a key is missing, too short, or not listed for this
+            island.
+    """
+    key = find_key(config)
+    signer = _find_signer(config, number, unit)
+    for name, is_set in (("identities", signer is not None), ("encrypt_store", config.encrypts_store)):
+        if is_set and not key:
+            raise ConfigError(
+                f"{name} needs the run's key as well, which all {unit}s share: make one by {MAKE_KEY}, and give it to "
+                f"all as key_file or {ENV_KEY}"
+            )
+    return Credentials(key, signer, config.encrypt, config.encrypts_store)
+
+
+def _find_signer(config: KeySettings, number: int, unit: str) -> Signer | None:
+    private = load_identity(config.identity_file, number)
+    if config.identities and private is None:
+        raise ConfigError(
+            f"identities lists who may take part, and {unit} {number} has no identity: make one by "
+            f"`hf-diloco keys make FILE`, give it as identity_file or {ENV_IDENTITY}, and list it"
+        )
+    if private is None:
+        return None
+    if not config.identities:
+        raise ConfigError(
+            f"{unit} {number} has an identity (identity_file or {ENV_IDENTITY}), and identities lists nobody: list "
+            f"every {unit}'s public key there (`hf-diloco keys show FILE`), or take the identity away"
+        )
+    return Signer(private, number, Roster(config.identities, unit))
+
+
+def find_key(config: KeySettings) -> bytes:
+    """The run's key; empty if there is none.
+
+    Raises:
+        ConfigError: as `load_key`; or there is none, and `require_key` wants one.
+    """
+    key = load_key(config.key_file)
+    if config.require_key and not key:
+        raise ConfigError(
+            f"require_key=true, and there is no key: make one by {MAKE_KEY}, and give it to all as key_file or "
+            f"{ENV_KEY}; or leave require_key out"
+        )
+    return key
+
+
+def load_key(key_file: Path | None) -> bytes:
+    """Returns the run's key: the first line of `key_file`, else HF_DILOCO_KEY, else none (empty).
+
+    Raises:
+        ConfigError: the file cannot be read, or others on this machine can read it, or the key is too short.
+    """
+    if key_file is not None:
+        return _checked(_first_line(key_file), f"key_file={key_file}")
+    value = os.environ.get(ENV_KEY, "").strip()
+    return _checked(value.encode(errors="surrogateescape"), ENV_KEY) if value else b""
+
+
+def _first_line(path: Path) -> bytes:
+    lines = _read_secret(path, "key_file", "Put the run's key there (hf-diloco keys make --shared)").splitlines()
+    return lines[0].strip() if lines else b""
+
+
+def _read_secret(path: Path, setting: str, remedy: str) -> bytes:
+    """A file that nobody else on this machine may read."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{setting}={path}: {error.strerror}. {remedy}") from None
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigError(f"{setting}={path}: other users of this machine can read it: chmod 600 it")
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"{setting}={path}: it has more than {MAX_KEY_FILE_BYTES} bytes; is it a key?")
+    return data
+
+
+def _checked(key: bytes, origin: str) -> bytes:
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"{origin}: the run's key has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one by {MAKE_KEY}, and "
+            "give the same to all islands"
+        )
+    return key
+
+
+def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
+    """An island's private key: of a file, else of HF_DILOCO_IDENTITY, else none.
+
+    Args:
+        file: in which `{island}` or `{node}` stands for the number.
+        number: of the island.
+
+    Raises:
+        ConfigError: the file cannot be read, or others on this machine can read it, or it is no such key.
+    """
+    if file is not None:
+        path = Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
+        remedy = "Make an identity there (`hf-diloco keys make FILE`)"
+        return _parse_identity(_read_secret(path, "identity_file", remedy), f"identity_file={path}")
+    value = os.environ.get(ENV_IDENTITY, "").strip()
+    return _parse_identity(value.encode(errors="surrogateescape"), ENV_IDENTITY) if value else None
+
+
+def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:
+    try:
+        private = load_pem_private_key(data, password=None)
+    except (ValueError, TypeError):  # no PEM; or protected by a password
+        private = None
+    if not isinstance(private, Ed25519PrivateKey):
+        raise ConfigError(f"{origin} is no Ed25519 private key in PEM: make one by `hf-diloco keys make FILE`")
+    return private
+
+
+def make_identity(path: Path) -> Ed25519PrivateKey:
+    """Writes a new private key to a file that only this user can read: PKCS 8 in PEM.
+
+    Raises:
+        ConfigError: there is a file already, or it cannot be written.
+    """
+    private = Ed25519PrivateKey.generate()
+    _write_secret(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return private
+
+
+def make_key(path: Path) -> None:
+    """Writes a new run's key to a file that only this user can read.
+
+    Raises:
+        ConfigError: there is a file already, or it cannot be written.
+    """
+    _write_secret(path, f"{secrets.token_hex(32)}\n".encode())
+
+
+def _write_secret(path: Path, data: bytes) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already: keys are not overwritten; give another name") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give a file in a folder that you can write to") from None
