@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,14 @@ class Shards(ABC):
         is_replicated: every rank holds all parameters (DDP, ZeRO-0), instead of a part of its own (ZeRO-1/2/3, FSDP2).
         sizes: element count of each trainable parameter by name, in the model's order. This order, unpadded, is the
             *canonical index space* in which islands with different shards understand each other.
+        shapes: of the same parameters, for whoever reads a checkpoint without the model.
         inner: the optimizer that trains the masters.
     """
 
     description: str
     is_replicated: bool
     sizes: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int]] = {}
     inner: InnerOptimizer = InnerOptimizer()
 
     @abstractmethod

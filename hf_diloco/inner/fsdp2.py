@@ -66,6 +66,7 @@ class Fsdp2Shards(Shards):
         for name, parameter in trainable.items():
             _refuse_unreadable(name, parameter, id(parameter) in sharded)
         self.sizes = {name: parameter.numel() for name, parameter in trainable.items()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
         names = {id(parameter): name for name, parameter in trainable.items()}
         groups = getattr(optimizer, "param_groups", [])
         self.inner = _Fsdp2Optimizer(

@@ -33,6 +33,7 @@ class PlainShards(Shards):
                     "synchronised; freeze quantised ones (requires_grad=False)"
                 )
         self.sizes = {name: p.numel() for name, p in self._parameters.items()}
+        self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         names = {parameter: name for name, parameter in self._parameters.items()}
         self.inner = InnerOptimizer(
             optimizer,

@@ -68,6 +68,11 @@ class _DeepSpeedShards(Shards):
             for parameter, name in self._names.items()
             if parameter.requires_grad
         }
+        self.shapes = {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            for parameter, name in self._names.items()
+            if name in self.sizes
+        }
         numbered = {self._names[parameter]: number for number, group in self._groups() for parameter in group}
         self.inner = InnerOptimizer(optimizer.optimizer, numbered)
 

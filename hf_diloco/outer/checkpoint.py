@@ -34,8 +34,8 @@ logger = logging.getLogger("hf_diloco")
 
 FOLDER = "diloco"
 _INDEX = "outer.json"
-_FORMAT = 2
-_READ_FORMATS = (1, 2)  # 1: without the Trainer's files
+_FORMAT = 3
+_READ_FORMATS = (1, 2, 3)  # 1: without the Trainer's files; 2: without the parameters' shapes
 
 Interval = tuple[int, int]
 
@@ -85,6 +85,7 @@ class OuterIndex(BaseModel):
         global_step: optimizer steps of the Trainer.
         num_parameters: trainable parameters of the whole model.
         model: digest of the trainable parameters' names and sizes.
+        parameters: shape of each trainable parameter by name, in the model's order: what the outer state is of.
         outer_digest: digest of the outer parameters of the island.
         run: id of the run in its object store; empty without one.
         settings: the outer loop's settings when it was written.
@@ -103,6 +104,7 @@ class OuterIndex(BaseModel):
     global_step: int
     num_parameters: int
     model: str
+    parameters: dict[str, list[int]] = {}
     outer_digest: str
     run: str = ""
     settings: dict[str, Any]
@@ -238,8 +240,16 @@ def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | Non
     return first_sound(checkpoints[::-1], lambda path: read_index(path).checkpoint, island)
 
 
-def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval]) -> dict[str, torch.Tensor]:
+def load_outer(
+    checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval], only: str | None = None
+) -> dict[str, torch.Tensor]:
     """Reads this rank's outer state, from whichever files hold its intervals.
+
+    Args:
+        checkpoint: the folder.
+        index: of the checkpoint.
+        intervals: what is wanted of the canonical index space.
+        only: the one tensor that is wanted, as "anchor"; None: all.
 
     Raises:
         CheckpointError: a file's contents are not what was written, or the intervals are not covered.
@@ -249,8 +259,9 @@ def load_outer(checkpoint: Path, index: OuterIndex, intervals: Sequence[Interval
     for file in index.files:
         if file.intervals == mine:
             # A copy: what was read is mapped from the file, which goes when newer checkpoints come.
-            return {name: stored.clone() for name, stored in _read_file(folder / file.name, file).items()}
-    return _assemble(folder, index, mine)
+            found = _read_file(folder / file.name, file).items()
+            return {name: stored.clone() for name, stored in found if only in (None, name)}
+    return _assemble(folder, index, mine, only)
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
@@ -322,7 +333,7 @@ def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dict[str, torch.Tensor]:
+def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval], only: str | None) -> dict[str, torch.Tensor]:
     """Puts `intervals` together from files that are cut in another way."""
     length = sum(size for _, size in intervals)
     tensors: dict[str, torch.Tensor] = {}
@@ -332,6 +343,8 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval]) -> dic
         if not matches and tensors:
             continue
         for name, stored in _read_file(folder / file.name, file).items():
+            if only not in (None, name):
+                continue
             if stored.dtype == torch.float64:  # a few numbers, equal on all ranks, not a part of a vector
                 tensors[name] = stored.clone()
                 continue

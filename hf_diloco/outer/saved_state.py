@@ -48,6 +48,7 @@ def save_state(
         global_step=global_step,
         num_parameters=outer.shards.num_parameters,
         model=model_digest(outer.shards),
+        parameters={name: list(shape) for name, shape in outer.shards.shapes.items()},
         outer_digest=outer.outer_hash,
         run=outer.run,
         settings=outer.config.model_dump(),

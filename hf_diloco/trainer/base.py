@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.zero_ranks import resume_across_ranks
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
@@ -45,6 +46,13 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def stop(self) -> None:
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
         self._stop.request()
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Has DeepSpeed resume from checkpoints of another number of ranks."""
+        if args.deepspeed_plugin is not None:
+            resume_across_ranks()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the checkpoint whole; only then may an older one go."""

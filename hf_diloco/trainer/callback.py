@@ -25,7 +25,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.outer.schedule import count_rounds, step_of
+from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds import BaseSession, open_session
 from hf_diloco.rounds.measure import SyncReport
@@ -38,10 +38,11 @@ from hf_diloco.trainer.arguments import (
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
+from hf_diloco.trainer.description import ModelDescription
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
 from hf_diloco.trainer.outer_view import HasOuterWeights, OuterView
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.utils.lr_schedule import move_schedule
+from hf_diloco.trainer.resumption import EXAMPLES, check_resumption, follow_schedule
 
 logger = logging.getLogger("hf_diloco")
 
@@ -126,6 +127,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Moves ahead of the trackers, so that what `on_log` adds reaches them."""
+        super().on_init_end(args, state, control, **kwargs)
         move_before_trackers(self)
 
     def on_train_begin(
@@ -139,17 +141,21 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         callbacks = trainer.callback_handler.callbacks if trainer else ()
         check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
-        session = self._connect(folder_of(args))
-        self._has_finished = False
+        self._examples = examples_per_step(args)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if checkpoint is not None:
+            check_resumption(checkpoint, shards, self._examples, state.is_world_process_zero)
+        session = self._connect(folder_of(args))
+        self._has_finished = False
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
-        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
+        session.tokens_per_step = tokens_per_step(self._facts, self._examples)
         session.join(shards, folder_of(args), self._facts, checkpoint)
-        self._follow_schedule(state, kwargs.get("lr_scheduler"))
+        follow_schedule(session, state, kwargs.get("lr_scheduler"))
         self._view = OuterView(session.outer)
+        self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
         needed = last_of_earlier_round if goes_back_with_others else None
@@ -211,7 +217,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
+        position: dict[str, Any] = {
+            "epoch": state.epoch,
+            "tokens": state.num_input_tokens_seen,
+            "steps": state.global_step,
+        }
+        position[EXAMPLES] = self._examples
+        self._description.complete(checkpoint, self._need_session().island)
         save_state(self._outer, checkpoint, state.global_step, position)
 
     def on_train_end(
@@ -256,21 +268,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._session = None  # of a training that failed nothing is kept: island 0 opens the rendezvous anew
             self._session = open_session(self.config, island, self._stop.is_requested, finished, folder)
         return self._session
-
-    def _follow_schedule(self, state: TrainerState, scheduler: Any) -> None:
-        """An island that joins, or comes back, has the learning rate of the run, not of its own first steps."""
-        step = min(step_of(self.config, self._outer.round), state.max_steps)
-        if not self._need_session().has_common_end or step - state.global_step < self.config.sync_every:
-            return
-        if move_schedule(scheduler, step):
-            logger.info("the run is %d rounds old: its learning rate of step %d is taken", self._outer.round, step)
-        else:
-            logger.warning(
-                "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
-                self._outer.round,
-                type(getattr(scheduler, "scheduler", scheduler)).__name__,
-                state.global_step,
-            )
 
     def _note(self, report: SyncReport) -> None:
         self._unnoted.append(report)

@@ -127,7 +127,7 @@ def test_a_damage_that_the_trainer_does_not_see_ends_the_resume(run: Path) -> No
 def test_a_checkpoint_of_the_format_before_is_gone_on_from(run: Path) -> None:
     path = run / "checkpoint-6" / "diloco" / "outer.json"
     text = re.sub(r',\n "checkpoint": \[.*\]', "", path.read_text(), flags=re.DOTALL).replace(
-        '"format": 2', '"format": 1'
+        '"format": 3', '"format": 1'
     )
     path.write_text(text)
     assert "model.safetensors" not in text

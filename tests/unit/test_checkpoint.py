@@ -254,7 +254,7 @@ def remove(name: str) -> Callable[[Path], None]:
         pytest.param(remove("outer.json"), "has no outer state .*outer.json is missing.*killed while", id="no index"),
         pytest.param(half_index, r"outer.json cannot be read \(ValidationError\): resume from", id="half an index"),
         pytest.param(
-            change_index(format=3), "has format 3, this version of hf_diloco reads up to 2", id="later format"
+            change_index(format=4), "has format 4, this version of hf_diloco reads up to 3", id="later format"
         ),
         pytest.param(change_index(extra=1), r"outer.json cannot be read \(ValidationError\)", id="unknown key"),
         pytest.param(change_index(files=[]), r"holds 0 of the \d+ outer values that this rank needs", id="no files"),

@@ -111,7 +111,6 @@ def test_multi_cpu_is_refused(folder: Path) -> None:
             "the run file has a block fsdp: set distributed_type: FSDP",
         ),
         ("distributed_type: FSDP\nnum_processes: 2\n", "is for FSDP1: set fsdp_config: {fsdp_version: 2}"),
-        ("distributed_type: MULTI_GPU\nnum_processes: 1\n", "fsdp: an island of 1 rank has nothing to shard"),
     ],
 )
 def test_accelerate_configurations_that_do_not_go_with_fsdp2(folder: Path, text: str, message: str) -> None:

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Block, Count
-from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 
@@ -176,14 +175,6 @@ class BaseRun(Block):
     @abstractmethod
     def meeting(self) -> Meeting:
         """How many islands there are and where they meet."""
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raises `ConfigError` if an island of so many ranks cannot train as the run file says."""
-        if self.fsdp is not None and num_ranks < 2:
-            raise ConfigError(
-                f"fsdp: an island of {num_ranks} rank has nothing to shard: set launch.num_processes to 2 or more, or "
-                "fsdp to null"
-            )
 
     def check(self) -> None:
         """Raises `ConfigError` for what shows only with libraries, or where they are missing."""

@@ -78,7 +78,6 @@ def assemble(
     speaks = simulated is None or run.diloco.island == 0
     args = training_arguments(run, **({} if speaks else {"disable_tqdm": True}))
     check_world(args)
-    run.check_ranks(args.world_size)
     _tame_deepspeed(args)
     ranks = IslandGroup(timeout=LONGEST_PREPARATION)
     progress.update(message="preparing the tokenizer")

@@ -1,0 +1,165 @@
+"""ZeRO checkpoints of another number of ranks, which DeepSpeed refuses to load: converted, then loaded.
+
+DeepSpeed has a form of checkpoints that is not cut for a number of ranks, the "universal checkpoint", a converter to
+it, and a setting that loads it. Here the converter runs by itself when the number of ranks has changed. What it made
+is as large as the checkpoint itself and is removed once it is loaded.
+
+Checked against DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.island import IslandGroup
+
+logger = logging.getLogger("hf_diloco")
+
+LONGEST_CONVERSION = 24 * 3600.0
+"""Seconds that the other ranks wait for the leader to convert a checkpoint."""
+
+_PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_SUFFIX = "_universal"
+_IS_PATCHED = "_hf_diloco_resumes_across_ranks"
+
+
+def resume_across_ranks() -> None:
+    """Has DeepSpeed load checkpoints of any number of ranks, in this process, from now on.
+
+    Only what DeepSpeed would otherwise refuse is loaded in another way.
+    """
+    from deepspeed import DeepSpeedEngine
+
+    original = DeepSpeedEngine.load_checkpoint
+    if hasattr(original, _IS_PATCHED):
+        return
+
+    @wraps(original)
+    def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+        ranks = IslandGroup(timeout=LONGEST_CONVERSION)
+        folder = _folder_of(Path(load_dir), tag)
+        written_by = max(ranks.gather(count_ranks(folder)))
+        if written_by in (0, ranks.size):  # 0: stage 0, which is not cut, or nothing that could be converted
+            return original(engine, load_dir, tag, **kwargs)
+        with _converted(folder, written_by, ranks) as universal, _loading_universal(engine):
+            return original(engine, load_dir, universal.name, **kwargs)
+
+    setattr(load_checkpoint, _IS_PATCHED, True)
+    DeepSpeedEngine.load_checkpoint = load_checkpoint
+
+
+def count_ranks(folder: Path) -> int:
+    """How many ranks have written a ZeRO checkpoint, as far as this machine's disk shows; 0 if it is not cut.
+
+    Args:
+        folder: DeepSpeed's own, `checkpoint-N/global_stepN`.
+    """
+    parts = [int(match[1]) for path in folder.glob("*") if (match := _PART.fullmatch(path.name))]
+    return max(parts, default=-1) + 1
+
+
+def _folder_of(checkpoint: Path, tag: str | None) -> Path:
+    latest = checkpoint / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    return checkpoint / (tag or "")
+
+
+@contextmanager
+def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Path]:
+    """The same checkpoint in a form that is cut for no number of ranks, beside it, for a while."""
+    universal = folder.with_name(folder.name + _SUFFIX)
+    try:
+        ranks.on_leader(lambda: _convert(folder, universal, written_by, ranks.size))
+        ranks.on_all(lambda: _need(universal))
+        yield universal
+    finally:
+        ranks.barrier()
+        if ranks.is_leader:
+            shutil.rmtree(universal, ignore_errors=True)
+            (folder.parent / "latest_universal").unlink(missing_ok=True)
+
+
+def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> None:
+    """Runs DeepSpeed's converter.
+
+    Raises:
+        CheckpointError: files of other machines are missing, or it cannot convert them.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    what = f"{folder} was written by {written_by} ranks, and this island has {num_ranks}"
+    found = sum(_PART.fullmatch(path.name) is not None for path in folder.glob("*"))
+    if found < written_by:
+        raise CheckpointError(
+            f"{what}: to convert it, copy the files of all machines into this folder (it holds the optimizer states "
+            f"of {found} ranks), or start {written_by} ranks"
+        )
+    logger.info("%s: converting it with DeepSpeed's universal checkpoint", what)
+    shutil.rmtree(universal, ignore_errors=True)
+    settings = Namespace(
+        input_folder=str(folder),
+        output_folder=str(universal),
+        num_extract_workers=1,  # in this process: its threads, and a device, do not go with forks
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,  # which Megatron's checkpoints have, and others need not
+    )
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ds_to_universal.main(settings)
+    except Exception as error:
+        raise CheckpointError(
+            f"{what}: DeepSpeed cannot convert it ({type(error).__name__}: {error}). Its converter knows ZeRO-1/2/3 "
+            f"with Adam and AdamW. Start {written_by} ranks, or a new run from its parameters (hf-diloco checkpoint "
+            "export), without the optimizer's state"
+        ) from error
+
+
+def _need(universal: Path) -> None:
+    if not universal.is_dir():
+        raise CheckpointError(
+            f"{universal} was written by the island's first rank, and is not on this rank's disk: another number of "
+            "ranks needs a folder that all machines of the island share"
+        )
+
+
+@contextmanager
+def _loading_universal(engine: Any) -> Iterator[None]:
+    """Has an engine take the folder that it loads for a universal checkpoint; mends what the load leaves wrong.
+
+    Under ZeRO-3 DeepSpeed gives every parameter group the settings of the first, so that those without weight decay
+    get one; and all of them one counter of steps between them, on which each then counts every step.
+    """
+    config = engine._config
+    groups = engine.optimizer.optimizer.param_groups
+    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = False
+    if engine.zero_optimization_partition_weights():
+        for group, own in zip(groups, before, strict=True):
+            rate = float(own.get("initial_lr", own["lr"])), float(before[0].get("initial_lr", before[0]["lr"]))
+            loaded = group["lr"] if rate[0] == rate[1] else group["lr"] * rate[0] / rate[1]
+            group.update({**own, "lr": loaded})
+        for state in engine.optimizer.optimizer.state.values():
+            if isinstance(step := state.get("step"), torch.Tensor):
+                state["step"] = step.clone()
+
+
+__all__ = ["count_ranks", "resume_across_ranks"]

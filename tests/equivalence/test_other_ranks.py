@@ -1,0 +1,101 @@
+"""Stopped on some number of ranks, gone on with on another: the same run within rounding, through the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence.runs import (
+    LAUNCH,
+    Runs,
+    assert_islands_agree,
+    events,
+    losses,
+    relative_difference,
+    zero,
+)
+from tests.processes import run
+
+pytestmark = pytest.mark.distributed
+
+ROUNDING = 1e-6  # of the weights' length
+BATCH = 6  # of an island, whatever its number of ranks
+STOPPED_AT = 6  # of 8 steps, in the middle of the second round
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"fsdp": {}},
+    "fsdp2 full": {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}},
+    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in range(4)},
+}
+IN_SHORT = (("zero3", 2, 1),)
+OUTSIDE_BRIEF = tuple(
+    pytest.param(kind, before, after, marks=pytest.mark.slow)
+    for kind in SHARDINGS
+    for before, after in ((1, 2), (2, 1), (2, 3))
+    if (kind, before, after) not in IN_SHORT
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def settings(kind: str, num_ranks: int, **training: Any) -> dict[str, Any]:
+    """Two islands of some ranks, with weight decay for some parameters and a learning rate that falls."""
+    return {
+        **SHARDINGS[kind],
+        "launch": {"num_processes": num_ranks, "threads": 1},
+        "training": {
+            **{"per_device_train_batch_size": BATCH // num_ranks, "weight_decay": 0.1},
+            **{"save_strategy": "steps", "save_steps": STOPPED_AT, "save_total_limit": 3, **training},
+        },
+    }
+
+
+def stop(runs: Runs, whole: Path, name: str) -> None:
+    """A run folder as `whole` left it when it was stopped."""
+    broken = runs.folder / name
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    for island in range(2):
+        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
+        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), [*IN_SHORT, *OUTSIDE_BRIEF])
+def test_other_number_of_ranks_is_the_same_run(runs: Runs, kind: str, before: int, after: int) -> None:
+    whole = runs.launch(f"{kind}-{before}".replace(" ", "-"), **settings(kind, before))
+    name = f"{kind}-{before}-{after}".replace(" ", "-")
+    stop(runs, whole, name)
+    resumed = runs.launch(name, **settings(kind, after))
+    start = events(resumed, "start")[0]
+    assert (start["resumed"], start["step"]) == (True, STOPPED_AT)
+    assert f"{after} rank" in start["shards"]
+    assert relative_difference(whole, resumed) < ROUNDING
+    assert losses(resumed) == pytest.approx(losses(whole)[STOPPED_AT:], rel=1e-5)
+    assert_islands_agree(resumed)
+    assert not list((resumed / "island-0" / f"checkpoint-{STOPPED_AT}").glob("*_universal"))
+
+
+def test_another_way_to_train_is_refused(runs: Runs) -> None:
+    """It would begin with an optimizer that knows nothing of the steps before."""
+    stop(runs, runs.launch("zero3-2", **settings("zero3", 2)), "to-ddp")
+    output = run([*LAUNCH, runs.write("to-ddp", settings("ddp", 2))], timeout=240, expect=1).output
+    assert "holds the optimizer's state of DeepSpeed, and here DDP trains, which cannot read it" in " ".join(
+        output.split()
+    )
+
+
+@pytest.mark.slow
+def test_what_deepspeed_cannot_convert_names_the_ways_out(runs: Runs) -> None:
+    """Its converter reads Adam's two moments by name."""
+    changes = settings("zero2", 2, optim="sgd")
+    stop(runs, runs.launch("sgd", **changes), "sgd-1")
+    changes["launch"]["num_processes"] = 1
+    output = " ".join(run([*LAUNCH, runs.write("sgd-1", changes)], timeout=240, expect=1).output.split())
+    assert "was written by 2 ranks, and this island has 1: DeepSpeed cannot convert it" in output
+    assert "Start 2 ranks, or a new run from its parameters (hf-diloco checkpoint export)" in output
