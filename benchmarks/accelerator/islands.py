@@ -53,8 +53,7 @@ def train(
         islands = []
         for number in range(num_islands):
             ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(ports[number])]
-            program = ["-m", "benchmarks.accelerator.one_rank"]
-            command = [sys.executable, *(ranks if torchrun else []), *program, str(path)]
+            command = [sys.executable, *(ranks if torchrun else []), "train_lm.py", str(path)]
             threads = "1" if use_cpu else "4"
             environment = island_environment(number, num_islands, rendezvous, threads, [])
             islands.append(processes.spawn(command, env=environment))
