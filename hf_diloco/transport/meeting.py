@@ -23,7 +23,7 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.distributed import Store
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing import Channel, LinkKey
 from hf_diloco.store.rendezvous import local_address
+from hf_diloco.transport.gloo_addresses import GlooAddresses
 from hf_diloco.transport.handshake import End, agree
 from hf_diloco.transport.line import MAX_GREETING_BYTES, Line
 from hf_diloco.transport.transfers import Deadline
@@ -329,69 +330,6 @@ class Meeting:
     def _fail(self, error: DiLoCoError) -> None:
         if not self._met.done():
             self._met.set_exception(error)
-
-
-class GlooAddresses(Store):
-    """As much of a store as Gloo needs to tell its addresses. Any number of threads may use it.
-
-    Args:
-        tell: sends a value to all other ends.
-        deadline: until when values are waited for.
-    """
-
-    def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:
-        super().__init__()
-        self._tell = tell
-        self._deadline = deadline
-        self._values: dict[str, bytes] = {}
-        self._num_heard: dict[int, int] = {}
-        self._failure: DiLoCoError | None = None
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        value = value.encode() if isinstance(value, str) else value
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-        self._tell(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns once all keys are there; raises `IslandLostError` if they do not come."""
-        wanted = set(keys)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or wanted <= self._values.keys(), self._deadline.remaining().total_seconds()
-            )
-        if not wanted <= self._values.keys():
-            raise self._failure or _lost([], "did not all say where Gloo listens")
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return set(keys) <= self._values.keys()
-
-    def hear(self, peer: int, message: bytes) -> None:
-        """Takes what another end tells; raises `ValueError` if that makes no sense."""
-        try:
-            key, value = json.loads(message)
-            with self._changed:
-                self._values.setdefault(str(key), bytes.fromhex(value))
-                self._num_heard[peer] = self.num_heard(peer) + 1
-                self._changed.notify_all()
-        except TypeError:
-            raise ValueError(f"no address: {message[:80]!r}") from None
-
-    def num_heard(self, peer: int) -> int:
-        """How many values an end has told."""
-        return self._num_heard.get(peer, 0)
-
-    def fail(self, error: DiLoCoError) -> None:
-        """Nothing more comes: whoever waits is told so."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
 
 
 def _listen(address: str) -> socket.socket:

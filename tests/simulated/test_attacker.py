@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, IslandLostError
 from hf_diloco.sealing import LinkKey
-from hf_diloco.transport.meeting import GlooAddresses
+from hf_diloco.transport.gloo_addresses import GlooAddresses
 from hf_diloco.transport.mesh import MeshExchange
 from tests.clocks import LONG
 from tests.islands import run_islands
