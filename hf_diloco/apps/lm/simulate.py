@@ -1,7 +1,7 @@
 """All islands of a run as threads of one process: for notebooks, and for studies on one GPU or CPU.
 
-One island computes at a time, and has the random numbers that it has in a process of its own. It gives up its turn only
-within the callback, which waits for the others and draws nothing.
+One island computes at a time, and has the random numbers that it has in a process of its own. It gives up its turn
+within the callback alone, which waits for the others and draws nothing.
 """
 
 from __future__ import annotations
