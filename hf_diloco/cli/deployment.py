@@ -58,7 +58,7 @@ class InitOptions:
             rendezvous=self.rendezvous,
             name=self.name,
         )
-        return load_options(options)
+        return load_options(options, trains_here=False)
 
 
 @dataclass(frozen=True)

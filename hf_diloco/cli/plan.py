@@ -164,11 +164,15 @@ def island_environment(
     }
 
 
-def load_options(options: LaunchOptions) -> BaseRun:
+def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     """The run file with all overrides.
 
+    Args:
+        options: what was asked for.
+        trains_here: whether this machine needs the libraries that the run needs.
+
     Raises:
-        ConfigError: when the file or an override does not fit.
+        ConfigError: when the file or an override does not fit, or such a library is missing.
     """
     kind = kind_of(options.run_file)
     island = kind.setting("island")
@@ -177,6 +181,8 @@ def load_options(options: LaunchOptions) -> BaseRun:
     # Starting all islands, this one's number is of no interest, wherever it may come from.
     run = load_run(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
     run.check()
+    if trains_here:
+        run.check_extras()
     return run
 
 

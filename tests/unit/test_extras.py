@@ -77,6 +77,13 @@ def test_an_island_of_another_launcher_is_refused_too(monkeypatch: pytest.Monkey
         train(settings)
 
 
+def test_files_for_another_machine_need_no_library_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    app(["init", "slurm", "quickstart", "--rendezvous", "s3://bucket/run"], standalone_mode=False)
+    assert list(tmp_path.rglob("islands.sbatch"))
+
+
 def test_without_any_extra_the_bits_are_the_same() -> None:
     names = sorted(EXTRAS)
     told = [run([sys.executable, "-c", WITHOUT_ANY.format(names=missing)]).output for missing in (names, [])]

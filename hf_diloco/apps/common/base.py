@@ -177,7 +177,10 @@ class BaseRun(Block):
         """How many islands there are and where they meet."""
 
     def check(self) -> None:
-        """Raises `ConfigError` for what shows only with libraries, or where they are missing."""
+        """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
+
+    def check_extras(self) -> None:
+        """Raises `ConfigError` if this machine lacks a library that the run needs."""
         if self.deepspeed is not None:
             need("deepspeed in the run file", "deepspeed")
 

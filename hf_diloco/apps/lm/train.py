@@ -46,7 +46,7 @@ def train(run: RunFile) -> int:
     Raises:
         DiLoCoError: a setting is wrong, an island was lost, ...
     """
-    run.check()
+    run.check_extras()
     config = run.diloco.resolve() if run.diloco.enabled else None
     if config is not None:
         need_number(config, config.num_shares)

@@ -70,11 +70,14 @@ class VisionRun(BaseRun):
         return self.gossip
 
     def check(self) -> None:
-        """Raises `ConfigError` for a method or graph that does not exist, a pair that does not converge, no Pillow."""
-        need("a run of images", "PIL")
+        """Raises `ConfigError` for a method or graph that does not exist, or a pair that does not converge."""
         from hf_diloco.trainer.gossip_check import check_gossip
 
         check_gossip(self.gossip)
+
+    def check_extras(self) -> None:
+        """Raises `ConfigError` if Pillow is missing."""
+        need("a run of images", "PIL")
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens the configuration of a model that is loaded, and the pictures; of the Hub only their description."""

@@ -45,6 +45,7 @@ def train(run: VisionRun) -> int:
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
     run.check()
+    run.check_extras()
     config = run.gossip.resolve()
     need_number(config, config.num_nodes, "node")
     return train_node(run, config)
