@@ -70,7 +70,9 @@ def test_notebook(path: Path, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, 4)
     assert not [cell for cell in notebook.cells if cell.get("outputs")], "as it is before it is run"
-    client = nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        notebook, timeout=PATIENCE, startup_timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2, "both plots are in the page"
@@ -96,7 +98,9 @@ simulate("quickstart", 2, {[*SETTINGS, "training.max_steps=3000", "training.disa
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(interrupting), nbformat.v4.new_code_cell("open('next', 'w')")]
     )
-    client = nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        notebook, timeout=PATIENCE, startup_timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}
+    )
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt"):
         client.execute()
     assert list((tmp_path / "runs" / "quickstart" / "island-1").glob("checkpoint-*"))
