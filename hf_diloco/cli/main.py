@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from hf_diloco import __version__
 from hf_diloco.cli import planning
 from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.compare import compare
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.dashboard import dashboard
@@ -283,6 +284,7 @@ store_app = typer.Typer(
 app.add_typer(store_app, name="store")
 app.add_typer(configs_app, name="configs")
 app.add_typer(keys_app, name="keys")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @store_app.callback()

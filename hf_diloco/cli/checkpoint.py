@@ -1,0 +1,115 @@
+"""`hf-diloco checkpoint`: what is in a checkpoint, and its outer parameters as a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_diloco.outer.checkpoint import OuterIndex
+
+checkpoint_app = typer.Typer(
+    help="Look into a checkpoint with outer state, or make a model of it. Needs no GPU.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="a folder checkpoint-N; or the folder of an island, or of a run (then of island 0): its newest whole one",
+        show_default=False,
+    ),
+]
+
+
+@checkpoint_app.callback()
+def checkpoint_options() -> None:
+    """Options of all commands on checkpoints."""
+
+
+@checkpoint_app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Show what a checkpoint holds: round, steps, method, fragments, ranks, sizes.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco checkpoint inspect runs/quickstart[/cyan]
+
+    [cyan]hf-diloco checkpoint inspect runs/quickstart/island-1/checkpoint-60 --json[/cyan]
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from hf_diloco.cli.display import terminal
+    from hf_diloco.outer.export import find_checkpoint
+
+    facts = _facts(*find_checkpoint(checkpoint))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(Text(name.replace("_", " "), style="cyan"), Text(text))
+    terminal(sys.stdout).print(table)
+
+
+@checkpoint_app.command()
+def export(
+    checkpoint: Checkpoint,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where the model goes; is made")],
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Folder with configuration and tokenizer, if the checkpoint has none."),
+    ] = None,
+) -> None:
+    """Write the outer parameters of a checkpoint as a Hugging Face folder, in fp32, with its tokenizer.
+
+    Whatever the ranks trained with: plain PyTorch, DDP, DeepSpeed ZeRO or FSDP2. Of adapters it makes a PEFT folder.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco checkpoint export runs/quickstart model-of-now[/cyan]
+    """
+    from hf_diloco.outer.export import export as write, find_checkpoint
+
+    found, index = find_checkpoint(checkpoint)
+    write(found, index, folder, like)
+    typer.echo(f"wrote the outer parameters of {found} (round {index.round}, step {index.global_step}) to {folder}")
+
+
+def _facts(checkpoint: Path, index: OuterIndex) -> dict[str, Any]:
+    from hf_diloco.inner.saved_kind import saved_kind
+
+    outer_bytes = sum(file.num_bytes for file in index.files)
+    settings = index.settings
+    return {
+        "checkpoint": str(checkpoint),
+        "round": index.round,
+        "step": index.global_step,
+        "steps_since_round": index.steps_since_sync,
+        "tokens": index.data.get("tokens"),
+        "method": settings.get("method", "diloco"),
+        "sync_every": settings.get("sync_every"),
+        "payload": settings.get("payload", "fp32"),
+        "fragments": max(1, len(index.fragments)),
+        "ranks": len({file.name.rpartition("rank-")[2] for file in index.files}),
+        "trained_with": saved_kind(checkpoint) or "unknown",
+        "trainable_parameters": index.num_parameters,
+        "outer_state_bytes": outer_bytes,
+        "other_bytes": max(0, sum(file.num_bytes for file in index.checkpoint) - outer_bytes),
+        "outer_digest": index.outer_digest,
+        "run": index.run,
+    }

@@ -1,0 +1,116 @@
+"""The outer parameters of a checkpoint as a plain Hugging Face folder, made without the training and without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_outer, read_index
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+_ADAPTER = re.compile(r"\.default(?=\.|$)")
+
+
+def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
+    """The checkpoint that `path` is, or the newest whole one of an island's folder, or of island 0 of a run's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / "diloco").is_dir() or path.name.startswith("checkpoint-"):
+        return path, read_index(path)
+    found = complete_checkpoints(path) or complete_checkpoints(path / "island-0")
+    if not found:
+        raise CheckpointError(
+            f"{path} holds no whole checkpoint with outer state: name checkpoint-N, or the folder of an island"
+        )
+    return found[-1]
+
+
+def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:
+    """The outer parameters by name, in fp32: what training trains, of the whole model, whatever shards hold it.
+
+    Raises:
+        CheckpointError: a file is damaged, or the checkpoint was written before their shapes were.
+    """
+    if not index.parameters:
+        raise CheckpointError(
+            f"{checkpoint} was written by a version of hf_diloco that did not note the parameters' shapes: resume the "
+            "run, and export its next checkpoint"
+        )
+    values = load_outer(checkpoint, index, [(0, index.num_parameters)], only="anchor")["anchor"]
+    parts = values.split([prod(shape) for shape in index.parameters.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(index.parameters.items(), parts, strict=True)}
+
+
+def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None = None) -> None:
+    """Writes the outer parameters to `folder`, with configuration and tokenizer, as `from_pretrained` loads it.
+
+    A checkpoint of adapters becomes a PEFT folder. Parameters that are not trained come from the checkpoint, if it
+    has them.
+
+    Args:
+        checkpoint: the Trainer's `checkpoint-N`.
+        index: its outer state's.
+        folder: is made; must not exist.
+        like: a folder with the model's configuration and tokenizer, if the checkpoint has none.
+
+    Raises:
+        CheckpointError: it cannot be done, with what is missing.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already: name another folder, or remove it")
+    source = like or checkpoint
+    parameters = outer_parameters(checkpoint, index)
+    if (source / ADAPTER_CONFIG).is_file():
+        folder.mkdir(parents=True)
+        adapters = {_ADAPTER.sub("", name): value.clone() for name, value in parameters.items()}
+        save_file(adapters, folder / "adapter_model.safetensors", {"format": "pt"})
+        shutil.copy2(source / ADAPTER_CONFIG, folder)
+    elif (source / CONFIG).is_file():
+        _save_model(source, checkpoint, parameters, folder)
+    else:
+        raise CheckpointError(
+            f"{checkpoint} has no {CONFIG}: give a folder that has the model's by --like, such as the one that "
+            "training began from"
+        )
+    for pattern in _TOKENIZER:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copy2(path, folder)
+
+
+def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tensor], folder: Path) -> None:
+    import transformers
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    kind: Any = getattr(transformers, (getattr(config, "architectures", None) or ["?"])[0], None)
+    if kind is None:
+        raise CheckpointError(f"{source / CONFIG} names no model of transformers ({config.architectures})")
+    config.dtype = torch.float32
+    frozen = {name: value.float() for path in checkpoint.glob("model*.safetensors") for name, value in _read(path)}
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict={**frozen, **parameters}, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{checkpoint} has no values of {missing[0]} and {len(missing) - 1} others, which were not trained: they "
+            "are only in the model that training began from"
+        )
+    model.save_pretrained(folder)
+
+
+def _read(path: Path) -> list[tuple[str, torch.Tensor]]:
+    return list(load_file(path).items())
+
+
+__all__ = ["export", "find_checkpoint", "outer_parameters"]
