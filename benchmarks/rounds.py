@@ -8,6 +8,7 @@ in `benchmarks/others.py`, on links of `--rate` Mbit/s and several round-trip ti
 next to nothing:
 
     tcp://     hf-diloco with the rendezvous at island 0
+    elastic    the same where islands may come and go (`min_islands` below `num_islands`), and all are there
     http://    hf-diloco at a server of `hf-diloco rendezvous`, which speaks S3's protocol and is as far from each
                island as the others are; pseudo-gradients travel through it
     torchft    its `DiLoCo` in one bucket, with the lighthouse at island 0, if torchft is installed
@@ -58,8 +59,15 @@ def open_in_store(island: int, num_islands: int, model: nn.Module) -> Step:
     return open_hf_diloco(island, num_islands, model, "fp32", url, min_islands=num_islands)
 
 
+def open_elastic(island: int, num_islands: int, model: nn.Module) -> Step:
+    """Meets the other islands at island 0. Rounds wait for all that live."""
+    os.chdir(tempfile.mkdtemp())  # island 0 keeps a folder there
+    return open_hf_diloco(island, num_islands, model, "fp32", min_islands=num_islands - 1, grace=60.0)
+
+
 CANDIDATES: dict[str, Callable[[int, int, nn.Module], Step]] = {
     "tcp://": functools.partial(open_hf_diloco, payload="fp32"),
+    "tcp:// elastic": open_elastic,
     STORE: open_in_store,
     TORCHFT: functools.partial(open_torchft, use_bucketization=True),
 }

@@ -70,6 +70,8 @@ class WorldClock(Clock):
 class ScheduledStore:
     """A store of which every operation is a turn of its own; an island may be killed before it or after it."""
 
+    tells_changes = False
+
     def __init__(self, store: ObjectStore, turn: Turn) -> None:
         self._store = store
         self._turn = turn
@@ -77,6 +79,10 @@ class ScheduledStore:
     def ask_together(self, *calls: Callable[[], object]) -> list[object]:
         """One after the other: an island has one turn at a time."""
         return [call() for call in calls]
+
+    def decide(self, path: str, data: bytes, limit: int) -> object:
+        """Two turns: others may act in between."""
+        return data if self.create(path, data) else self.get(path, limit)
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         operation = getattr(self._store, name)

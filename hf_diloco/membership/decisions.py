@@ -86,8 +86,10 @@ class Decisions:
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
             record = wish if name == _OUTCOMES[0] else self._allowed(attempt, wish)
-            if self._log.create(path, record):
-                return record
+            try:
+                return self._log.decide(path, record)
+            except ForgedError:  # another program may be copying it
+                pass
             try:
                 found = self._read(path, OutcomeRecord)
             except ForgedError:
@@ -96,6 +98,19 @@ class Decisions:
                 raise ForgedError(f"{path} was written and is gone: somebody deletes records of the running run")
             return found
         raise self._too_many_damaged(attempt)
+
+    def decide_plan(self, attempt: str, wish: PlanRecord) -> PlanRecord:
+        """Plans an attempt, unless it is planned: returns what counts.
+
+        Raises: as `plan`.
+        """
+        try:
+            return self._log.decide(f"{attempt}/plan.json", wish)
+        except ForgedError:
+            found = self.plan(attempt)
+            if found is None:
+                raise
+            return found
 
     def void(self, attempt: str, reason: str) -> OutcomeRecord:
         """Aborts an attempt whose plan cannot be read, unless it is committed; returns what counts."""

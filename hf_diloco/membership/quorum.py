@@ -32,6 +32,7 @@ from hf_diloco.membership.round_records import Digest, OfferRecord, OutcomeRecor
 from hf_diloco.membership.verdicts import agree_on_rates
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
+from hf_diloco.store.sight import Watch
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("hf_diloco")
 
 MAX_ABORTED = 16
 _TRIES = 2
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
+_POLL_SECONDS = 0.25
 _RETRY_SECONDS = 0.5
 """How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
 
@@ -137,7 +138,6 @@ class Council:
             StoreError: the store does not answer, or holds too much rubbish.
         """
         unusable: tuple[str, ...] = ()
-        reason = ""
         for number in range(MAX_ATTEMPTS):
             attempt = Attempt(round_number, number, unusable=unusable)
             try:
@@ -151,11 +151,10 @@ class Council:
             if outcome is None or outcome.kind == "commit":
                 return Attempt(round_number, number, plan, outcome, unusable)
             unusable += (_who(outcome.unusable),)
-            reason = outcome.reason
             if len(unusable) == MAX_ABORTED:
                 raise ExchangeError(
-                    f"round {round_number} was aborted {MAX_ABORTED} times, the last time because: {reason}. Look at "
-                    "the islands named there and at the store, then start all islands again"
+                    f"round {round_number} was aborted {MAX_ABORTED} times, the last time because: {outcome.reason}. "
+                    "Look at the islands named there and at the store, then start all islands again"
                 )
         raise StoreError(
             f"{MAX_ATTEMPTS} attempts of round {round_number} have plans that cannot be read: keep others away from "
@@ -181,22 +180,23 @@ class Council:
             StopRequested: this island was asked to stop; the others may use what it has offered.
             PayloadError, StoreError: as `current`.
         """
-        self._log.store.ask_together(self._members.check_claim, lambda: self.offer(attempt, offer))
+        watch, once = self._watch(attempt, offer), [self._members.check_claim]
         started = self._clock.now()
         wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
-        pause = _MIN_POLL_SECONDS
         while True:
             try:
-                plan, offers, alive = self._log.store.ask_together(
+                plan, offers, alive, *_ = watch.ask(
                     partial(self._decisions.plan, attempt.path),
                     partial(self._offers_to, attempt, offer.state),
                     self._members.alive,
+                    *once,
                 )
             except ForgedError:
                 attempt = self.current(attempt.round)  # the next one, or one that others have come to
-                self.offer(attempt, offer)
-                plan, offers, alive = attempt.plan, self._offers_to(attempt, offer.state), self._members.alive()
+                watch = self._watch(attempt, offer)
+                continue
+            once = []
             if plan is not None:
                 return Attempt(attempt.round, attempt.number, plan, attempt.outcome, attempt.unusable)
             if self._should_stop():
@@ -208,23 +208,24 @@ class Council:
                 waited = self._clock.now() - quorum_at
                 late = self._awaited(attempt, alive, waited) - offers.keys()
                 if not late or waited >= self._rules.grace or self._is_awaited():
-                    if self._log.create(f"{attempt.path}/plan.json", plan := self._plan(attempt, offers, offer.state)):
-                        if late:
+                    wish = self._plan(attempt, offers, offer.state)
+                    with contextlib.suppress(ForgedError):  # else the loop sees to it
+                        plan = self._decisions.decide_plan(attempt.path, wish)
+                        if late and plan == wish:
                             logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
                         return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
-                    with contextlib.suppress(ForgedError):  # else the loop sees to it
-                        if found := self._decisions.plan(attempt.path):  # what was written first
-                            return Attempt(attempt.round, attempt.number, found, unusable=attempt.unusable)
                     continue
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
                 raise self._no_quorum(attempt, offers, "the others give no sign of life")
             elif self._clock.now() - started >= self._rules.patience:
-                raise self._no_quorum(
-                    attempt, offers, f"no more came within {self._rules.patience:g} s (sync_timeout)"
-                )
+                within = f"within {self._rules.patience:g} s (sync_timeout)"
+                raise self._no_quorum(attempt, offers, f"no more came {within}")
             wait.look((self._awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
-            self._clock.sleep(pause)
-            pause = min(_MAX_POLL_SECONDS, pause * 1.3)
+
+    def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
+        """Offers, and says what to ask until there is a plan."""
+        prefixes = [attempt.path, "beats", f"claims/{self._members.island}"]
+        return self._log.watch(prefixes, self._clock, _offer_path(attempt, offer), offer)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
         return IslandLostError(
@@ -316,7 +317,7 @@ class Council:
             if self._clock.now() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             wait.look([offer.island for offer in others])
-            self._clock.sleep(_MAX_POLL_SECONDS / 2)
+            self._clock.sleep(_POLL_SECONDS)
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
         """Takes a committed round as the last one, and its norms as usual ones."""

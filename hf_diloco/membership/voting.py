@@ -29,7 +29,6 @@ from hf_diloco.store.log import Record, RunLog
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait
 
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.5
 _ABSTENTION = ""
 
 
@@ -120,13 +119,13 @@ class Voting:
             StoreError: the store does not answer.
         """
         own = self._members.island
-        if own in participants:
-            self._place(folder, own, mean)
+        vote = VoteRecord(island=own, mean=mean) if own in participants else None
+        watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote)
         deadline = self._clock.now() + self._patience
-        pause = _MIN_POLL_SECONDS
         while True:
-            is_over = self._should_stop() or self._clock.now() >= deadline
-            votes, at_it = self._log.store.ask_together(partial(self._look, folder), set if is_over else self._at_it)
+            votes, at_it = watch.ask(partial(self._look, folder), self._at_it)
+            if self._should_stop() or self._clock.now() >= deadline:
+                at_it = set()
             if votes is None:
                 return Verdict.DECIDED
             at_it.discard(own)
@@ -145,11 +144,9 @@ class Voting:
                     return Verdict.OUTVOTED
             others = set(participants) - {own}
             wait.look(silent & others or others)
-            self._clock.sleep(pause)
-            pause = min(_MAX_POLL_SECONDS, pause * 1.3)
 
     def _place(self, folder: str, island: int, mean: str) -> None:
-        self._log.place(f"{folder}/votes/{island:05d}.json", VoteRecord(island=island, mean=mean))
+        self._log.place(_vote_path(folder, island), VoteRecord(island=island, mean=mean))
 
     def _look(self, folder: str) -> dict[int, str] | None:
         """What each island that has voted holds; None if the attempt is decided."""
@@ -157,9 +154,11 @@ class Voting:
         if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
             return None
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
-        return {
-            vote.island: vote.mean for path, vote in votes.items() if path == f"{folder}/votes/{vote.island:05d}.json"
-        }
+        return {vote.island: vote.mean for path, vote in votes.items() if path == _vote_path(folder, vote.island)}
 
     def _at_it(self) -> set[int]:
         return {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}
+
+
+def _vote_path(folder: str, island: int) -> str:
+    return f"{folder}/votes/{island:05d}.json"

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.host import StoreHost
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import warn_if_exposed
+from hf_diloco.store.sight import looking_once
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.clock import REAL, Clock
@@ -303,9 +305,12 @@ class ElasticSession(BaseSession):
         round_before = self.outer.round
         report = None
         while True:
-            with clock.counts("waiting"):
+            with clock.counts("waiting"), self._looking_once():
                 planned = self.rounds.find()
-            if planned is None and (self._has_last_round or self._has_caught_up(round_before)):
+                is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
+                if planned is None and not is_over:
+                    self.rounds.rescue_average()
+            if is_over:
                 if report is None:
                     raise MissedRoundError(
                         f"holds the outer parameters of round {self.outer.round} without a part in it"
@@ -313,7 +318,6 @@ class ElasticSession(BaseSession):
                 return report
             own = None
             if planned is None:
-                self.rounds.rescue_average()
                 own = self.rounds.capture(clock)
                 planned = self.rounds.agree(own)
             fragment = self.outer.current
@@ -322,6 +326,12 @@ class ElasticSession(BaseSession):
             if report is not None and not fragment.steps:
                 self.rounds.write_snapshot_if_due()
                 return report
+
+    def _looking_once(self) -> AbstractContextManager[None]:
+        """What the leader asks before a round is answered by one request, where the store can."""
+        number = self.outer.round
+        prefixes = [f"rounds/{number:08d}", f"rounds/{number + 1:08d}", "beats"]
+        return looking_once(self.store, prefixes) if self.island.is_leader else nullcontext()
 
     def _has_caught_up(self, round_before: int) -> bool:
         """Whether this island has come to where the others are in the middle of their inner steps."""

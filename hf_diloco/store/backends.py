@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 import obstore
+import urllib3
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import MemoryStore, S3Store, from_url
+from pydantic import ValidationError
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.store.folder import Entry, Folder, cut
@@ -21,6 +23,8 @@ from hf_diloco.utils.urls import split_server_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
+
+    from hf_diloco.store.question import Answer, Question
 
 PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
 PARTS_IN_FLIGHT = 4
@@ -31,6 +35,7 @@ SERVER_BUCKET = "runs"
 """Where a server of `hf-diloco rendezvous` keeps all objects; see `store.server`."""
 ENVIRONMENT_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _LONGEST_REQUEST = timedelta(hours=1)
+_CONNECTIONS_KEPT = 8
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -114,6 +119,48 @@ class Cloud:
         return []
 
 
+class Server(Cloud):
+    """Objects that a server of `hf-diloco rendezvous` keeps, which can also be asked for what changes.
+
+    Args:
+        client: for objects.
+        address: of the server, as http://HOST:PORT.
+        path: below which this run's objects lie.
+        timeout: seconds without an answer after which a request has failed.
+    """
+
+    def __init__(self, client: Client, address: str, path: str, timeout: float) -> None:
+        super().__init__(client)
+        self._timeout = timeout
+        self._connections = urllib3.connection_from_url(address, maxsize=_CONNECTIONS_KEPT, retries=False)
+        self._path = f"/changes/{path}"
+
+    def ask(self, question: Question) -> Answer:
+        """See `store.question`.
+
+        Raises:
+            OSError: no answer, or a refusal.
+            RendezvousError: the server does not know such requests.
+        """
+        from hf_diloco.store.question import Answer
+
+        limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
+        try:
+            said = self._connections.request(
+                "POST", self._path, body=question.model_dump_json().encode(), timeout=limits
+            )
+            if said.status == 404:
+                raise RendezvousError(
+                    f"the server at {self._connections.host}:{self._connections.port} is of an older version of "
+                    "hf_diloco, or none: install this version there, and start `hf-diloco rendezvous` again"
+                )
+            if said.status != 200:
+                raise ConnectionError(f"status code: {said.status} {said.reason} {said.data[:300]!r}")
+            return Answer.model_validate_json(said.data)
+        except (urllib3.exceptions.HTTPError, ValidationError) as error:
+            raise ConnectionError(f"no answer in time, or none of a server of ours ({error})") from None
+
+
 def lacks_bucket(error: Exception) -> bool:
     """Whether it is the bucket that does not exist, and not an object."""
     return _NO_BUCKET.search(str(error)) is not None
@@ -145,7 +192,10 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
         },
     }
     if server := split_server_url(url):
-        return Cloud(_open_server(*server, client, retry))
+        scheme, host, port, path = server
+        cloud = _open_server(scheme, host, port, path, client, retry)
+        # Behind TLS there is a proxy, which may not like requests that wait.
+        return Server(cloud, _address(*server[:3]), path, timeout / 2) if scheme == "http" else Cloud(cloud)
     return Cloud(from_url(url, client_options=client, retry_config=retry))
 
 
@@ -154,12 +204,16 @@ def _open_server(scheme: str, host: str, port: int, path: str, client: ClientCon
     return S3Store(
         SERVER_BUCKET,
         prefix=path or None,
-        endpoint=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        endpoint=_address(scheme, host, port),
         region="local",
         skip_signature=True,
         client_options={**client, "allow_http": scheme == "http"},
         retry_config=retry,
     )
+
+
+def _address(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _open_folder(folder: Path, url: str) -> Folder:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
+from hf_diloco.errors import StoreError
 from hf_diloco.store.backends import ENVIRONMENT_PREFIX, lacks_bucket
 
 _CREDENTIALS = {
@@ -20,6 +21,18 @@ _DENIAL = re.compile(
 )
 _PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # a network file system's
 _LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429}  # answers that asking again does not change
+
+
+class CutShortError(StoreError):
+    """An object that should be there is absent, or shorter than it should be."""
+
+
+class TooLargeError(StoreError):
+    """An object is larger than what it is to be read as."""
+
+
+class UnreadableError(StoreError):
+    """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
 
 
 @dataclass(frozen=True)

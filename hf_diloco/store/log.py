@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
+from hf_diloco.store.sight import Watch
 from hf_diloco.store.signing import Seal
+from hf_diloco.utils.clock import Clock
 
 logger = logging.getLogger("hf_diloco")
 
@@ -79,8 +81,9 @@ class RunLog:
             data = self.store.get(path, limit)
         except (TooLargeError, UnreadableError) as error:
             raise ForgedError(str(error)) from None
-        if data is None:
-            return None
+        return None if data is None else self._open(path, kind, data)
+
+    def _open(self, path: str, kind: type[R], data: bytes) -> R:
         try:
             return kind.model_validate_json(json.dumps(self.seal.open(path, data)))
         except ValidationError as error:
@@ -115,6 +118,21 @@ class RunLog:
             logger.warning("refused an object in the store: %s", error)
         self.refused[path] = str(error)
 
+    def watch(self, prefixes: Sequence[str], clock: Clock, path: str = "", record: Record | None = None) -> Watch:
+        """What to ask while records below some prefixes are waited for.
+
+        Args:
+            prefixes: where they will lie.
+            clock: by which this waits.
+            path, record: to `place` before; in the same request where the store can do that.
+        """
+        if record is None or not self.store.tells_changes:
+            if record is not None:
+                self.place(path, record)
+            return Watch(self.store, prefixes, clock)
+        place = partial(self.place, path, record)
+        return Watch(self.store, prefixes, clock, {path: self.seal.wrap(path, _dump(record))}, place)
+
     def place(self, path: str, record: Record) -> None:
         """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""
         if not self.create(path, record) and self.read_or_refuse(path, type(record)) is None:
@@ -126,12 +144,12 @@ class RunLog:
         Raises:
             ForgedError, StoreError: as `read`.
         """
-        if self.create(path, record):
-            return record
-        first = self.read(path, type(record))
-        if first is None:
-            raise ForgedError(f"{path} was written and is gone: somebody deletes records of the running run")
-        return first
+        wrapped = self.seal.wrap(path, _dump(record))
+        try:
+            found = self.store.decide(path, wrapped, MAX_RECORD_BYTES)
+        except (TooLargeError, UnreadableError) as error:
+            raise ForgedError(str(error)) from None
+        return record if found == wrapped else self._open(path, type(record), found)
 
     def list(self, prefix: str) -> list[str]:
         """Paths under a prefix, sorted."""

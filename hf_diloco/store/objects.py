@@ -20,14 +20,17 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from obstore.exceptions import BaseError
 
 from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
-from hf_diloco.store.backends import PART_BYTES, lacks_bucket, open_backend
-from hf_diloco.store.failures import Failures, is_full, reason_of
+from hf_diloco.store.backends import PART_BYTES, Server, lacks_bucket, open_backend
+from hf_diloco.store.failures import CutShortError, Failures, TooLargeError, UnreadableError, is_full, reason_of
 from hf_diloco.store.folder import Entry, NoFileError
+from hf_diloco.store.question import Answer, Question
+from hf_diloco.store.sight import Sights
 from hf_diloco.utils.together import ask_together
 from hf_diloco.utils.urls import OBJECT_PATH, check_store_url
 
@@ -38,18 +41,6 @@ _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid rang
 
 NEAR = frozenset({"memory", "file"})
 """Schemes of stores that answer in less time than it takes to begin a thread."""
-
-
-class CutShortError(StoreError):
-    """An object that should be there is absent, or shorter than it should be."""
-
-
-class TooLargeError(StoreError):
-    """An object is larger than what it is to be read as."""
-
-
-class UnreadableError(StoreError):
-    """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
 
 
 class _Absent(Exception):
@@ -81,6 +72,7 @@ class ObjectStore:
         self.url = check_store_url(url)
         self.timeout = timeout
         self._scheme = self.url.partition(":")[0]
+        self.sights = Sights()
         self._failures = Failures(self._scheme, timeout, read_only)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
@@ -122,16 +114,52 @@ class ObjectStore:
         Raises:
             StoreError: no answer, or access is denied. Whether the object was written is then unknown: ask again.
         """
+        try:
+            return self._settle(path, data, len(data)) == data
+        except OverflowError:
+            return False
+
+    def decide(self, path: str, data: bytes, limit: int) -> bytes:
+        """Writes an object unless it exists; returns what is there then, at most `limit` bytes; raises as `get`."""
+        if self.tells_changes:
+            _check_path(path)
+            if found := self.ask(Question(create={path: data})).created.get(path):
+                return found
+        try:
+            return self._settle(path, data, limit)
+        except OverflowError as size:
+            raise self._too_large(path, size, limit) from None
+
+    def _settle(self, path: str, data: bytes, limit: int) -> bytes:
         _check_path(path)
 
-        def attempt() -> bool:
+        def attempt() -> bytes:
             try:
                 self._backend.create(path, data)
-                return True
+                return data
             except FileExistsError:
-                return self._holds(path, data)
+                pass
+            try:
+                return self._backend.read(path, limit)
+            except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
+                raise _Unsettled from None
+            except NoFileError:
+                return b""
 
         return self._write("create", path, attempt)
+
+    def _too_large(self, path: str, size: OverflowError, limit: int) -> TooLargeError:
+        return TooLargeError(f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have")
+
+    @property
+    def tells_changes(self) -> bool:
+        """Whether there is a server of ours, which can be asked a `Question`."""
+        return isinstance(self._backend, Server)
+
+    def ask(self, question: Question) -> Answer:
+        """See `store.question`. Raises `StoreError` if there is no answer."""
+        assert isinstance(self._backend, Server)
+        return self._write("answer", "a question", partial(self._backend.ask, question))
 
     def ask_together(self, *calls: Callable[[], Any]) -> list[Any]:
         """What several calls of this store return, in their order. A store far away is asked at once, by threads; one
@@ -140,7 +168,7 @@ class ObjectStore:
         Raises:
             StoreError: what the first of those that failed raised.
         """
-        is_near = self._scheme in NEAR
+        is_near = self._scheme in NEAR or self.sights.current is not None
         return [call() for call in calls] if is_near else ask_together(*calls)
 
     def put(
@@ -178,15 +206,17 @@ class ObjectStore:
             StoreError: no answer, or access is denied.
         """
         _check_path(path)
-
+        sight = self.sights.covering(path)
+        if sight and path not in sight.objects:
+            return None
+        if sight and (seen := sight.objects[path]) is not None and len(seen) <= limit:
+            return seen
         try:
             return self._call("read", path, lambda: self._backend.read(path, limit))
         except _Absent:
             return None
         except OverflowError as size:
-            raise TooLargeError(
-                f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have"
-            ) from None
+            raise self._too_large(path, size, limit) from None
 
     def get_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
         """Returns the bytes [start, end) of an object, for every pair. Neighbouring ranges travel in one request.
@@ -202,11 +232,8 @@ class ObjectStore:
             raise ValueError(f"no range of bytes: {wrong[0]}")
         runs = {first: self._get_run(path, first, last) for first, last in _joined(pairs)}
         firsts = sorted(runs)
-        pieces = []
-        for start, end in pairs:
-            first = firsts[bisect.bisect_right(firsts, start) - 1]
-            pieces.append(runs[first][start - first : end - first])
-        return pieces
+        found = [firsts[bisect.bisect_right(firsts, start) - 1] for start, _ in pairs]
+        return [runs[first][start - first : end - first] for first, (start, end) in zip(found, pairs, strict=True)]
 
     def _get_run(self, path: str, start: int, end: int) -> memoryview:
         """One range; obstore's own function for several ends the process if the object is shorter than expected."""
@@ -232,6 +259,8 @@ class ObjectStore:
         Raises:
             StoreError: no answer, or access is denied.
         """
+        if sight := self.sights.covering(prefix.rstrip("/")):
+            return sight.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 
     def entries(self, prefix: str = "") -> Sequence[Entry]:
@@ -282,16 +311,8 @@ class ObjectStore:
         _check_path(target)
         self._write("move", path, lambda: self._backend.move(path, target))
 
-    def _holds(self, path: str, data: bytes) -> bool:
-        """Whether an object that exists holds these bytes."""
-        try:
-            return self._backend.read(path, len(data)) == data
-        except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
-            raise _Unsettled from None
-        except (OverflowError, NoFileError):
-            return False
-
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
+        self.sights.current = None  # what was seen before may be no more
         try:
             return self._call(verb, path, attempt)
         except UnreadableError as error:

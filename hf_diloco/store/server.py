@@ -2,6 +2,7 @@
 
 It speaks as much of S3's protocol as islands need, so they reach it with the client that they have for buckets: reads
 of ranges, *create if absent* (`If-None-Match: *`), writes in parts, lists, deletions, copies. There is one bucket.
+Beside it there is one request of its own, which spares islands asking again and again: see `store.question`.
 
 What lies in the folder is what `store.folder` writes, so the same folder may also be mounted, and a server that is
 started again goes on where it was. Parts of objects that are not complete lie apart, and go when the server starts.
@@ -26,6 +27,7 @@ from xml.sax.saxutils import escape
 from aiohttp import web
 
 from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
+from hf_diloco.store.changes import Changes
 from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
 from hf_diloco.utils.urls import OBJECT_PATH
 
@@ -71,7 +73,9 @@ class StoreServer:
 
     def app(self) -> web.Application:
         """The web application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_tell_failures])
+        changes = Changes(self._folder)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_tell_failures, changes.notice])
+        app.router.add_post("/changes/{path:.+}", changes.answer)
         app.router.add_get(f"/{BUCKET}", self._list)
         app.router.add_post(f"/{BUCKET}", self._delete_several)
         path = f"/{BUCKET}/{{path:.+}}"

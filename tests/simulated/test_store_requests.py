@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,8 @@ from hf_diloco.store import objects
 from hf_diloco.store.backends import Cloud
 from tests.clocks import FastClock
 from tests.islands import run_islands
-from tests.meetings import ENGINES, Meeting
+from tests.meetings import ENGINES, Meeting, Member
+from tests.store_servers import serving
 
 REQUEST_SECONDS = 0.2
 ROUNDS = 4
@@ -62,3 +64,30 @@ def test_a_round_takes_few_requests_one_after_another_however_many_islands_there
         run_islands(num_islands, island)
     later = sorted(taken)[: num_islands * (ROUNDS - 1)]  # not the first: connections are made
     assert max(later) < 19, later
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_at_a_server_of_ours_a_round_asks_a_few_questions(engine: str, tmp_path: Path) -> None:
+    """One after the other: before the round, offer, plan, vote, and outcome, unless that was there with the votes."""
+    with serving(tmp_path) as address:
+        meeting = Meeting(tmp_path, 3, min_islands=3, grace=60.0, sync_timeout=60.0, **ENGINES[engine])
+        meeting.url = f"{address}/run"
+        at_once = threading.Barrier(3)
+        asked: list[int] = []
+
+        def island(number: int) -> Member:
+            member = meeting.island(number)
+            store = member.session.store
+            for _ in range(ROUNDS):
+                member.step()
+                member.step()
+                at_once.wait()
+                with mock.patch.object(store, "ask", wraps=store.ask) as ask:
+                    member.sync()
+                asked.append(ask.call_count)
+            return member
+
+        members = run_islands(3, island)
+    assert [len(member.reports) for member in members] == [ROUNDS] * 3
+    assert len({member.hash for member in members}) == 1
+    assert 4 <= min(asked) <= 5, asked

@@ -1,0 +1,116 @@
+"""A server's side of `store.question`: tells islands that wait what has changed in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import xxhash
+from aiohttp import web
+
+from hf_diloco.store.folder import Folder, NoFileError
+from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_path
+
+_STALE_SECONDS = 0.25
+"""How old a look at the folder may be, which somebody may have mounted, though nothing has come by the server."""
+_KEPT_LOOKS = 64
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Found = dict[str, tuple[str, bytes | None]]
+"""Tag and data of objects, by path."""
+
+
+class Changes:
+    """The questions of all islands about one folder.
+
+    Args:
+        folder: holds the objects.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._count = 0
+        self._changed = asyncio.Event()
+        self._looks: dict[str, tuple[int, float, asyncio.Task[Found]]] = {}
+
+    @web.middleware
+    async def notice(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Wakes all that wait after a request that may have changed something."""
+        try:
+            return await handler(request)
+        finally:
+            if request.method not in ("GET", "HEAD") and request.match_info.handler != self.answer:
+                self._tell()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Answers a question."""
+        try:
+            root = check_path(request.match_info["path"])
+            question = Question.model_validate_json(await request.read())
+        except ValueError as error:
+            return web.Response(status=400, text=str(error))
+        created = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
+        if created:
+            self._tell()
+        known = question.known or {}
+        objects = {
+            path.removeprefix(f"{root}/"): (tag, None if known.get(path.removeprefix(f"{root}/")) == tag else data)
+            for path, (tag, data) in (await self._await_change(root, question)).items()
+        }
+        answer = Answer.model_construct(created=created, objects=objects)
+        return web.Response(text=answer.model_dump_json(), content_type="application/json")
+
+    async def _await_change(self, root: str, question: Question) -> Found:
+        """All objects below the prefixes, once they are others than those known, or the time is over."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + question.seconds
+        known = question.known and {f"{root}/{path}": tag for path, tag in question.known.items()}
+        while True:
+            changed = self._changed  # before looking: what comes meanwhile is not missed
+            found: Found = {}
+            for prefix in question.prefixes:
+                found |= await self._look(f"{root}/{prefix}")
+            left = until - clock()
+            if known is None or left <= 0 or known != {path: tag for path, (tag, _) in found.items()}:
+                return found
+            waiting = asyncio.ensure_future(changed.wait())
+            await asyncio.wait([waiting], timeout=min(left, 2 * _STALE_SECONDS))
+            waiting.cancel()
+
+    async def _create(self, path: str, data: bytes) -> bytes | None:
+        """What lies at a path then; None if that cannot be read."""
+
+        def create() -> bytes | None:
+            try:
+                self._folder.create(path, data)
+                return data
+            except FileExistsError:
+                return self._read(path)[1]
+
+        return await asyncio.to_thread(create)
+
+    def _tell(self) -> None:
+        self._count += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _look(self, prefix: str) -> Found:
+        """All objects below a prefix. Islands that ask at the same time share one look at the folder."""
+        now = asyncio.get_running_loop().time()
+        count, at, task = self._looks.get(prefix, (-1, now, None))
+        if task is None or count != self._count or now - at >= _STALE_SECONDS:
+            if len(self._looks) >= _KEPT_LOOKS:
+                self._looks.clear()
+            task = asyncio.create_task(asyncio.to_thread(self._read_all, prefix))
+            self._looks[prefix] = self._count, now, task
+        return await asyncio.shield(task)  # others may want it if this island goes
+
+    def _read_all(self, prefix: str) -> Found:
+        return {entry.path: self._read(entry.path) for entry in self._folder.find(prefix)}
+
+    def _read(self, path: str) -> tuple[str, bytes | None]:
+        try:
+            data = self._folder.read(path, MAX_DATA_BYTES)
+        except (FileNotFoundError, NoFileError, OverflowError) as error:  # who needs it learns the reason by itself
+            return type(error).__name__, None
+        return xxhash.xxh3_64_hexdigest(data), data

@@ -1,0 +1,150 @@
+"""What an island has seen of a store in one request, and waiting until there is more to see.
+
+Any store answers questions one by one, and who waits asks again and again. A server of ours answers all of them at
+once, as soon as there is something new (`store.question`). A `Watch` hides the difference: who waits asks it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hf_diloco.store.question import Question
+from hf_diloco.utils.clock import Clock
+
+if TYPE_CHECKING:
+    from hf_diloco.store.objects import ObjectStore
+
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.5
+
+
+@dataclass(frozen=True)
+class Sight:
+    """All objects below some prefixes at one moment.
+
+    Attributes:
+        prefixes: where was looked.
+        objects: their data by path; None for what was not told, as it is too large or cannot be read.
+        tags: tell versions of an object apart.
+        created: what lies where something was to be created; None if that was not told.
+    """
+
+    prefixes: tuple[str, ...] = ()
+    objects: Mapping[str, bytes | None] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    created: Mapping[str, bytes | None] = field(default_factory=dict)
+
+    def covers(self, path: str) -> bool:
+        """Whether it shows what lies at a path, or below it."""
+        return any(path == prefix or path.startswith(f"{prefix}/") for prefix in self.prefixes)
+
+    def below(self, prefix: str) -> list[tuple[str, int]]:
+        """Paths below a prefix that it covers, and sizes, where they were told; in order."""
+        found = (item for item in self.objects.items() if item[0].startswith(f"{prefix}/"))
+        return sorted((path, len(data or b"")) for path, data in found)
+
+
+class Sights(threading.local):
+    """From which sight this thread's questions are answered, until it writes something."""
+
+    current: Sight | None = None
+
+    @contextmanager
+    def answer_from(self, sight: Sight) -> Iterator[None]:
+        """What this thread asks is answered from a sight, as far as that covers it."""
+        self.current = sight
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def covering(self, path: str) -> Sight | None:
+        """The sight, if it covers a path."""
+        return self.current if self.current and self.current.covers(path) else None
+
+
+def look(
+    store: ObjectStore,
+    prefixes: Sequence[str],
+    before: Sight | None = None,
+    seconds: float = 0.0,
+    create: Mapping[str, bytes] | None = None,
+) -> Sight:
+    """All objects below some prefixes, in one request, as soon as there is something new.
+
+    Args:
+        store: one that `tells_changes`.
+        prefixes: where to look.
+        before: what was seen the last time; None: this does not wait.
+        seconds: to wait at most for anything else than that.
+        create: objects to create before, unless they exist.
+
+    Raises:
+        StoreError: no answer, or a refusal.
+    """
+    known = None if before is None else dict(before.tags)
+    answer = store.ask(Question(create=dict(create or {}), prefixes=list(prefixes), known=known, seconds=seconds))
+    seen = before.objects if before else {}
+    return Sight(
+        tuple(prefixes),
+        {path: seen.get(path) if data is None else data for path, (_, data) in answer.objects.items()},
+        {path: tag for path, (tag, _) in answer.objects.items()},
+        answer.created,
+    )
+
+
+@contextmanager
+def looking_once(store: ObjectStore, prefixes: Sequence[str]) -> Iterator[None]:
+    """What this thread asks about some prefixes, before it writes, is answered by one request if the store can."""
+    if not store.tells_changes:
+        yield
+        return
+    with store.sights.answer_from(look(store, prefixes)):
+        yield
+
+
+class Watch:
+    """Asks the same questions again and again, each time once there may be another answer.
+
+    Args:
+        store: that is asked.
+        prefixes: below which the answers lie.
+        clock: by which it waits.
+        create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
+        when_taken: called if there was something else.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        prefixes: Sequence[str],
+        clock: Clock,
+        create: Mapping[str, bytes] | None = None,
+        when_taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._prefixes = prefixes
+        self._clock = clock
+        self._create = dict(create or {})
+        self._when_taken = when_taken
+        self._sight: Sight | None = None
+        self._pause = 0.0
+
+    def ask(self, *questions: Callable[[], Any]) -> list[Any]:
+        """The answers. From the second time on this waits before: at most half a second, less if there is news."""
+        if self._store.tells_changes:
+            return self._ask_at_once(questions)
+        self._clock.sleep(self._pause)
+        self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 1.3 * self._pause))
+        return self._store.ask_together(*questions)
+
+    def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
+        self._sight = look(self._store, self._prefixes, self._sight, MAX_PAUSE_SECONDS, self._create)
+        if self._create and dict(self._sight.created) != self._create:
+            self._when_taken()
+        self._create = {}
+        with self._store.sights.answer_from(self._sight):
+            return [question() for question in questions]

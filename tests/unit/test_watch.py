@@ -1,0 +1,152 @@
+"""Asking a server of ours once instead of again and again: it writes, waits and reads in one request."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from aiohttp import web
+
+from hf_diloco.errors import ForgedError, RendezvousError, StoreError
+from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.sight import Sight, look
+from hf_diloco.store.signing import Seal
+from hf_diloco.utils.clock import REAL
+from tests.clocks import AT_ONCE, LONG
+from tests.store_servers import serving, serving_app
+
+
+class Note(Record):
+    text: str
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("served")) as address:
+        yield address
+
+
+@pytest.fixture
+def store(address: str, request: pytest.FixtureRequest) -> ObjectStore:
+    return open_object_store(f"{address}/{request.node.name.partition('[')[0]}")
+
+
+def test_one_request_creates_and_shows_what_lies_there(store: ObjectStore) -> None:
+    store.put("a/1", b"one")
+    store.put("b/2", b"two")
+    first = look(store, ["a"], create={"a/3": b"three", "a/1": b"other"})
+    assert first.objects == {"a/1": b"one", "a/3": b"three"}
+    assert first.created == {"a/3": b"three", "a/1": b"one"}
+    assert first.below("a") == [("a/1", 3), ("a/3", 5)]
+    second = look(store, ["a", "b"], first)
+    assert second.objects == {"a/1": b"one", "a/3": b"three", "b/2": b"two"}, "told anew, or known before"
+
+
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_who_waits_hears_at_once_what_is_written(is_mounted: bool, tmp_path: Path) -> None:
+    with serving(tmp_path) as address:
+        waiting = open_object_store(f"{address}/run")
+        other = open_object_store(f"file://{tmp_path}/objects/run" if is_mounted else f"{address}/run")
+        before = look(waiting, ["a"])
+        found: list[Sight] = []
+        thread = threading.Thread(target=lambda: found.append(look(waiting, ["a"], before, 29.0)))
+        thread.start()
+        other.put("b/1", b"elsewhere")
+        time.sleep(0.1)
+        assert thread.is_alive()
+        other.put("a/1", b"news")
+        thread.join(AT_ONCE)
+        assert [sight.objects for sight in found] == [{"a/1": b"news"}]
+
+
+def test_who_waits_in_vain_is_told_when_the_time_is_over(store: ObjectStore) -> None:
+    before = look(store, ["a"])
+    begun = time.monotonic()
+    assert look(store, ["a"], before, 0.3).objects == {}
+    assert 0.3 <= time.monotonic() - begun < AT_ONCE
+
+
+def test_a_deletion_is_news(store: ObjectStore) -> None:
+    store.put("a/1", b"one")
+    before = look(store, ["a"])
+    store.delete(["a/1"])
+    assert look(store, ["a"], before, LONG / 3).objects == {}
+
+
+def test_what_a_thread_asks_is_answered_from_what_it_saw(store: ObjectStore) -> None:
+    store.put("a/1", b"one")
+    sight = look(store, ["a"])
+    store.put("a/1", b"later")
+    store.put("a/2", b"later")
+    with store.sights.answer_from(sight):
+        assert store.get("a/1", 10) == b"one"
+        assert store.get("a/2", 10) is None
+        assert store.list("a") == [("a/1", 3)]
+        assert store.get("ab/1", 10) is None, "elsewhere it asks"
+    assert store.get("a/1", 10) == b"later"
+
+
+@pytest.mark.parametrize("scheme", ["http", "memory"])
+def test_a_record_is_decided_once(address: str, scheme: str) -> None:
+    url = f"{address}/decided" if scheme == "http" else "memory://decided"
+    log = RunLog(open_object_store(url), Seal(b"", "run"))
+    assert log.decide("a/plan.json", Note(text="mine")) == Note(text="mine")
+    assert log.decide("a/plan.json", Note(text="mine")) == Note(text="mine"), "the answer may have been lost"
+    assert log.decide("a/plan.json", Note(text="other")) == Note(text="mine")
+    log.store.put("b/plan.json", b"rubbish")
+    with pytest.raises(ForgedError):
+        log.decide("b/plan.json", Note(text="mine"))
+
+
+@pytest.mark.parametrize("there", [None, b"rubbish"])
+def test_a_watch_first_writes_its_own_record_also_in_place_of_rubbish(store: ObjectStore, there: bytes | None) -> None:
+    path = f"a/{'rubbish' if there else 'nothing'}.json"
+    if there:
+        store.put(path, there)
+    log = RunLog(store, Seal(b"", "run"))
+    watch = log.watch(["a"], REAL, path, Note(text="mine"))
+    watch.ask(lambda: None)
+    assert log.read(path, Note) == Note(text="mine")
+    (found,) = watch.ask(lambda: log.read(path, Note))
+    assert found == Note(text="mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("run", b"nonsense"),
+        ("run", b'{"prefixes": ["../other"]}'),
+        ("run", b'{"prefixes": ["a"], "seconds": 1e9, "known": {}}'),
+        ("run", b'{"create": {"/etc/x": "YQ=="}}'),
+        ("run", b'{"create": {"a": 1}}'),
+        ("run", b'{"prefixes": %s}' % str(["a"] * 17).replace("'", '"').encode()),
+        ("..%2Fother", b"{}"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(address: str, path: str, body: bytes) -> None:
+    with pytest.raises(HTTPError, match="400"):
+        urllib.request.urlopen(urllib.request.Request(f"{address}/changes/{path}", body), timeout=LONG)
+
+
+def test_a_server_that_is_gone_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with serving(tmp_path) as address:
+        store = open_object_store(f"{address}/run", timeout=0.5)
+        look(store, ["a"])
+    with pytest.raises(StoreError, match="does not answer a question"):
+        look(store, ["a"])
+
+
+def test_an_older_server_is_told_apart_from_one_that_is_gone() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="<ListBucketResult></ListBucketResult>", content_type="application/xml")
+
+    app = web.Application()
+    app.router.add_get("/runs", answer)
+    with serving_app(app) as address, pytest.raises(RendezvousError, match="older version of hf_diloco"):
+        look(open_object_store(f"{address}/run"), ["a"])
