@@ -879,6 +879,8 @@ def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> No
 class BrokenStore:
     """Fails every call while `is_down`, and counts this thread's in vain."""
 
+    tells_changes = False
+
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.is_down = False
