@@ -25,7 +25,9 @@ def render(status: RunStatus) -> Group:
     parts = [_overview(status), _island_table(status), _round_table(status)]
     refused = [_warning(f"refused {path}: {reason}") for path, reason in status.refused.items()]
     for island in status.islands:
-        refused += [_warning(f"island {island.island} refuses {reason}") for reason in island.refuses.values()]
+        refused += [
+            _warning(f"island {island.island} refuses island {name}: {why}") for name, why in island.refuses.items()
+        ]
     return Group(*(part for table in parts for part in (table, _plain(""))), *refused)
 
 

@@ -95,9 +95,9 @@ def test_a_signature_that_was_altered_or_taken_from_elsewhere_is_refused() -> No
     draw = random.Random(1)
     tried: list[bytes] = [elsewhere, b"", good[:-1], good + b"\0"]
     for _ in range(300):
-        altered = bytearray(good)
-        altered[draw.randrange(len(altered))] ^= 1 << draw.randrange(8)
-        tried.append(bytes(altered))
+        changed = bytearray(good)
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        tried.append(bytes(changed))
     for bad in tried:
         with pytest.raises(ForgedError):
             seal(0).open(OFFER, json.dumps(record | {"signature": base64.b64encode(bad).decode()}).encode())

@@ -1,0 +1,158 @@
+"""Islands with identities, in an encrypted store: what lies there, and what becomes of one that others do not list."""
+
+from __future__ import annotations
+
+import json
+import threading
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from hf_diloco.errors import RendezvousError
+from hf_diloco.status import Observer
+from hf_diloco.status.tables import render
+from hf_diloco.store.credentials import make_identity, make_key
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.utils.public_keys import show_public
+from tests.clocks import FastClock
+from tests.islands import run_islands
+from tests.meetings import ENGINES, Meeting
+
+EVERYTHING = 1 << 30
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of three islands with a key and an identity each."""
+    monkeypatch.delenv("HF_DILOCO_IDENTITY", raising=False)
+    make_key(tmp_path / "run.key")
+    identities = {island: [text_of(make_identity(tmp_path / f"island-{island}.pem"))] for island in range(3)}
+    return {
+        "key_file": tmp_path / "run.key",
+        "identity_file": tmp_path / "island-{island}.pem",
+        "identities": identities,
+    }
+
+
+def text_of(private: Ed25519PrivateKey) -> str:
+    return show_public(private.public_key().public_bytes_raw())
+
+
+def objects(url: str) -> dict[str, bytes]:
+    store = open_object_store(url)
+    return {path: store.get(path, EVERYTHING) or b"" for path, _ in store.list()}
+
+
+@pytest.mark.parametrize("engine", ["bucket", "mesh"])
+def test_who_keeps_the_store_reads_nothing_and_the_islands_train_as_without(
+    tmp_path: Path, secrets: dict[str, Any], engine: str
+) -> None:
+    def train(**settings: Any) -> tuple[Meeting, list[torch.Tensor]]:
+        meeting = Meeting(tmp_path / ("sealed" if settings else "bare"), 2, **ENGINES[engine], **settings)
+        return meeting, run_islands(2, lambda island: meeting.island(island).train(6).leave().weights)
+
+    bare, expected = train()
+    sealed, found = train(**secrets, encrypt_store=True)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    in_clear = [data for path, data in objects(bare.url).items() if path.endswith(".bin")]
+    assert in_clear
+    for path, data in objects(sealed.url).items():
+        if path.endswith(".json"):
+            assert json.loads(data).keys() == {"sealed"}, path
+        else:
+            assert not any(plain[at : at + 16] in data for plain in in_clear for at in range(0, len(plain), 16)), path
+    key = secrets["key_file"].read_bytes().strip()
+    status = Observer(open_object_store(sealed.url, read_only=True), key).look()
+    assert [entry.participants for entry in status.rounds] == [[0, 1]] * 3
+    with pytest.raises(RendezvousError, match="was begun with another key"):
+        Observer(open_object_store(sealed.url, read_only=True), b"")
+
+
+def test_an_island_that_was_taken_out_is_refused_by_name_and_the_others_train(
+    tmp_path: Path, secrets: dict[str, Any], fast_clock: FastClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds the run's key, and has yet to hear that its identity is listed no more."""
+    meeting = Meeting(tmp_path / "run", 2, max_islands=3, min_islands=2, **secrets)
+    others = {island: keys for island, keys in secrets["identities"].items() if island != 2}
+    started, is_done = threading.Event(), threading.Event()
+
+    def run(island: int) -> str:
+        if island == 2:
+            started.wait(60)
+            try:
+                with pytest.raises(RendezvousError) as caught:
+                    meeting.island(2)
+                return str(caught.value)
+            finally:
+                is_done.set()
+        member = meeting.island(island, identities=others)
+        member.train(2)
+        started.set()
+        is_done.wait(60)
+        member.train(4)
+        assert len(member.reports) == 3
+        member.leave()
+        return ""
+
+    *_, said = run_islands(3, run)
+    assert "does not believe island 2: this one's identity ed25519:" in said
+    assert "is not listed there (identities.2)" in said
+
+
+def test_what_an_unlisted_island_leaves_in_the_store_is_refused_and_shown(
+    tmp_path: Path, secrets: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was there first, and so met nobody who could tell it."""
+    meeting = Meeting(tmp_path / "run", 1, max_islands=3, min_islands=1, **secrets)
+    others = {island: keys for island, keys in secrets["identities"].items() if island != 2}
+    stranger = meeting.island(2)
+    member = meeting.island(0, identities=others).train(4)
+    assert len(member.reports) == 2
+    key = secrets["key_file"].read_bytes().strip()
+    status = Observer(open_object_store(meeting.url, read_only=True), key).look()
+    refused = next(island for island in status.islands if island.island == 0).refuses
+    assert "which is not listed for it here (identities.2)" in refused["2"]
+    printed = Console(width=1000, file=StringIO())
+    printed.print(render(status))
+    assert "warning: island 0 refuses island 2: island 2 shows the identity" in printed.file.getvalue()  # type: ignore[attr-defined]
+    stranger.die()
+    member.leave()
+
+
+def test_what_an_island_did_before_it_was_taken_out_stays(
+    tmp_path: Path, secrets: dict[str, Any], fast_clock: FastClock
+) -> None:
+    meeting = Meeting(tmp_path / "run", 1, max_islands=3, min_islands=1, **secrets)
+    lost = meeting.island(2).train(4).leave(finished=False)
+    retired = {**secrets["identities"], 2: [f"{secrets['identities'][2][0]} until 2"]}
+    member = meeting.island(0, identities=retired)
+    assert (member.session.outer.round, member.hash) == (2, lost.hash)
+    member.train(2)
+    assert len(member.reports) == 1
+    with pytest.raises(RendezvousError, match=r"island 0 does not believe island 2: .* or only until a round"):
+        meeting.island(2)
+    new = make_identity(tmp_path / "replaced.pem")
+    replaced = {**retired, 2: [*retired[2], text_of(new)]}
+    member.leave(finished=False)
+    again = meeting.island(2, identities=replaced, identity_file=tmp_path / "replaced.pem")
+    assert again.session.outer.round == 3
+    again.leave()
+
+
+def test_islands_that_differ_in_their_secrets_are_told_at_the_start(tmp_path: Path, secrets: dict[str, Any]) -> None:
+    key_alone = {"key_file": secrets["key_file"]}
+    for first, second, message in (
+        (secrets, key_alone, r"identities differs \(the run, begun by island 0: listed; island 1: None\)"),
+        (key_alone, secrets, r"identities differs \(the run, begun by island 0: None; island 1: listed\)"),
+        ({**key_alone, "encrypt_store": True}, key_alone, r"store differs \(the run, .*: encrypted; island 1: None\)"),
+    ):
+        meeting = Meeting(tmp_path / "run", 1, max_islands=2, min_islands=1)
+        here = meeting.island(0, **first)
+        with pytest.raises(RendezvousError, match=message):
+            meeting.island(1, **second)
+        here.leave()
