@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import logging
 import threading
 from io import StringIO
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.console import Console
 from hf_diloco.errors import RendezvousError
 from hf_diloco.status import Observer
 from hf_diloco.status.tables import render
-from hf_diloco.store.credentials import make_identity, make_key
+from hf_diloco.store.credentials import load_identity, make_identity, make_key
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import FastClock
@@ -156,3 +158,30 @@ def test_islands_that_differ_in_their_secrets_are_told_at_the_start(tmp_path: Pa
         with pytest.raises(RendezvousError, match=message):
             meeting.island(1, **second)
         here.leave()
+
+
+def test_no_key_is_in_what_islands_leave(
+    tmp_path: Path, secrets: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Objects of the store, a checkpoint and the log; in bytes, hexadecimal and base64."""
+    caplog.set_level(logging.DEBUG)
+    meeting = Meeting(tmp_path / "run", 1, max_islands=2, min_islands=1, **secrets)
+    member = meeting.island(0).train(4)
+    member.save(tmp_path / "checkpoint")
+    member.leave()
+    left = {**objects(meeting.url), "log": caplog.text.encode()}
+    left |= {path.name: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    private = load_identity(secrets["identity_file"], 0)
+    assert private is not None
+    shared = secrets["key_file"].read_bytes().strip()
+    forms = [shared, base64.b64encode(shared), bytes.fromhex(shared.decode())]
+    for raw in (private.private_bytes_raw(), forms[-1]):
+        forms += [
+            raw,
+            raw.hex().encode(),
+            base64.b64encode(raw).rstrip(b"="),
+            base64.urlsafe_b64encode(raw).rstrip(b"="),
+        ]
+    for name, data in left.items():
+        assert not any(form in data for form in forms), name
+    assert any(show_public(private.public_key().public_bytes_raw()).encode() in data for data in left.values())
