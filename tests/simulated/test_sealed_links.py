@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
@@ -17,7 +18,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.sealing import Agreement, LinkKey
+from hf_diloco.sealing import Agreement, LinkKey, Roster, Signer
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
@@ -28,12 +29,15 @@ from hf_diloco.transport.open import MeshTransport
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers
+from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.gossip_meshes import join, make_store, talk_together
 from tests.islands import run_islands, try_islands
 from tests.processes import find_free_port
 
 KEY = LinkKey(b"0123456789abcdef")
+PRIVATE = [Ed25519PrivateKey.generate() for _ in range(3)]
+LISTED = {node: [show_public(key.public_key().public_bytes_raw())] for node, key in enumerate(PRIVATE)}
 LOCALHOST = "127.0.0.1"
 MODES = pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "authenticated"])
 
@@ -354,7 +358,8 @@ def test_nodes_seal_all_that_goes_between_them(monkeypatch: pytest.MonkeyPatch, 
     secret = torch.full((500,), 7.0)
 
     def enter(node: int) -> MeshNeighbours:
-        return join(store, make_topology("full", 3), node, key=LinkKey(KEY.secret, encrypt))
+        signer = Signer(PRIVATE[node], node, Roster(LISTED, "node")) if encrypt else None
+        return join(store, make_topology("full", 3), node, key=LinkKey(KEY.secret, encrypt, signer))
 
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         mixed = torch.empty_like(secret)
