@@ -174,8 +174,8 @@ class ElasticSession(BaseSession):
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""
-        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **self._sealing_fact(), **facts})
-
+        sealing = self._credentials.facts(self.config.is_direct)
+        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **sealing, **facts})
         seal = self._credentials.seal(NO_RUN)
 
         def enter() -> tuple[dict[str, Any], bool, int, bool]:
@@ -215,17 +215,6 @@ class ElasticSession(BaseSession):
         self._pace = Pace(self.config, self.outer, self.members)
         return is_new
 
-    def _sealing_fact(self) -> dict[str, Any]:
-        """What islands must do alike with their keys; without one, nothing."""
-        found = {}
-        if self._credentials.key and self.config.is_direct:
-            found["links"] = "encrypted" if self.config.encrypt else "authenticated"
-        if self._credentials.encrypts_store:
-            found["store"] = "encrypted"
-        if self._credentials.signer:
-            found["identities"] = "listed"
-        return found
-
     def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals
         start = intervals[0][0] if intervals else 0
@@ -233,14 +222,8 @@ class ElasticSession(BaseSession):
 
     def _rules(self) -> Rules:
         config = self.config
-        return Rules(
-            config.quorum,
-            config.grace,
-            config.sync_timeout,
-            config.outlier_factor,
-            config.is_direct,
-            config.num_fragments,
-        )
+        numbers = config.quorum, config.grace, config.sync_timeout, config.outlier_factor
+        return Rules(*numbers, needs_presence=config.is_direct, num_fragments=config.num_fragments)
 
     # Rounds
 

@@ -78,6 +78,21 @@ class Credentials:
         """For connections of a run; None without a key."""
         return LinkKey.of_run(self.key, run_id, self.encrypt, self.signer)
 
+    def facts(self, is_direct: bool) -> dict[str, str]:
+        """What all islands must do alike with their keys; without one, nothing.
+
+        Args:
+            is_direct: whether values go directly from island to island.
+        """
+        found = {}
+        if self.key and is_direct:
+            found["links"] = "encrypted" if self.encrypt else "authenticated"
+        if self.encrypts_store:
+            found["store"] = "encrypted"
+        if self.signer:
+            found["identities"] = "listed"
+        return found
+
     def __reduce__(self) -> Any:
         raise TypeError("Credentials are secret: they are neither copied nor pickled")
 
