@@ -142,6 +142,7 @@ def test_a_run_from_start_to_table(launches: Launches, deepspeed: bool, num_proc
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    assert f"on {num_islands} island" in (launches.run / "model" / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(launches.run / "model")
     tokens = AutoTokenizer.from_pretrained(launches.run / "model")("The", return_tensors="pt")
     assert model(input_ids=tokens["input_ids"]).logits.isfinite().all()

@@ -1,4 +1,4 @@
-"""The end of a run: the final model as a plain Hugging Face folder, a sample of its text, and summary.json."""
+"""The end of a run: a sample of the final model's text, what its card says of the run, and summary.json."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
+from hf_diloco.methods.outer import find_method
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 from hf_diloco.utils.files import try_write_json
 
 logger = logging.getLogger("hf_diloco")
+
+STREAMING_PAPER = "2501.18512"
 
 
 def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
@@ -36,6 +40,26 @@ def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
         pad_token_id=tokenizer.pad_token_id,
     )
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def describe_training(run: RunFile) -> Training:
+    """What the model's card says of a run."""
+    data, outer = run.data, run.diloco
+    dataset = "allenai/c4" if data.source == "c4" else data.path if data.source == "hub" else None
+    texts = {
+        "embedded": "English text that comes with Python",
+        "files": ", ".join(Path(pattern).name for pattern in data.files),
+    }
+    paper = find_method(outer.method).paper if outer.enabled else ""
+    streaming = [STREAMING_PAPER] if outer.enabled and outer.num_fragments > 1 else []
+    return Training(
+        data=texts.get(data.source) or f"{dataset} ({data.split})",
+        method=outer.method if outer.enabled else "no outer loop",
+        papers=[paper, *streaming] if paper else streaming,
+        base_model=run.model.path,
+        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        task="text-generation" if run.model.objective == "causal" else "fill-mask",
+    )
 
 
 def write_summary(run: RunFile, evaluation: dict[str, float], sample: str | None) -> dict[str, Any]:

@@ -113,8 +113,9 @@ def _train(island: Island, progress: Progress) -> int:
 
 def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
-    from hf_diloco.apps.common.final_model import save_final_model
-    from hf_diloco.apps.lm.finish import write_sample, write_summary
+    from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
+    from hf_diloco.apps.common.model_card import write_card
+    from hf_diloco.apps.lm.finish import describe_training, write_sample, write_summary
 
     run, trainer = island.run, island.trainer
     progress.update(state="evaluating")
@@ -130,6 +131,8 @@ def _finish(island: Island, progress: Progress) -> None:
     if not is_leader():
         return
     summary = write_summary(run, evaluation, sample)
+    if run.diloco.island == 0:
+        write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
     progress.update(state="done", message="")
     if not island.speaks:
         return

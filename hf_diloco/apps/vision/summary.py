@@ -1,16 +1,34 @@
-"""The end of a run: `summary.json`."""
+"""The end of a run: `summary.json`, and what the model's card says of it."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.methods.gossip.registry import find_method
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 from hf_diloco.utils.files import try_write_json
 
 logger = logging.getLogger("hf_diloco")
+
+
+def describe_training(run: VisionRun) -> Training:
+    """What the model's card says of a run."""
+    data, method = run.data, run.gossip.method
+    dataset = data.path if data.source == "hub" else None
+    texts = {"digits": "1,797 handwritten digits of the UCI repository", "hub": f"{dataset} ({data.split})"}
+    return Training(
+        data=texts.get(data.source) or f"images of {Path(data.path or '').name}",
+        method=method,
+        papers=[paper] if (paper := find_method(method).paper) else [],
+        base_model=run.model.path,
+        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        task="image-classification",
+    )
 
 
 def write_summary(run: VisionRun, evaluation: dict[str, float]) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
 
 def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
-    from hf_diloco.apps.common.final_model import save_final_model
-    from hf_diloco.apps.vision.summary import write_summary
+    from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
+    from hf_diloco.apps.common.model_card import write_card
+    from hf_diloco.apps.vision.summary import describe_training, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     evaluation = last_evaluation(trainer)
@@ -121,6 +122,8 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     if not is_leader():
         return
     summary = write_summary(run, evaluation)
+    if config.node == 0:
+        write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
     if speaks:
         say(f"the mean of {config.num_nodes} nodes: accuracy {summary['eval_accuracy']:.2%}, ", end="")
         say(f"loss {summary['eval_loss']:.4f}")

@@ -53,8 +53,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     All nodes must begin with equal parameters, in the same order. Move the model to its device before: parameters
     become views of one vector; their values and memory formats stay. A gradient that is None counts as zero, since
-    neighbours wait for all of the vector; weight decay is applied to that parameter all the same. For that reason a
-    gradient scaler for fp16, which skips steps where it likes, does not go with these methods.
+    neighbours wait for all of the vector; weight decay applies all the same. Gradient scalers skip steps: none fits.
 
     Settings, each of which a parameter group may have its own of:
 
@@ -65,7 +64,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
       η‖x‖ / (‖g‖ + λ‖x‖) (g + λx), or g + λx where a norm is 0, before anything else. Usually 0 for biases and norms.
 
     Attributes:
-        name: what the setting calls the method.
+        name, paper: what the setting calls the method; the arXiv number of its source, empty for none.
         num_vectors: vectors of d values that each neighbour is sent in a step.
         is_in_step: nodes take their steps together, none more than a few ahead of another.
         state_names: the vectors that are kept from one step to the next, besides the parameters: d values each.
@@ -74,6 +73,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     """
 
     name: ClassVar[str]
+    paper: ClassVar[str] = ""
     num_vectors: ClassVar[int] = 1
     is_in_step: bool = True
     state_names: ClassVar[tuple[str, ...]] = ()

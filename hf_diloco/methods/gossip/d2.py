@@ -37,6 +37,7 @@ class D2(GossipOptimizer):
     """
 
     name = "d2"
+    paper = "1803.07068"
     state_names = ("previous_descent",)
 
     def __init__(

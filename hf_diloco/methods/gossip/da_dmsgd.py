@@ -21,6 +21,7 @@ class DADmSGD(GossipOptimizer):
     """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once."""
 
     name = "da-dmsgd"
+    paper = "1905.03817"
     num_vectors = 2
     state_names = ("momentum_buffer",)
 

@@ -32,6 +32,7 @@ class DecentLaM(GossipOptimizer):
     """
 
     name = "decentlam"
+    paper = "2104.11981"
     state_names = ("momentum_buffer",)
 
     def __init__(

@@ -22,6 +22,7 @@ class DSGD(GossipOptimizer):
     """Equations and sources above. If γ changes nothing else does: there is no state."""
 
     name = "dsgd"
+    paper = "1705.09056"
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class MomentumConsensus(GossipOptimizer):
     """Equations and source above. v is in units of parameters: a γ that changes acts on new gradients only."""
 
     name = "momentum-consensus"
+    paper = "2010.11166"
     num_vectors = 2
     state_names = ("momentum_buffer",)
 

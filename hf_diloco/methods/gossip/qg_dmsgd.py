@@ -28,6 +28,7 @@ class QGDmSGD(GossipOptimizer):
     """
 
     name = "qg-dmsgd"
+    paper = "2102.04761"
     state_names = ("momentum_buffer",)
 
     def __init__(

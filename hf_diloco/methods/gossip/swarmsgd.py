@@ -60,6 +60,7 @@ class SwarmSGD(GossipOptimizer):
     """
 
     name = "swarm-sgd"
+    paper = "1910.12308"
     num_vectors = 1
     state_names = ("momentum_buffer",)
 

@@ -68,6 +68,7 @@ class OuterMethod(ABC):
     Attributes:
         name: as `method` of the settings names it.
         summary: what it is, for tables.
+        paper: arXiv number of its source, as "2311.08105"; empty for none.
         defaults: of shared settings, where they are the method's own.
         Options: the settings that no other method has.
         wants_rates: whether `step` needs the inner learning rates, as the round's plan agreed on them.
@@ -82,6 +83,7 @@ class OuterMethod(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    paper: ClassVar[str] = ""
     defaults: ClassVar[Mapping[str, Any]] = {}
     Options: ClassVar[type[MethodOptions]] = MethodOptions
     wants_rates: ClassVar[bool] = False

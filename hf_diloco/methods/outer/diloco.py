@@ -42,6 +42,7 @@ class DiLoCo(OuterMethod):
 
     name = "diloco"
     summary = "outer SGD with Nesterov momentum on the averaged pseudo-gradient"
+    paper = "2311.08105"
     streams = True
     feeds_back = True
     chooses: ClassVar[Sequence[str]] = ("outer_lr", "outer_momentum")

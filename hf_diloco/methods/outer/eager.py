@@ -36,6 +36,7 @@ class Eager(DiLoCo):
 
     name = "eager"
     summary = "DiLoCo that takes its own part of a round at once, the others' one round later: the exchange is hidden"
+    paper = "2502.12996"
     streams = False
     feeds_back = False
     anticipates = True

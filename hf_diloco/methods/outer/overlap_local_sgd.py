@@ -48,6 +48,7 @@ class OverlapLocalSGD(DiLoCo):
 
     name = "overlap-local-sgd"
     summary = "an anchor that pulls the islands; the exchange passes behind the inner steps of a whole period"
+    paper = "2002.09539"
     defaults: ClassVar[Mapping[str, Any]] = {
         "sync_every": 24,
         "outer_lr": 1.0,

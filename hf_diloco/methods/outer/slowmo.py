@@ -66,6 +66,7 @@ class SlowMo(OuterMethod):
 
     name = "slowmo"
     summary = "momentum of the steps between averages, scaled with the inner learning rate"
+    paper = "1910.00643"
     defaults: ClassVar[Mapping[str, Any]] = {
         "sync_every": 12,
         "outer_lr": 1.0,
@@ -153,6 +154,7 @@ class LocalSGD(SlowMo):
 
     name = "local-sgd"
     summary = "islands go on from their mean: SlowMo without momentum, FedAvg"
+    paper = "1805.09767"
     defaults: ClassVar[Mapping[str, Any]] = {**SlowMo.defaults, "outer_momentum": 0.0}
     fixed: ClassVar[Mapping[str, float]] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -162,6 +164,7 @@ class BMUF(SlowMo):
 
     name = "bmuf"
     summary = "blockwise model-update filtering: SlowMo with slow learning rate 1"
+    paper = ""
     fixed: ClassVar[Mapping[str, float]] = {"outer_lr": 1.0}
 
 
@@ -170,6 +173,7 @@ class Lookahead(SlowMo):
 
     name = "lookahead"
     summary = "one island goes back part of its way every few steps: SlowMo without momentum"
+    paper = "1907.08610"
     defaults: ClassVar[Mapping[str, Any]] = {
         **SlowMo.defaults,
         "sync_every": 5,

@@ -28,6 +28,7 @@ class SparseLoCo(DiLoCo):
 
     name = "sparseloco"
     summary = "DiLoCo with top-k pseudo-gradients in 2 bits, and error feedback instead of momentum"
+    paper = "2508.15706"
     defaults: ClassVar[Mapping[str, Any]] = {
         "sync_every": 30,
         "outer_lr": 1.0,

@@ -1,0 +1,93 @@
+"""The card of a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_diloco.apps.common.model_card import Training, write_card
+from hf_diloco.apps.lm.finish import describe_training
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.apps.vision.summary import describe_training as describe_vision
+from hf_diloco.methods.gossip.registry import METHODS as GOSSIP
+from hf_diloco.methods.outer import METHODS
+from tests.report_runs import write_run
+
+TRAINING = Training(
+    data="a|b <c>\nd",
+    method="/home/somebody/own.py:Slow",
+    papers=["1910.00643"],
+    base_model="meta-llama/Llama-3.2-1B",
+    dataset="allenai/c4",
+    task="text-generation",
+)
+
+
+def test_a_card_says_what_was_trained_and_how(tmp_path: Path) -> None:
+    run, model = write_run(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    (model / "README.md").write_text("what PEFT writes")
+    write_card(model, run, TRAINING)
+    card = ModelCard.load(model / "README.md")
+    assert card.data.base_model == "meta-llama/Llama-3.2-1B"
+    assert card.data.datasets == ["allenai/c4"]
+    assert card.data.tags == ["hf-diloco", "Slow"]
+    assert card.data.pipeline_tag == "text-generation"
+    assert "| data | a\\|b &lt;c> d |" in card.text
+    assert "| method | own.py:Slow |" in card.text
+    assert "| evaluation loss |" in card.text
+    assert "https://arxiv.org/abs/1910.00643" in card.text
+    assert "what PEFT writes" not in card.content
+    for private in (str(tmp_path), "somebody"):
+        assert private not in card.content
+
+
+def test_a_folder_on_this_machine_is_no_model_of_the_hub(tmp_path: Path) -> None:
+    run, model = write_run(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    base = tmp_path / "private" / "base"
+    base.mkdir(parents=True)
+    write_card(model, run, Training("text", "diloco", [], str(base), None, "fill-mask"))
+    card = ModelCard.load(model / "README.md")
+    assert card.data.base_model is None
+    assert "| starts from | base |" in card.text
+    assert "private" not in card.content
+
+
+def test_a_card_that_cannot_be_written_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = write_run(tmp_path / "run")
+    write_card(tmp_path / "gone", run, TRAINING)
+    assert "the model has no card" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "dataset"),
+    [
+        ({}, "English text that comes with Python", None),
+        ({"data": {"source": "c4"}}, "allenai/c4 (train)", "allenai/c4"),
+        ({"data": {"source": "hub", "path": "a/b", "split": "all"}}, "a/b (all)", "a/b"),
+        ({"data": {"source": "files", "files": ["/secret/corpus/*.txt"]}}, "*.txt", None),
+    ],
+)
+def test_data_of_language_models(settings: dict[str, object], data: str, dataset: str | None) -> None:
+    whole = {"name": "a", "model": {"preset": "llama-tiny"}, "training": {"max_steps": 4}, **settings}
+    training = describe_training(RunFile.model_validate(whole))
+    assert (training.data, training.dataset) == (data, dataset)
+    assert training.papers == ["2311.08105"]
+
+
+def test_data_of_image_models() -> None:
+    whole = {"name": "a", "model": {"preset": "resnet-tiny"}, "training": {"max_steps": 4}}
+    training = describe_vision(VisionRun.model_validate(whole))
+    assert training.data.startswith("1,797 handwritten digits")
+    assert training.task == "image-classification"
+
+
+def test_papers_are_numbers_of_arxiv() -> None:
+    papers = {name: method.paper for name, method in METHODS.items()}
+    papers |= {name: method.paper for name, method in GOSSIP.items()}
+    assert all(len(paper) == 10 and paper[4] == "." for paper in papers.values() if paper)
+    assert {name for name, paper in papers.items() if not paper} <= {"bmuf", "dmsgd", "pmsgd"}
