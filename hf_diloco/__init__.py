@@ -41,6 +41,7 @@ _HOME = {
     "StoreError": "hf_diloco.errors",
     "StoreFullError": "hf_diloco.errors",
     "Topology": "hf_diloco.methods.topology",
+    "UnknownIdentityError": "hf_diloco.errors",
     "UnsupportedError": "hf_diloco.errors",
     "make_optimizer": "hf_diloco.methods.gossip",
     "make_topology": "hf_diloco.methods.topology",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
         StopRequested,
         StoreError,
         StoreFullError,
+        UnknownIdentityError,
         UnsupportedError,
     )
     from hf_diloco.gossip.config import GossipConfig
@@ -113,6 +115,7 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "Topology",
+    "UnknownIdentityError",
     "UnsupportedError",
     "make_optimizer",
     "make_topology",

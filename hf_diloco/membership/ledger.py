@@ -165,22 +165,30 @@ class Ledger:
             raise self._no_round(round_number, plan, timeout)
         return [found[island] for island in range(self.num_islands)]
 
-    def check_plan(self, round_number: int, timeout: float) -> None:
+    def check_plan(self, round_number: int, timeout: float, silent: Collection[int] | None = None) -> None:
         """After a round that failed: whether an island had given it up while this one went on.
+
+        Args:
+            round_number: of the round.
+            timeout: seconds for which all would have been waited for.
+            silent: who had no vote; others that gave up did so later, and the round had failed already.
 
         Raises:
             IslandLostError: it had; says who, and why.
             StopRequested: it had, and this island was asked to stop as well.
         """
         key = f"{self._topic(round_number)}/plan"
-        if self._has([key]):
-            if self._should_stop():
-                raise StopRequested
-            raise self._no_round(round_number, self._decide(key, LATE), timeout)
+        if not self._has([key]):
+            return
+        plan = self._decide(key, LATE)
+        if silent is not None and not set(_islands_of(plan)) <= set(silent):
+            return
+        if self._should_stop():
+            raise StopRequested
+        raise self._no_round(round_number, plan, timeout)
 
     def _no_round(self, round_number: int, plan: str, timeout: float) -> IslandLostError:
-        kind, *numbers = plan.split() or [""]
-        islands = [int(number) for number in numbers if number.isdecimal()]
+        kind, islands = (plan.split() or [""])[0], _islands_of(plan)
         again = "start all islands again: the run resumes from the newest round that all hold"
         if kind == LATE:
             return IslandLostError(
@@ -374,6 +382,11 @@ class Ledger:
 def _is_failure(vote: Mapping[str, Any]) -> bool:
     """Whether an island cannot have the round's average, not even if the round is taken again."""
     return vote.get("ok") is not True and vote.get("again") is not True
+
+
+def _islands_of(plan: str) -> list[int]:
+    """Whom a plan names."""
+    return [int(number) for number in plan.split()[1:] if number.isdecimal()]
 
 
 def _names(islands: list[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -157,7 +157,7 @@ class FixedRounds(Rounds[ArrivedRound]):
             return True
         votes = parse_some(VoteRecord, raw)
         if not is_repeated:
-            self._check_plan(plan.number)
+            self._check_plan(plan.number, set(range(self.config.num_islands)) - votes.keys())
             raise why_aborted(votes, plan.number, self.config.num_islands)
         reasons = {f"island {number}: {other.reason}" for number, other in votes.items() if not other.ok}
         self._say_again(plan.number, "; ".join(sorted(reasons)) or "the islands computed different averages")
@@ -169,9 +169,9 @@ class FixedRounds(Rounds[ArrivedRound]):
         committed, votes = self._ledger.settle(number, vote.model_dump(), self.config.exchange_timeout)
         return committed, votes, self._ledger.tries(number) > before
 
-    def _check_plan(self, number: int) -> None:
+    def _check_plan(self, number: int, silent: Collection[int] | None = None) -> None:
         """Raises what is known of a round that failed: its values may all have come from an island that then left."""
-        self.island.on_leader(lambda: self._ledger.check_plan(number, self.config.sync_timeout))
+        self.island.on_leader(lambda: self._ledger.check_plan(number, self.config.sync_timeout, silent))
 
     def _say_again(self, number: int, reason: str) -> None:
         if self.island.is_leader:

@@ -119,7 +119,8 @@ class Meeting:
         self._place = Place(*listener.getsockname()[:2])
         is_up = threading.Event()
         run = functools.partial(asyncio.run, self._run(listener, is_up))
-        threading.Thread(target=run, name="hf-diloco-meeting", daemon=True).start()
+        self._thread = threading.Thread(target=run, name="hf-diloco-meeting", daemon=True)
+        self._thread.start()
         is_up.wait()
         try:
             self._meet(store)
@@ -132,6 +133,8 @@ class Meeting:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(at_once=kind is not None)
+        if kind is None:  # Gloo fails to connect to an end that is done and closes at once
+            self._thread.join()
 
     @property
     def hosts(self) -> set[str]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.metadata import metadata
 from pathlib import Path
 
 from tests.clocks import LONG
@@ -144,7 +145,12 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
-    assert words == ["install", "."]
+    action, what = words
+    assert action == "install"
+    match = re.fullmatch(r"(?:\.|hf-diloco)(?:\[(.+)\])?", what)
+    assert match
+    extras = set((match[1] or "all").split(","))
+    assert extras <= set(metadata("hf-diloco").get_all("Provides-Extra") or [])
 
 
 def _deployed(words: list[str]) -> None:

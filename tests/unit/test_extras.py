@@ -84,6 +84,7 @@ def test_files_for_another_machine_need_no_library_here(tmp_path: Path, monkeypa
     assert list(tmp_path.rglob("islands.sbatch"))
 
 
+@pytest.mark.slow
 def test_without_any_extra_the_bits_are_the_same() -> None:
     names = sorted(EXTRAS)
     told = [run([sys.executable, "-c", WITHOUT_ANY.format(names=missing)]).output for missing in (names, [])]
