@@ -9,6 +9,7 @@ from hf_diloco.errors import ConfigError
 EXTRAS = {
     "PIL": "vision",
     "deepspeed": "deepspeed",
+    "gguf": "gguf",
     "matplotlib": "report",
     "numba": "compiled",
     "prometheus_client": "dashboard",

@@ -21,6 +21,7 @@ from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.masking import Masking
 from hf_diloco.apps.data.position import DataPositionCallback, read_position
 from hf_diloco.apps.data.stream import PackedStream
+from hf_diloco.apps.lm.checkpoint import find_source
 from hf_diloco.apps.lm.model import auto_class, build_config, build_model
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
@@ -115,7 +116,7 @@ def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizer
 def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the weights are read from files, or are too many for every rank to hold them all."""
     if run.model.path is not None:
-        return True
+        return not find_source(run.model.path).options  # a GGUF file is converted whole
     config = build_config(run.model, tokenizer, run.data.sequence_length)
     try:
         with torch.device("meta"):

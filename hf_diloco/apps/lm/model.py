@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_diloco.apps.common.model_config import make_config
+from hf_diloco.apps.lm.checkpoint import load_weights
 from hf_diloco.apps.lm.runfile import ModelBlock
 from hf_diloco.errors import ConfigError
 
@@ -100,24 +101,9 @@ def _load_model(
     block: ModelBlock, path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> PreTrainedModel:
     """A pre-trained model whose training goes on, in fp32."""
-    import torch
-
-    try:
-        model = auto_class(block).from_pretrained(path, dtype=torch.float32)
-    except Exception as error:  # of the Hub, the file system or the checkpoint's format
-        raise ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+    model = load_weights(path, auto_class(block))
     _check_fits(model.config, tokenizer, sequence_length)
-    return cast("PreTrainedModel", model)
-
-
-def find_model(path: str) -> None:
-    """Raises `ConfigError` if the configuration of a pre-trained model cannot be had; does not load its weights."""
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(path)
-    except Exception as error:  # of the Hub, the file system or the configuration's format
-        raise ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+    return model
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

@@ -34,7 +34,7 @@ class ModelBlock(Block):
     )
     mask_share: float = Field(0.15, gt=0, lt=1, description="objective masked: share of the tokens to predict")
     preset: Preset | None = Field(None, description="a Llama shape, trained from scratch")
-    path: str | None = Field(None, description="hub id or folder of a model whose training continues")
+    path: str | None = Field(None, description="hub id, folder or GGUF file of a model whose training continues")
     config: dict[str, Any] | None = Field(
         None, description="any transformers configuration, from scratch: {model_type: llama, hidden_size: 256, ...}"
     )
@@ -66,7 +66,7 @@ class TrainTokenizer(Block):
 class TokenizerBlock(Block):
     """The tokenizer: `path` or `train`; neither takes the model's own, or else trains one."""
 
-    path: str | None = Field(None, description="hub id, folder, or a tokenizer.json")
+    path: str | None = Field(None, description="hub id, folder, a tokenizer.json or a GGUF file")
     train: TrainTokenizer | None = Field(None, description="train one on the corpus")
 
     @model_validator(mode="after")
@@ -174,11 +174,11 @@ class RunFile(BaseRun):
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens tokenizer and configuration of a model that is loaded, and the first document."""
         from hf_diloco.apps.data.sources import open_documents, texts
-        from hf_diloco.apps.lm.model import find_model
+        from hf_diloco.apps.lm.checkpoint import load_config
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
         if self.model.path is not None:
-            yield partial(find_model, self.model.path)
+            yield partial(load_config, self.model.path)
         if self.tokenizer.train is None and (path := self.tokenizer.path or self.model.path):
             yield partial(load_tokenizer, path)
         if self.data.source != "embedded":

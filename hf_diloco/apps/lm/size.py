@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hf_diloco.apps.lm.checkpoint import load_config
 from hf_diloco.apps.lm.model import auto_class, config_from_scratch
 from hf_diloco.apps.lm.runfile import RunFile, TrainTokenizer
 from hf_diloco.apps.lm.tokenizer import load_tokenizer
@@ -32,17 +33,11 @@ def measure_model(run: RunFile) -> ModelSize:
         ConfigError: the model's configuration or its tokenizer cannot be had.
     """
     import torch
-    from transformers import AutoConfig
 
     if run.model.path is None:
         config = config_from_scratch(run.model, {"vocab_size": _vocab_size(run)}, run.data.sequence_length)
     else:
-        try:
-            config = AutoConfig.from_pretrained(run.model.path)
-        except Exception as error:  # of the Hub, the file system or the configuration's format
-            raise ConfigError(
-                f"model.path: cannot load {run.model.path!r}: {type(error).__name__}: {error}"
-            ) from error
+        config = load_config(run.model.path)
     with torch.device("meta"):
         try:
             model = auto_class(run.model).from_config(config)

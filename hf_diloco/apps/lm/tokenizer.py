@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_diloco.apps.data.build import sample_texts
 from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.lm.checkpoint import find_source
 from hf_diloco.apps.lm.runfile import RunFile, TrainTokenizer
 from hf_diloco.errors import ConfigError
 
@@ -58,24 +59,24 @@ def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrain
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """A tokenizer from a hub id, a folder, a tokenizer.json, or a folder with just vocab.json and merges.txt.
+    """A tokenizer from a hub id, a folder, a tokenizer.json, vocab.json and merges.txt alone in a folder, or GGUF.
 
     Raises:
         ConfigError: with the reason when it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    folder = Path(path)
+    folder, source = Path(path), find_source(path, "tokenizer.path")
     try:
         if folder.suffix == ".json":
             from tokenizers import Tokenizer
 
             return _wrap(Tokenizer.from_file(path))
-        if folder.is_file():
-            raise ValueError("a file must be a tokenizer.json")
+        if folder.is_file() and not source.options:
+            raise ValueError("a file must be a tokenizer.json or a GGUF file")
         if folder.is_dir() and {file.name for file in folder.iterdir()} == {"vocab.json", "merges.txt"}:
             return _wrap(_byte_level(folder))
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(source.name, **source.options)
     except Exception as error:  # of the Hub, the file system or the tokenizer's format
         raise ConfigError(f"tokenizer.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
 
