@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed import HashStore
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
 from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batches
 from benchmarks.tuning import Grid, Record, Values, climb, describe, spread
@@ -175,7 +175,8 @@ class Island:
     """One island's model, AdamW, cosine schedule and order of its share.
 
     Args:
-        task: what it trains.
+        model: what it trains.
+        task: how long, and in steps of which size.
         config: of its outer loop.
         rate: the inner learning rate.
         seed: of the run.
@@ -186,8 +187,10 @@ class Island:
         bytes_sent: so far.
     """
 
-    def __init__(self, task: Task, config: DiLoCoConfig, rate: float, seed: int, share: torch.Tensor) -> None:
-        self.model = make_model(task, seed)
+    def __init__(
+        self, model: PreTrainedModel, task: Task, config: DiLoCoConfig, rate: float, seed: int, share: torch.Tensor
+    ) -> None:
+        self.model = model
         self.bytes_sent = 0
         self._config = config
         self._steps = task.steps
@@ -250,30 +253,40 @@ def train(task: Task, method: Method, values: Values, seed: int, corpus: Corpus)
     diloco = {**method.diloco, **{name: value for name, value in values.items() if name != INNER}}
     options = {name.removeprefix(OPTIONS): diloco.pop(name) for name in list(diloco) if name.startswith(OPTIONS)}
     shares = [corpus.share(number, num_islands) for number in range(num_islands)]
-    network, store, turn = MemoryNetwork(num_islands, timeout=600), HashStore(), threading.Lock()
     begin = time.process_time()
     islands = []
     for number, share in enumerate(shares):
         place = {"num_islands": num_islands, "island": number, "rendezvous": "tcp://in-memory:1"}
-        islands.append(Island(task, DiLoCoConfig(options=options, **place, **diloco), values[INNER], seed, share))
+        config = DiLoCoConfig(options=options, **place, **diloco)
+        islands.append(Island(make_model(task, seed), task, config, values[INNER], seed, share))
+    try:
+        train_together(islands)
+        loss = evaluate(islands[0].model, corpus.evaluation)
+    except DivergedError:
+        loss = math.inf
+    finite = loss if math.isfinite(loss) else math.inf
+    return {"loss": finite, "bytes_sent": islands[0].bytes_sent, "seconds": time.process_time() - begin}
+
+
+def train_together(islands: Sequence[Island]) -> None:
+    """Has islands that exchange in memory take all their steps.
+
+    Raises:
+        DivergedError: values are not finite any more.
+    """
+    network, store, turn = MemoryNetwork(len(islands), timeout=600), HashStore(), threading.Lock()
 
     def live(number: int) -> None:
         islands[number].train(MemoryTransport(network, store, number), Path(folder) / str(number), turn)
 
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            run_islands(num_islands, live, timeout=3600)
-            loss = evaluate(islands[0].model, corpus.evaluation)
-        except DivergedError:
-            loss = math.inf
-    finite = loss if math.isfinite(loss) else math.inf
-    return {"loss": finite, "bytes_sent": islands[0].bytes_sent, "seconds": time.process_time() - begin}
+        run_islands(len(islands), live, timeout=3600)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, blocks: torch.Tensor) -> float:
-    """Mean loss of a token."""
-    losses = [float(model(input_ids=part, labels=part).loss) * len(part) for part in blocks.split(64)]
+def evaluate(model: nn.Module, blocks: torch.Tensor, batch: int = 64) -> float:
+    """Mean loss of a token, of (sequences, length), `batch` sequences at a time."""
+    losses = [float(model(input_ids=part, labels=part).loss) * len(part) for part in blocks.split(batch)]
     return sum(losses) / len(blocks)
 
 
