@@ -117,10 +117,9 @@ class Meeting:
         self.addresses = GlooAddresses(self._tell, deadline)
         listener = _listen(address)
         self._place = Place(*listener.getsockname()[:2])
-        is_up = threading.Event()
+        is_up, self._all_connected = threading.Event(), threading.Event()
         run = functools.partial(asyncio.run, self._run(listener, is_up))
-        self._thread = threading.Thread(target=run, name="hf-diloco-meeting", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="hf-diloco-meeting", daemon=True).start()
         is_up.wait()
         try:
             self._meet(store)
@@ -134,7 +133,7 @@ class Meeting:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(at_once=kind is not None)
         if kind is None:  # Gloo fails to connect to an end that is done and closes at once
-            self._thread.join()
+            self._all_connected.wait()
 
     @property
     def hosts(self) -> set[str]:
@@ -212,6 +211,7 @@ class Meeting:
             for line in self._lines.values():
                 line.end()
             await asyncio.wait(self._talks, timeout=_LINGER_SECONDS)  # who closes at once may cut off what it said
+        self._all_connected.set()
 
     async def _gather(self, places: dict[int, Place]) -> None:
         self._places.set_result(places)
@@ -268,7 +268,8 @@ class Meeting:
             finally:
                 if line:
                     line.close()
-            await asyncio.sleep(_RETRY_SECONDS)
+            if not self._met.done():
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _identify(self, hello: bytes) -> int:
         """The number of the end that calls; raises `ValueError` if it calls somebody else."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from tests.clocks import LONG
 from tests.processes import ROOT, Processes, find_free_port, run
 from tests.report_runs import write_run
@@ -145,12 +147,14 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
-    action, what = words
+    action, *rest = words
     assert action == "install"
-    match = re.fullmatch(r"(?:\.|hf-diloco)(?:\[(.+)\])?", what)
-    assert match
-    extras = set((match[1] or "all").split(","))
-    assert extras <= set(metadata("hf-diloco").get_all("Provides-Extra") or [])
+    for what in rest:
+        if what == "--no-deps":
+            continue
+        wanted = Requirement(f"hf-diloco{what[1:]}" if what.startswith(".") else what)
+        if wanted.name == "hf-diloco":
+            assert wanted.extras <= set(metadata("hf-diloco").get_all("Provides-Extra") or [])
 
 
 def _deployed(words: list[str]) -> None:
