@@ -146,7 +146,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if checkpoint is not None:
-            check_resumption(checkpoint, shards, self._examples, state.is_world_process_zero)
+            uses_deepspeed = args.deepspeed_plugin is not None
+            check_resumption(checkpoint, shards, uses_deepspeed, self._examples, state.is_world_process_zero)
         session = self._connect(folder_of(args))
         self._has_finished = False
         session.num_steps = state.max_steps

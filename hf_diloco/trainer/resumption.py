@@ -25,12 +25,13 @@ EXAMPLES = "examples_per_step"
 _WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
 
 
-def check_resumption(checkpoint: Path, shards: Shards, examples: int, is_leader: bool) -> None:
+def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, examples: int, is_leader: bool) -> None:
     """Refuses to go on without the inner optimizer's state; warns if the island's batch is another now.
 
     Args:
         checkpoint: of the Trainer, with outer state.
         shards: how the island trains now.
+        uses_deepspeed: whether DeepSpeed does, whose stage 0 has whole parameters as plain training has.
         examples: of the island in an optimizer step now.
         is_leader: this rank warns.
 
@@ -38,7 +39,7 @@ def check_resumption(checkpoint: Path, shards: Shards, examples: int, is_leader:
         CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word.
     """
     saved = saved_kind(checkpoint)
-    if saved and saved != _kind_of(shards):
+    if saved and saved != ("ZeRO" if uses_deepspeed else _kind_of(shards)):
         raise CheckpointError(
             f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
             "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
@@ -78,4 +79,4 @@ def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -
 
 
 def _kind_of(shards: Shards) -> SavedKind:
-    return next((kind for kind in ("ZeRO", "FSDP2") if shards.description.startswith(kind)), "plain")
+    return "FSDP2" if shards.description.startswith("FSDP2") else "plain"
