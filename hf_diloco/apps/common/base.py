@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Block, Count
+from hf_diloco.store.credentials import KeySettings
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 
@@ -42,7 +43,7 @@ class FsdpBlock(Block):
     )
 
 
-class Meeting(Protocol):
+class Meeting(KeySettings, Protocol):
     """The block of a run file that says how many islands there are and where they meet."""
 
     @property
@@ -64,30 +65,6 @@ class Meeting(Protocol):
     @property
     def rendezvous(self) -> str | None:
         """Where they meet; may be left to whoever starts them."""
-
-    @property
-    def key_file(self) -> Path | None:
-        """File with the run's key."""
-
-    @property
-    def require_key(self) -> bool:
-        """Whether there must be one."""
-
-    @property
-    def identity_file(self) -> Path | None:
-        """File with an island's private key."""
-
-    @property
-    def identities(self) -> Mapping[int, list[str]]:
-        """Public keys of each island."""
-
-    @property
-    def encrypt(self) -> bool:
-        """Whether what goes directly between islands is encrypted."""
-
-    @property
-    def encrypts_store(self) -> bool:
-        """Whether what lies in a store is."""
 
     @property
     def survives_losses(self) -> bool:
