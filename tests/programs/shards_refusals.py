@@ -28,6 +28,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.errors import UnsupportedError
@@ -167,6 +169,29 @@ def fsdp2_of_a_part() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def fsdp2_of_tensor_parallel() -> Made:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shards", "tensor"))
+    model = parallelize_module(small_model(), mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shards"])
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fsdp2_quantised() -> Made:
+    """A pair of tensors that poses as one: values that are not where the parameter seems to be."""
+    model = small_model()
+    weight = model.get_parameter("0.weight").detach()
+    model[0].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fsdp2_on_meta() -> Made:
+    with torch.device("meta"):
+        model = small_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def fsdp2_after_the_optimizer() -> Made:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -241,6 +266,9 @@ CASES: dict[str, Callable[[], Made]] = {
     "hsdp": hsdp,
     "fsdp2 by columns": fsdp2_by_columns,
     "fsdp2 of a part": fsdp2_of_a_part,
+    "fsdp2 of tensor parallel": fsdp2_of_tensor_parallel,
+    "fsdp2 quantised": fsdp2_quantised,
+    "fsdp2 on meta": fsdp2_on_meta,
     "fsdp2 after the optimizer": fsdp2_after_the_optimizer,
     "fsdp2 left out": fsdp2_left_out,
     "dtensors": dtensors,
