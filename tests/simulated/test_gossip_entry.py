@@ -46,10 +46,11 @@ class Ring:
         news: of each node.
     """
 
-    def __init__(self, num_nodes: int, exchange_timeout: float = LONG) -> None:
+    def __init__(self, num_nodes: int, exchange_timeout: float = LONG, connect_timeout: float = LONG) -> None:
         self.news: dict[int, list[str]] = {node: [] for node in range(num_nodes)}
         self.topology = make_topology("ring", num_nodes)
         self._timeout = exchange_timeout
+        self._connect_timeout = connect_timeout
         self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._joined: list[MeshNeighbours] = []
         self._last: int | None = None
@@ -68,7 +69,7 @@ class Ring:
             self.topology,
             node,
             LOCALHOST,
-            connect_timeout=LONG,
+            connect_timeout=self._connect_timeout,
             exchange_timeout=self._timeout,
             notes=WaitNotes(node, "node", first=0.2, every=0.2),
         )
@@ -130,7 +131,7 @@ def lost_by(news: list[str]) -> list[str]:
 def test_who_stops_while_a_node_enters_is_given_up_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     """A neighbour of the stopped one has to wait, and so has the other one, which has given already, and its own."""
     seconds, enters, gives, stops = 3.0, 2, 1, 3
-    ring = Ring(6, seconds)
+    ring = Ring(6, seconds, connect_timeout=3 * LONG)  # others come late who wait for the one that stops
     has_stopped = threading.Event()
 
     def live(node: int) -> MeshNeighbours | None:
