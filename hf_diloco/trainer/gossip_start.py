@@ -12,17 +12,9 @@ from transformers import TrainerState
 
 from hf_diloco.errors import FingerprintError
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.fingerprint import Fact, digest_of, make_fingerprint
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.resumption import (
-    Fact,
-    Resumption,
-    choose_common,
-    choose_own,
-    choose_step,
-    digest_of,
-    make_fingerprint,
-    take_mean,
-)
+from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
 from hf_diloco.methods.gossip import GossipOptimizer
 from hf_diloco.methods.topology import Topology

@@ -26,8 +26,8 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, read_index, save_outer
+from hf_diloco.trainer.metrics import MetricsWriter
 from hf_diloco.trainer.progress import Progress
-from hf_diloco.trainer.record import MetricsWriter
 from hf_diloco.utils.files import is_write_failure, write_whole
 from tests.outer_state import make_index
 from tests.trainers import make_saving_trainer, weights_of

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.discovery import Calls
@@ -23,7 +24,6 @@ from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.rejoin import greeting_key
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.resumption import make_fingerprint
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.methods.topology import make_topology

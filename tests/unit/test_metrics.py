@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from hf_diloco.rounds.measure import LaneStats, SyncReport
-from hf_diloco.trainer.record import MetricsWriter, RunTotals
+from hf_diloco.trainer.metrics import MetricsWriter, RunTotals
 
 
 def read(path: Path) -> list[dict[str, Any]]:

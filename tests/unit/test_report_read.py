@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.records import End, Eval, Start, Sync, Train, parse_line
-from hf_diloco.trainer.record import MetricsWriter
+from hf_diloco.trainer.metrics import MetricsWriter
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 

@@ -6,22 +6,16 @@ import errno
 import io
 import logging
 import os
-import platform
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import hf_diloco
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.utils.files import write_json
-from hf_diloco.utils.redact import redact
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -76,6 +70,7 @@ def prepare_folder(run: BaseRun) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
+    from hf_diloco.apps.common.run_files import write_run_json
     from hf_diloco.trainer.progress import STOP_FILE
 
     folder = run.island_folder()
@@ -120,22 +115,3 @@ def say(text: str, end: str = "\n") -> None:
     """Prints a line, on the leader."""
     if is_leader():
         print(text, end=end, flush=True)
-
-
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers")
-
-
-def write_run_json(run: BaseRun) -> None:
-    """Writes the resolved settings, less secrets, and the versions of everything that matters to the run folder."""
-    write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions()})
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python, this package and what it stands on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found

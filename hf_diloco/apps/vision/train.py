@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
-from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.common.process import (
     STOPPED,
     check_folder,
@@ -24,13 +21,11 @@ from hf_diloco.apps.common.process import (
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.utils.files import try_write_json
 
 if TYPE_CHECKING:
     from hf_diloco.apps.vision.assemble import VisionNode
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.trainer.progress import Progress
-
 
 DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
 
@@ -113,6 +108,7 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
     from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
     from hf_diloco.apps.common.model_card import write_card
+    from hf_diloco.apps.vision.summary import describe_training, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     evaluation = last_evaluation(trainer)
@@ -158,51 +154,3 @@ def _print_plan(node: VisionNode) -> None:
 def _classes(counts: Sequence[int]) -> str:
     """How many of each class."""
     return "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
-
-
-logger = logging.getLogger("hf_diloco")
-
-
-def describe_training(run: VisionRun) -> Training:
-    """What the model's card says of a run."""
-    from hf_diloco.methods.gossip.registry import find_method
-
-    data, method = run.data, run.gossip.method
-    dataset = data.path if data.source == "hub" else None
-    texts = {"digits": "1,797 handwritten digits of the UCI repository", "hub": f"{dataset} ({data.split})"}
-    return Training(
-        data=texts.get(data.source) or f"images of {Path(data.path or '').name}",
-        method=method,
-        papers=[paper] if (paper := find_method(method).paper) else [],
-        base_model=run.model.path,
-        dataset=dataset if dataset and not Path(dataset).exists() else None,
-        task="image-classification",
-    )
-
-
-def write_summary(run: VisionRun, evaluation: dict[str, float]) -> dict[str, Any]:
-    """Writes `summary.json` of this node, from its record and the last evaluation.
-
-    Args:
-        run: the run file.
-        evaluation: what was measured of the mean over all nodes.
-    """
-    from hf_diloco.report.island import summarise_island
-    from hf_diloco.report.read import load_run
-
-    number = run.gossip.node
-    record = next(island for island in load_run(run.folder).islands if island.island == number)
-    figures = summarise_island(record)
-    summary = {
-        "island": number,
-        "eval_loss": evaluation["eval_loss"],
-        "eval_accuracy": evaluation["eval_accuracy"],
-        "eval_weights": "outer" if run.gossip.eval_weights == "average" else "inner",
-        "bytes_sent": figures.bytes_sent,
-        "bytes_received": figures.bytes_received,
-        "seconds": sum(figures.seconds.parts().values()) if figures.seconds else None,
-        "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
-    }
-    if problem := try_write_json(run.island_folder() / "summary.json", summary):
-        logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
-    return summary

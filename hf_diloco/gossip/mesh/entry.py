@@ -1,6 +1,6 @@
 """How a node comes back while the others go on: its own side. `returning` has its neighbours', and what is said.
 
-Here all take their steps together; `joining.FreeEntry` is for nodes that do not.
+Here all take their steps together; `free_entry` is for nodes that do not.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
 from hf_diloco.gossip.mesh.edges import edge_peers
 from hf_diloco.gossip.mesh.entry import Entry
-from hf_diloco.gossip.mesh.joining import FreeEntry, Joining
+from hf_diloco.gossip.mesh.free_entry import FreeEntry
+from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
