@@ -8,16 +8,19 @@ import json
 import re
 import resource
 import socket
+import struct
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from hf_diloco.cli.doctor import machine, network, peer, software
+from hf_diloco.cli.doctor import machine, network, peer, software, store
 from hf_diloco.cli.doctor.finding import Finding, run_checks
 from hf_diloco.cli.doctor.store import check_store
 from hf_diloco.errors import ConfigError
@@ -77,8 +80,6 @@ def test_versions_that_are_known_to_be_bad(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pytorch_for_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(software, "cuda_devices", lambda: ["0", "1"])
     monkeypatch.setattr(torch.version, "cuda", None)
     found = next(iter(software.check_torch()))
@@ -90,6 +91,94 @@ def test_what_deepspeed_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = software.check_deepspeed_build()
     assert found.level == "warning"
     assert "a C++ compiler and ninja" in found.text
+
+
+@pytest.mark.parametrize(
+    ("built_for", "works", "in_hardware", "found"),
+    [
+        ("13.0", False, False, {"torch": ("problem", "cannot use the 2 CUDA devices"), "bf16": ("ok", "processor")}),
+        ("13.0", True, False, {"torch": ("ok", "2 CUDA devices: H100"), "bf16": ("warning", "only emulate bf16")}),
+        ("13.0", True, True, {"torch": ("ok", "2 CUDA devices: H100"), "bf16": ("ok", "compute in bf16")}),
+    ],
+)
+def test_a_pytorch_for_gpus(
+    built_for: str,
+    works: bool,
+    in_hardware: bool,
+    found: dict[str, tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(software, "cuda_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    for name, value in {"is_available": works, "device_count": 2, "get_device_name": "H100"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: in_hardware)
+    for one in software.check_torch():
+        level, text = found[one.check]
+        assert (one.level, text in one.text, bool(one.remedy)) == (level, True, level != "ok")
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the core is a problem, one of an extra is not."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("rich", "deepspeed"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(software, "version", version)
+    found = {one.check: one for one in software.check_versions()}
+    assert (found["rich"].level, found["rich"].text) == ("problem", "not installed")
+    assert found["rich"].remedy.startswith("pip install 'rich>=")
+    assert "deepspeed" not in found
+
+
+@pytest.mark.parametrize(("release", "level"), [("12.8", "warning"), ("13.1", "ok"), ("", "ok")])
+def test_a_cuda_toolkit_beside_pytorchs(
+    release: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed compiles if the first number is the same; a compiler that tells no number is not judged."""
+    for name, text in {"nvcc": f"Cuda compilation tools, release {release}, V", "g++": "", "ninja": ""}.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '{text}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(software, "cuda_devices", lambda: ["0"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (found,) = software.check_deepspeed_build()
+    assert found.level == level
+    assert ("nvcc is of CUDA 12.8, PyTorch of 13.0" in found.text) == (level == "warning")
+    (tmp_path / "nvcc").unlink()
+    (found,) = software.check_deepspeed_build()
+    assert (found.level, "without nvcc" in found.text) == ("warning", True)
+
+
+def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "is_installed", lambda name: False)
+    (found,) = software.check_deepspeed_build()
+    assert found.level == "ok"
+    assert 'pip install "hf-diloco[deepspeed]"' in found.text
+
+
+def test_a_host_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: str, port: None) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    (found,) = network.check_host_name()
+    assert (found.level, "does not resolve" in found.text) == ("warning", True)
+
+
+def test_a_machine_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = namedtuple("address", "family address")
+    state = namedtuple("state", "isup")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [address(socket.AF_INET, "127.0.0.1")]})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": state(True)})
+    (found,) = network.check_interfaces()
+    assert (found.level, found.text) == ("warning", "only loopback: no other machine is reached")
 
 
 def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +248,31 @@ def test_a_store_that_lets_all_win(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "8 were told" in found[1].text
 
 
+def _old(store: ObjectStore, path: str, most: int) -> bytes | None:
+    return b"first"
+
+
+def _right_but_never_empty(store: ObjectStore, path: str, most: int) -> bytes | None:
+    return b"second"
+
+
+@pytest.mark.parametrize(
+    ("get", "text"),
+    [(_old, "does not show what was just written"), (_right_but_never_empty, "still shows what was deleted")],
+)
+def test_a_store_that_shows_what_was(get: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStore, "get", get)
+    monkeypatch.setattr(ObjectStore, "check_creation", lambda store: None)
+    found = next(check_store(f"file://{tmp_path}/store"))
+    assert (found.level, text in found.text, bool(found.remedy)) == ("problem", True, True)
+
+
+def test_a_store_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_FAR", 0.0)
+    found = list(check_store(f"file://{tmp_path}/store"))[-1]
+    assert (found.level, "sync_every" in found.remedy) == ("warning", True)
+
+
 def test_a_store_that_is_not_there() -> None:
     (found,) = check_store("file:///proc/store")
     assert found.level == "problem"
@@ -182,6 +296,41 @@ def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPa
         (found,) = peer.check_peer("127.0.0.1", port)
     assert found.level == "ok"
     assert re.search(r"there and back, [\d.]+ [MG]bit/s there, [\d.]+ [MG]bit/s back", found.text)
+
+
+REQUEST = struct.Struct("<8scI")
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (
+            REQUEST.pack(peer.MAGIC, b"E", 0)
+            + REQUEST.pack(peer.MAGIC, b"S", 5)
+            + b"12345"
+            + REQUEST.pack(peer.MAGIC, b"R", 7),
+            b"!!" + bytes(7),
+        ),
+        (b"GET / HTTP/1.1\r\n", b""),
+        (REQUEST.pack(peer.MAGIC, b"R", peer.MOST_BYTES + 1), b""),
+    ],
+)
+def test_only_requests_are_answered(sent: bytes, answer: bytes) -> None:
+    def ask() -> bytes:
+        answered = b""
+        with socket.create_connection(listener.getsockname(), timeout=30) as client:
+            client.sendall(sent)
+            with contextlib.suppress(ConnectionResetError):  # as not all was read
+                while len(answered) < max(len(answer), 1) and (more := client.recv(100)):
+                    answered += more
+        listener.shutdown(socket.SHUT_RDWR)
+        return answered
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        with pytest.raises(OSError, match="Invalid argument"):  # what ends it here
+            peer.serve(listener)
+        assert asked.result() == answer
 
 
 def test_another_machine_that_does_not_answer() -> None:
@@ -238,8 +387,6 @@ def test_doctor_tells_and_its_exit_code(tmp_path: Path) -> None:
 
 
 def test_env_has_versions_and_no_secrets() -> None:
-    import torch
-
     secret = "a-key-that-nobody-may-see"
     output = hf_diloco("env", HF_DILOCO_KEY=secret, HF_DILOCO_ISLAND="3").output
     assert re.search(rf"^torch +{re.escape(torch.__version__.partition('+')[0])}", output, re.MULTILINE)
