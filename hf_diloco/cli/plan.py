@@ -203,6 +203,8 @@ def _processes(run: BaseRun) -> tuple[int, Path | None]:
         values = accelerate.read_configuration(path, run.deepspeed is not None, run.fsdp is not None)
         if "num_processes" not in run.launch.model_fields_set:
             num_processes = int(values.get("num_processes") or 1)
+    if run.fsdp is not None:
+        run.fsdp.num_shards(num_processes)
     return num_processes, path
 
 

@@ -57,7 +57,7 @@ class Shards(ABC):
     def commit(self) -> None:
         """Makes the working copies of the model agree with the masters after these were written.
 
-        Collective over the island's ranks under ZeRO-1/2/3.
+        Collective over the island's ranks under ZeRO-1/2/3 and HSDP.
         """
 
     @property

@@ -35,7 +35,7 @@ class BufferShards(Shards):
         return [Segment(one.name, one.start, _beside(one.values, held)) for one in self._shards.segments()]
 
     def commit(self) -> None:
-        """Nothing to do: nobody has a copy."""
+        self.inner.commit_buffer(self._name)
 
 
 def _beside(values: torch.Tensor, held: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:

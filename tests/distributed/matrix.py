@@ -23,7 +23,7 @@ IN_BRIEF = {
 
 CELL_NAMES = [
     pytest.param(num_ranks, cell.name, marks=() if (num_ranks, cell.name) in IN_BRIEF else pytest.mark.slow)
-    for num_ranks in (1, 2, 3)
+    for num_ranks in (1, 2, 3, 4)
     for cell in CELLS
     if num_ranks in cell.ranks
 ]

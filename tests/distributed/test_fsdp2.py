@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accelerate lora": {"by": "accelerate", "lora": True},
     "hand": {"by": "hand"},
     "hand bf16": {"by": "hand", "bf16": True},
+    "hand replicas": {"by": "hand", "mesh": [2, 2]},
 }
 PAYLOADS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign")
 OUTSIDE_BRIEF = tuple(pytest.param(one, marks=pytest.mark.slow) for one in PAYLOADS if one != "int4")
@@ -32,16 +34,24 @@ RANK_FILES = {"rank-00000.safetensors", "rank-00001.safetensors"}
 Result = tuple[dict[str, torch.Tensor], list[str]]
 
 
-def run_islands(folder: Path, where: str, diloco: dict[str, Any] | None = None, **settings: Any) -> list[Result]:
-    """What both islands end with: weights, and the hash of the outer parameters after each round."""
+def run_islands(
+    folder: Path, where: str, diloco: dict[str, Any] | None = None, resume: Path | None = None, **settings: Any
+) -> list[Result]:
+    """What both islands end with: weights, and the hash of the outer parameters after each round.
+
+    They resume from what the run in the folder `resume` has saved after step 3.
+    """
     folder.mkdir(exist_ok=True)
     with Processes() as processes:
         started = []
         for island in range(2):
             config = {"island": island, "num_islands": 2, "sync_every": 2, "rendezvous": where, **(diloco or {})}
             place = {"folder": str(folder / f"island-{island}"), "result": str(folder / f"{island}.pt")}
+            if resume:
+                place["resume_from"] = str(resume / f"island-{island}" / "checkpoint-3")
             whole = json.dumps({"steps": 6, "config": config, **place, **settings})
-            started.append(processes.spawn(torchrun(2, "-m", "tests.programs.fsdp2_loop", whole)))
+            num_ranks = math.prod(settings.get("mesh", [2]))
+            started.append(processes.spawn(torchrun(num_ranks, "-m", "tests.programs.fsdp2_loop", whole)))
         for process in started:
             process.wait(timeout=280)
     return [torch.load(folder / f"{island}.pt", weights_only=True) for island in range(2)]
@@ -120,29 +130,15 @@ def test_every_payload_in_a_store(tmp_path: Path, payload: str) -> None:
 
 
 @pytest.mark.slow
-def test_resumed_in_a_loop_is_uninterrupted(tmp_path: Path) -> None:
-    """From a checkpoint of step 3, in the middle of a round."""
-    whole = run_islands(tmp_path / "whole", tcp(), by="accelerate", save_at=3)
-    where, resumed = tcp(), tmp_path / "resumed"
-    resumed.mkdir()
-    with Processes() as processes:
-        started = []
-        for island in range(2):
-            settings = {
-                "by": "accelerate",
-                "steps": 6,
-                "config": {"island": island, "num_islands": 2, "sync_every": 2, "rendezvous": where},
-                "folder": str(resumed / f"island-{island}"),
-                "resume_from": str(tmp_path / "whole" / f"island-{island}" / "checkpoint-3"),
-                "result": str(resumed / f"{island}.pt"),
-            }
-            started.append(processes.spawn(torchrun(2, "-m", "tests.programs.fsdp2_loop", json.dumps(settings))))
-        for process in started:
-            process.wait(timeout=280)
-    for island, (weights, hashes) in enumerate(whole):
-        again, later = torch.load(resumed / f"{island}.pt", weights_only=True)
+@pytest.mark.parametrize("mesh", [[2], [2, 2]], ids=["shards", "replicas"])
+def test_resumed_in_a_loop_is_uninterrupted(tmp_path: Path, mesh: list[int]) -> None:
+    """From a checkpoint of step 3, in the middle of a round, of int4 with its residual."""
+    settings: dict[str, Any] = {"diloco": {"payload": "int4"}, "by": "accelerate", "mesh": mesh}
+    whole = run_islands(tmp_path / "whole", tcp(), save_at=3, **settings)
+    resumed = run_islands(tmp_path / "resumed", tcp(), resume=tmp_path / "whole", **settings)
+    for (weights, hashes), (again, later) in zip(whole, resumed, strict=True):
         assert later == hashes[1:]
-        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert_equal(weights, again)
 
 
 def test_the_trainer_with_bf16_and_a_disk_that_is_full_once(tmp_path: Path) -> None:

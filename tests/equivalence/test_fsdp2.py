@@ -25,8 +25,11 @@ pytestmark = pytest.mark.distributed
 
 ROUNDING = 1e-6  # of the weights' length
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-SHARDINGS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {"fsdp": {}}} | {
-    f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"fsdp": {}},
+    "hsdp": {"fsdp": {"num_replicas": 2}},
+    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)},
 }
 
 
@@ -60,6 +63,15 @@ def test_fsdp2_is_ddp_and_zero(runs: Runs, other: str, num_ranks: int) -> None:
 
 
 @pytest.mark.slow
+def test_replicas_of_shards_are_ddp(runs: Runs) -> None:
+    """Two replicas of two shards."""
+    hsdp = sharded(runs, "hsdp", 4)
+    assert "FSDP2 with 2 replicas, 4 ranks" in events(hsdp, "start")[0]["shards"]
+    assert_islands_agree(hsdp)
+    assert relative_difference(sharded(runs, "ddp", 4), hsdp) < ROUNDING
+
+
+@pytest.mark.slow
 def test_streaming_under_fsdp2_is_streaming_under_ddp(runs: Runs) -> None:
     ddp, fsdp = (sharded(runs, kind, name="-streaming", diloco=STREAMING) for kind in ("ddp", "fsdp2"))
     assert [record["fragment"] for record in events(fsdp, "sync")] == [0, 1, 0, 1, 0]
@@ -84,29 +96,36 @@ def test_accelerate_launch_with_a_file_is_the_block_of_the_run_file(runs: Runs) 
     assert_identical(sharded(runs, "fsdp2", name="-alone", diloco={"num_islands": 1}), launched)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow), "SHARDED_STATE_DICT"])
-def test_resumed_is_uninterrupted(runs: Runs, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "state_dict"),
+    [
+        ("fsdp2", 2, "SHARDED_STATE_DICT"),
+        pytest.param("fsdp2", 2, "FULL_STATE_DICT", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_is_uninterrupted(runs: Runs, kind: str, num_ranks: int, state_dict: str) -> None:
     """Stopped at step 6, in the middle of a round; with evaluations of the outer weights, which leave training as it
     is."""
     changes: dict[str, Any] = {
-        "fsdp": {"state_dict_type": kind},
+        "fsdp": {**SHARDINGS[kind]["fsdp"], "state_dict_type": state_dict},
         "training": {
             "per_device_train_batch_size": 2,
             **{"save_strategy": "steps", "save_steps": 6, "save_total_limit": 3},
             **{"eval_strategy": "steps", "eval_steps": 3},
         },
-        "launch": {"num_processes": 2, "threads": 1},
+        "launch": {"num_processes": num_ranks, "threads": 1},
     }
-    whole = runs.launch(f"whole-{kind}", **changes)
+    whole = runs.launch(f"whole-{kind}-{state_dict}", **changes)
     assert [event["weights"] for event in events(whole, "eval")][:2] == ["outer", "outer"]
-    assert_identical(sharded(runs, "fsdp2"), whole)
-    broken = runs.folder / f"resumed-{kind}"
+    assert_identical(sharded(runs, kind, num_ranks), whole)
+    broken = runs.folder / f"resumed-{kind}-{state_dict}"
     shutil.copytree(whole, broken)
     shutil.rmtree(broken / "model")
     for island in range(2):
         shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
         (broken / f"island-{island}" / "metrics.jsonl").unlink()
-    resumed = runs.launch(f"resumed-{kind}", **changes)
+    resumed = runs.launch(broken.name, **changes)
     assert (events(resumed, "start")[0]["resumed"], events(resumed, "start")[0]["step"]) == (True, 6)
     assert relative_difference(whole, resumed) == 0.0
     assert losses(resumed) == losses(whole)[6:]

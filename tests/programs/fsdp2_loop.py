@@ -1,7 +1,7 @@
-"""One of two ranks of an island that trains a tiny Llama with FSDP2 in a hand-written loop.
+"""One rank of an island that trains a tiny Llama with FSDP2 in a hand-written loop.
 
-Settings, as JSON: by ("accelerate", its plugin; or "hand", `fully_shard`), bf16, lora, offload, checkpointing, config
-(DiLoCoConfig fields), folder, steps, save_at (a step), resume_from (a folder), result (file).
+Settings, as JSON: by ("accelerate", its plugin; or "hand", `fully_shard`), bf16, lora, offload, checkpointing, mesh
+(its shape), config (DiLoCoConfig fields), folder, steps, save_at (a step), resume_from (a folder), result (file).
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, PartialState
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+)
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +40,8 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
     state = PartialState(cpu=True)
     if not by_hand:
         state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate leaves FSDP out
+    shape = settings.get("mesh", [2])
+    replicas = None if by_hand or len(shape) == 1 else ParallelismConfig(*shape)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -44,6 +52,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
         cpu=True,
         mixed_precision="bf16" if settings.get("bf16") and not by_hand else "no",
         fsdp_plugin=None if by_hand else plugin,
+        parallelism_config=replicas,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     model = make_model(lora=settings.get("lora", False), tied=True, seed=1)
@@ -52,7 +61,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
         policy = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32) if settings.get("bf16") else MixedPrecisionPolicy()
         )
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for module in [one for one in model.modules() if isinstance(one, LlamaDecoderLayer)]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)

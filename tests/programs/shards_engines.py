@@ -173,7 +173,11 @@ class Fsdp2Engine(PlainEngine):
             apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
         if cell.numbers == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        replicas = options.pop("replicas", None)
         options["mesh"] = init_device_mesh("cpu", (num_ranks,))
+        if replicas:
+            shape = (replicas, num_ranks // replicas)
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         for module in [one for one in model.modules() if isinstance(one, LlamaDecoderLayer)]:
             fully_shard(module, **options)
         inner = model.get_submodule("base_model.model") if cell.adapt.startswith("lora") else model

@@ -27,7 +27,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -155,10 +155,6 @@ def fsdp2(**options: Any) -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def hsdp() -> Made:
-    return fsdp2(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-
-
 def fsdp2_by_columns() -> Made:
     return fsdp2(shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
 
@@ -167,6 +163,15 @@ def fsdp2_of_a_part() -> Made:
     model = small_model()
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     return model, torch.optim.AdamW(model.parameters())
+
+
+def fsdp2_partial() -> Made:
+    """Values that are a sum over the ranks, as a gradient before it is reduced."""
+    model, optimizer = fsdp2()
+    mesh = init_device_mesh("cpu", (2,))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(8, 8), mesh, [Partial()]))
+    model.get_submodule("0").register_parameter("weight", partial)
+    return model, optimizer
 
 
 def fsdp2_of_tensor_parallel() -> Made:
@@ -263,9 +268,9 @@ CASES: dict[str, Callable[[], Made]] = {
     "not optimized zero2": lambda: not_optimized(2),
     "not optimized zero3": lambda: not_optimized(3),
     "fsdp2": fsdp2,
-    "hsdp": hsdp,
     "fsdp2 by columns": fsdp2_by_columns,
     "fsdp2 of a part": fsdp2_of_a_part,
+    "fsdp2 partial": fsdp2_partial,
     "fsdp2 of tensor parallel": fsdp2_of_tensor_parallel,
     "fsdp2 quantised": fsdp2_quantised,
     "fsdp2 on meta": fsdp2_on_meta,

@@ -26,7 +26,8 @@ class Cell:
         config: further keys of DeepSpeed's JSON.
         zero_init: the model is partitioned while it is made, as `from_pretrained` does under ZeRO-3.
         ranks: the numbers of ranks that it runs with.
-        fsdp: without DeepSpeed, by FSDP2: arguments of `fully_shard`, or "offload" or "checkpointing": true.
+        fsdp: without DeepSpeed, by FSDP2: arguments of `fully_shard`, or "offload" or "checkpointing": true, or
+            "replicas": how many.
     """
 
     name: str
@@ -116,6 +117,7 @@ def _fsdp2_cells() -> Iterator[Cell]:
     yield Cell("fsdp2 bf16 parameters", numbers="bf16 parameters", fsdp={}, tied=False, ranks=(2,))
     yield Cell("fsdp2 bf16 offload", numbers="bf16", fsdp={"offload": True}, ranks=(2,))
     yield Cell("fsdp2 checkpointing", fsdp={"checkpointing": True}, ranks=(2,))
+    yield Cell("fsdp2 bf16 replicas", numbers="bf16", fsdp={"replicas": 2}, ranks=(2, 4))
     yield Cell("fsdp2 kept after forward", fsdp={"reshard_after_forward": False}, ranks=(2,))
 
 

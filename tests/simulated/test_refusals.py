@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import ProjectConfiguration
 from transformers import EarlyStoppingCallback, TrainingArguments
 
@@ -85,6 +85,15 @@ def test_defaults_pass(tmp_path: Path) -> None:
     check_arguments(DiLoCoConfig(), args)
     check_gossip_arguments(args)
     refuse({field.name: getattr(args, field.name) for field in dataclasses.fields(args)}, "loop")
+
+
+def test_parallelism_of_data_alone_passes() -> None:
+    """FSDP2 on replicas of shards."""
+    settings = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+    refuse(settings, "islands")
+    for config, where in ((settings["parallelism_config"], "nodes"), (ParallelismConfig(tp_size=2), "islands")):
+        with pytest.raises(ConfigError, match="parallelism_config="):
+            refuse({"parallelism_config": config}, where)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("changes", [{"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 500}])

@@ -124,6 +124,15 @@ def test_fsdp2_needs_no_accelerate_configuration_of_its_own(folder: Path) -> Non
     assert yaml.safe_load(island.files[island.folder / "accelerate.yaml"])["distributed_type"] == "MULTI_GPU"
 
 
+@pytest.mark.parametrize("num_processes", [2, 5])
+def test_replicas_that_cannot_be_sharded(folder: Path, num_processes: int) -> None:
+    file = run_file(folder, fsdp={"num_replicas": 2}, launch={"num_processes": num_processes})
+    with pytest.raises(
+        ConfigError, match=f"fsdp.num_replicas: 2 replicas .*, but the island has {num_processes} ranks"
+    ):
+        make_plan(LaunchOptions(file))
+
+
 def test_one_island_alone(folder: Path, free_port: int) -> None:
     url = f"tcp://10.1.2.3:{free_port}"
     plan = make_plan(LaunchOptions(run_file(folder), island=1, rendezvous=url))

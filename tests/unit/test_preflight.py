@@ -83,6 +83,11 @@ def test_what_is_right_passes(tmp_path: Path, file: Path, unit: str, capsys: pyt
     assert not list(tmp_path.iterdir())
 
 
+def test_replicas_of_shards_pass(tmp_path: Path) -> None:
+    sharded = ("deepspeed=null", "fsdp={num_replicas: 2}", "launch.num_processes=4")
+    assert dry_run(QUICKSTART, f"output={tmp_path}", *sharded) == 0
+
+
 def test_documents_are_opened(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps({"words": "some"}) + "\n")
     with pytest.raises(DiLoCoError, match="column"):

@@ -140,7 +140,14 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 def _fsdp_arguments(run: BaseRun) -> dict[str, Any]:
     if run.fsdp is None:
         return {}
-    return {"fsdp": True, "fsdp_config": {**run.fsdp.model_dump(exclude_none=True), "version": 2}}
+    config = {**run.fsdp.model_dump(exclude_none=True, exclude={"num_replicas"}), "version": 2}
+    num_replicas, num_shards = run.fsdp.num_replicas, run.fsdp.num_shards(int(os.environ.get("WORLD_SIZE", 1)))
+    if num_replicas == 1:
+        return {"fsdp": True, "fsdp_config": config}
+    from accelerate import ParallelismConfig
+
+    mesh = ParallelismConfig(dp_replicate_size=num_replicas, dp_shard_size=num_shards)
+    return {"fsdp": True, "fsdp_config": config, "parallelism_config": mesh}
 
 
 def _shard_on_cpu(args: TrainingArguments) -> None:

@@ -12,9 +12,11 @@ from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Block, Count
+from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import KeySettings
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.text import plural
 
 
 class LaunchBlock(Block):
@@ -30,8 +32,11 @@ class LaunchBlock(Block):
 
 
 class FsdpBlock(Block):
-    """FSDP2 inside an island; `fsdp: {}` is enough. The keys are those of transformers' `fsdp_config`."""
+    """FSDP2 inside an island; `fsdp: {}` is enough. Other keys than `num_replicas` are those of `fsdp_config`."""
 
+    num_replicas: Count = Field(
+        1, description="copies of the model in an island, each sharded over ranks / num_replicas of it (HSDP)"
+    )
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = Field(
         "SHARDED_STATE_DICT", description="checkpoints of a part a rank, or gathered on one, which is slow when large"
     )
@@ -41,6 +46,23 @@ class FsdpBlock(Block):
     transformer_layer_cls_to_wrap: list[str] | None = Field(
         None, description="classes of which each module is gathered by itself; null: what the model's class says"
     )
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Ranks among which each replica is divided.
+
+        Args:
+            num_ranks: of the island.
+
+        Raises:
+            ConfigError: they cannot be divided into replicas that are sharded.
+        """
+        num_shards, rest = divmod(num_ranks, self.num_replicas)
+        if self.num_replicas > 1 and (rest or num_shards < 2):
+            raise ConfigError(
+                f"fsdp.num_replicas: {self.num_replicas} replicas need two ranks each or more, and equally many, but "
+                f"the island has {num_ranks} {plural('rank', num_ranks)}: change it, or launch.num_processes"
+            )
+        return num_shards
 
 
 class Meeting(KeySettings, Protocol):

@@ -46,8 +46,10 @@ def _problem(attempt: Callable[[], object]) -> str | None:
 
 
 def _build_arguments(run: BaseRun) -> None:
-    """As an island does, but without DeepSpeed, which would start its process group."""
-    training_arguments(run.model_copy(update={"deepspeed": None, "training": {**run.training, "report_to": "none"}}))
+    """As an island does, but without DeepSpeed, which would start its process group, and with FSDP for one rank."""
+    fsdp = run.fsdp and run.fsdp.model_copy(update={"num_replicas": 1})
+    training = {**run.training, "report_to": "none"}
+    training_arguments(run.model_copy(update={"deepspeed": None, "fsdp": fsdp, "training": training}))
 
 
 def _check_trackers(report_to: Any) -> None:
