@@ -20,10 +20,12 @@ pytestmark = pytest.mark.distributed
 VARIANTS: dict[str, dict[str, Any]] = {
     "accelerate": {"by": "accelerate"},
     "accelerate bf16 checkpointing": {"by": "accelerate", "bf16": True, "checkpointing": True},
+    "accelerate offload": {"by": "accelerate", "offload": True},
     "accelerate lora": {"by": "accelerate", "lora": True},
     "hand": {"by": "hand"},
     "hand bf16": {"by": "hand", "bf16": True},
     "hand replicas": {"by": "hand", "mesh": [2, 2]},
+    "hand replicas offload": {"by": "hand", "mesh": [2, 2], "offload": True},
 }
 PAYLOADS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign")
 OUTSIDE_BRIEF = tuple(pytest.param(one, marks=pytest.mark.slow) for one in PAYLOADS if one != "int4")

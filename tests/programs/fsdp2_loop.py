@@ -24,7 +24,7 @@ from accelerate import (
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -42,10 +42,13 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
         state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate leaves FSDP out
     shape = settings.get("mesh", [2])
     replicas = None if by_hand or len(shape) == 1 else ParallelismConfig(*shape)
+    # Page-locked memory, the default, can be had only where there is an accelerator.
+    offload = CPUOffloadPolicy(pin_memory=False) if settings.get("offload") else OffloadPolicy()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
+        cpu_offload=offload,
         activation_checkpointing=settings.get("checkpointing", False),
     )
     accelerator = Accelerator(
@@ -63,8 +66,8 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
         )
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for module in [one for one in model.modules() if isinstance(one, LlamaDecoderLayer)]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     if by_hand:
         return accelerator, model, accelerator.prepare(optimizer), loader

@@ -88,6 +88,11 @@ def test_replicas_of_shards_pass(tmp_path: Path) -> None:
     assert dry_run(QUICKSTART, f"output={tmp_path}", *sharded) == 0
 
 
+def test_fsdp_that_offloads_needs_an_accelerator(tmp_path: Path) -> None:
+    with pytest.raises(DiLoCoError, match="page-locked memory .* needs an accelerator: set it to false"):
+        dry_run(QUICKSTART, f"output={tmp_path}", "deepspeed=null", "fsdp={cpu_offload: true}", "launch.use_cpu=true")
+
+
 def test_documents_are_opened(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps({"words": "some"}) + "\n")
     with pytest.raises(DiLoCoError, match="column"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest
@@ -140,6 +140,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 def _fsdp_arguments(run: BaseRun) -> dict[str, Any]:
     if run.fsdp is None:
         return {}
+    if run.fsdp.cpu_offload and uses_cpu(run):
+        raise ConfigError(OFFLOAD_ON_CPU)
     config = {**run.fsdp.model_dump(exclude_none=True, exclude={"num_replicas"}), "version": 2}
     num_replicas, num_shards = run.fsdp.num_replicas, run.fsdp.num_shards(int(os.environ.get("WORLD_SIZE", 1)))
     if num_replicas == 1:

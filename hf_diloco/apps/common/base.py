@@ -19,6 +19,12 @@ from hf_diloco.utils.extras import need
 from hf_diloco.utils.text import plural
 
 
+OFFLOAD_ON_CPU = (
+    "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to needs "
+    "an accelerator: set it to false"
+)
+
+
 class LaunchBlock(Block):
     """How `hf-diloco launch` starts an island, and where training begins."""
 
@@ -162,7 +168,7 @@ class BaseRun(Block):
         if self.deepspeed is not None and self.fsdp is not None:
             raise ValueError("deepspeed and fsdp both say how an island shards its model: set one of them to null")
         if self.fsdp is not None and self.fsdp.cpu_offload and self.launch.use_cpu:
-            raise ValueError("fsdp.cpu_offload: with launch.use_cpu all is in host memory already: set it to false")
+            raise ValueError(OFFLOAD_ON_CPU)
         return self
 
     @property
