@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_diloco.cli import accelerate
@@ -75,21 +76,61 @@ def kubernetes(deployment: Deployment) -> Written:
     return Written({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
 
 
+def skypilot(deployment: Deployment) -> Written:
+    """A managed job, of which SkyPilot runs one for each island."""
+    _check_image(deployment, "skypilot")
+    check_store(deployment, "skypilot", has_folders=False)
+    file = deployment.folder / "island.yaml"
+    text = _render(
+        "skypilot/island.yaml.j2",
+        deployment,
+        command=deployment.launch_command("hf-diloco/run.yaml", "--output", "runs"),
+    )
+    command = (
+        f"for island in {_numbers(deployment)}; do sky jobs launch --yes --async --name {deployment.label}-$island "
+        f"--env HF_DILOCO_ISLAND=$island {shlex.quote(str(file))}; done"
+    )
+    return Written({"island.yaml": text, "run.yaml": portable_run_file(deployment)}, command)
+
+
+def ray(deployment: Deployment) -> Written:
+    """A job for each island, which keeps one task of Ray's for it."""
+    _check_one_node(deployment, "ray")
+    check_store(deployment, "ray", has_folders=True)
+    output = deployment.run.output if Path(deployment.run.output).is_absolute() else "~/runs"
+    arguments = deployment.launch_command("run.yaml", "--output", output)[2:]
+    files = {
+        "submit.sh": _render("ray/submit.sh.j2", deployment, islands=_numbers(deployment)),
+        "island.py": _render("ray/island.py.j2", deployment, arguments=arguments),
+        "run.yaml": portable_run_file(deployment),
+    }
+    return Written(files, shlex.join(["bash", str(deployment.folder / "submit.sh")]))
+
+
 ENGINES: dict[str, Callable[[Deployment], Written]] = {
     "slurm": slurm,
     "compose": compose,
     "kubernetes": kubernetes,
+    "skypilot": skypilot,
+    "ray": ray,
 }
 
 
 def _check_image(deployment: Deployment, engine: str) -> None:
     if not deployment.image:
         raise ConfigError(f"{engine} starts containers: give --image, one in which hf-diloco is installed")
+    _check_one_node(deployment, engine)
+
+
+def _check_one_node(deployment: Deployment, engine: str) -> None:
     if deployment.num_nodes > 1:
         raise ConfigError(
-            f"--nodes-per-island {deployment.num_nodes}: an island of {engine} is one container on one node; give 1, "
-            "or use slurm"
+            f"--nodes-per-island {deployment.num_nodes}: an island of {engine} runs on one node; give 1, or use slurm"
         )
+
+
+def _numbers(deployment: Deployment) -> str:
+    return " ".join(map(str, range(deployment.num_islands)))
 
 
 def _render(template: str, deployment: Deployment, **values: Any) -> str:
@@ -107,6 +148,7 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
         "sh": lambda value: shlex.quote(str(value)),
         "sh_all": shlex.join,
         "json": _json,
+        "python": repr,
         "compose": lambda value: _json(value).replace("$", "$$"),
         "kubernetes": lambda value: _json(value).replace("$(", "$$("),
     }

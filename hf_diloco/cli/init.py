@@ -20,6 +20,8 @@ class EngineName(StrEnum):
     SLURM = "slurm"
     COMPOSE = "compose"
     KUBERNETES = "kubernetes"
+    SKYPILOT = "skypilot"
+    RAY = "ray"
 
 
 def init(
@@ -49,7 +51,9 @@ def init(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(help="Container image in which hf-diloco is installed; compose and kubernetes need it."),
+        typer.Option(
+            help="Container image in which hf-diloco is installed; compose, kubernetes and skypilot need it."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
     folder: Annotated[

@@ -161,7 +161,8 @@ def _deployed(words: list[str]) -> None:
     """A command of an engine, on a file of `hf-diloco init`; or on a secret."""
     files = [word for word in words if word.startswith("deploy/")]
     engines = {"islands.sbatch": "slurm", "compose.yaml": "compose", "job.yaml": "kubernetes"}
-    assert files or words[:2] == ["create", "secret"]
+    engines |= {"island.yaml": "skypilot", "submit.sh": "ray"}
+    assert files or words in (["job", "list"],) or words[:2] == ["create", "secret"]
     assert all(engines[Path(file).name] == Path(file).parent.name for file in files)
 
 
@@ -187,6 +188,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 
 _CHECKS: dict[str, Callable[[list[str]], None]] = {
     "accelerate": _accelerate,
+    "bash": _deployed,
     "deepspeed": _deepspeed,
     "hf": _hub,
     "hf-diloco": _hf_diloco,
@@ -195,7 +197,9 @@ _CHECKS: dict[str, Callable[[list[str]], None]] = {
     "docker": _deployed,
     "kubectl": _deployed,
     "python": _python,
+    "ray": _deployed,
     "sbatch": _deployed,
+    "sky": _deployed,
     str(Path("scripts/two_clusters.sh")): _two_clusters,
     "torchrun": _torchrun,
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,9 +17,11 @@ from typer.testing import CliRunner
 
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.cli.main import app
+from hf_diloco.cli.outcome import STOPPED
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
-from tests.processes import ROOT, run
+from tests.deployed import wait_until
+from tests.processes import ROOT, Processes, run
 
 BUCKET = "s3://bucket/my-run"
 SAMPLE = 'sample={prompt: "$HOME is $(HOME)"}'  # what the engines would otherwise fill in
@@ -48,6 +53,10 @@ def init(engine: str, *arguments: str) -> str:
     if result.exception is not None:
         raise result.exception
     return result.output
+
+
+def written(engine: str, name: str) -> Path:
+    return Path("deploy", "My.Run_1", engine, name)
 
 
 def documents(engine: str) -> list[dict[str, Any]]:
@@ -82,6 +91,10 @@ def test_files_that_are_there_stay(folder: Path) -> None:
         ),
         ("kubernetes", ["--rendezvous", BUCKET], "give --image"),
         ("compose", ["--image", "i", "--nodes-per-island", "2"], "--nodes-per-island 2"),
+        ("skypilot", ["--image", "i", "--rendezvous", "file:///shared"], "islands of skypilot do not see that folder"),
+        ("skypilot", ["--rendezvous", BUCKET], "give --image"),
+        ("ray", [], "no rendezvous, but ray decides"),
+        ("ray", ["--rendezvous", BUCKET, "--nodes-per-island", "2"], "or use slurm"),
         ("compose", ["--image", "i", "output=/elsewhere"], "/elsewhere/My.Run_1: containers see"),
         ("slurm", ["launch.use_cpu=true", "--gpus-per-island", "2"], "launch.use_cpu is true"),
         ("slurm", ["--rendezvous", BUCKET, "--folder", "run.yaml/x"], "give another folder"),
@@ -107,7 +120,9 @@ def test_nodes_of_a_graph_are_refused(folder: Path) -> None:
 
 def test_an_unknown_engine_is_a_wrong_command() -> None:
     program = [sys.executable, "-m", "hf_diloco.cli", "init", "sge", "run.yaml"]
-    assert "'slurm', 'compose', 'kubernetes'" in run(program, expect=2, env={"COLUMNS": "200"}).output
+    assert (
+        "'slurm', 'compose', 'kubernetes', 'skypilot', 'ray'" in run(program, expect=2, env={"COLUMNS": "200"}).output
+    )
 
 
 # Compose
@@ -200,3 +215,92 @@ def test_the_run_file_of_pods_is_complete(tmp_path: Path, monkeypatch: pytest.Mo
     assert there.sample is not None
     assert there.sample.prompt == "$HOME is $(HOME)"
     assert str(tmp_path) not in config["data"]["run.yaml"]
+
+
+# SkyPilot
+
+
+@pytest.mark.parametrize("num_gpus", [0, 8])
+def test_skypilot_starts_a_job_for_each_island(folder: Path, num_gpus: int) -> None:
+    arguments = ["--rendezvous", BUCKET, "--gpus-per-island", str(num_gpus), SAMPLE]
+    output = init("skypilot", "--image", "registry.example/hf-diloco:1", *arguments)
+    assert "for island in 0 1 2; do sky jobs launch --yes --async --name my-run-1-$island" in output
+    task = yaml.safe_load(written("skypilot", "island.yaml").read_text())
+    # Each key must be of SkyPilot's schema, which is too large a package for these tests.
+    assert task.keys() == {"name", "resources", "envs", "file_mounts", "run", "config"}
+    resources = task["resources"]
+    assert resources.pop("accelerators", None) == (
+        dict.fromkeys(("A100-80GB", "H100", "H200"), 8) if num_gpus else None
+    )
+    assert resources == {
+        "image_id": "docker:registry.example/hf-diloco:1",
+        "cpus": "64+" if num_gpus else "1+",
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 10, "recover_on_exit_codes": [STOPPED]},
+    }
+    assert task["envs"] == {ENV_ISLAND: None}
+    assert task["file_mounts"] == {"~/hf-diloco/run.yaml": str(folder / written("skypilot", "run.yaml"))}
+    assert (
+        f"exec hf-diloco launch hf-diloco/run.yaml --output runs --num-islands 3 --rendezvous {BUCKET}" in task["run"]
+    )
+    (hook,) = task["config"]["hooks"]
+    assert hook.keys() == {"run", "timeout"}
+    assert hook["timeout"] > 120, "the launcher's --grace"
+    assert load_run_file(written("skypilot", "run.yaml"), []).launch.num_processes == (num_gpus or 1)
+
+
+def test_the_hook_of_skypilot_waits_for_the_checkpoint(folder: Path) -> None:
+    init("skypilot", "--image", "i", "--rendezvous", BUCKET)
+    task = yaml.safe_load(written("skypilot", "island.yaml").read_text())
+    (folder / "hf-diloco").mkdir()
+    program = folder / "bin" / "hf-diloco"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/bash\ntrap 'echo saved > saved; exit 3' TERM\ntouch started\nwhile :; do sleep .05; done"
+    )
+    program.chmod(0o755)
+    environment = {"HOME": folder, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    with Processes() as processes:
+        island = processes.spawn(["bash", "-c", task["run"]], env=environment)
+        wait_until((folder / "started").exists, "not started")
+        hook = processes.spawn(["bash", "-c", task["config"]["hooks"][0]["run"]], env=environment)
+        island.wait(expect=3)
+        assert (folder / "saved").exists()
+        hook.wait()
+
+
+# Ray
+
+
+def test_ray_submits_a_job_for_each_island(folder: Path) -> None:
+    output = init("ray", "--rendezvous", BUCKET, "--gpus-per-island", "2", "output=/shared/runs", SAMPLE)
+    script = folder / written("ray", "submit.sh")
+    assert f"bash {script}" in output
+    program = folder / "bin" / "ray"
+    program.parent.mkdir()
+    program.write_text('#!/bin/bash\nprintf "<%s>" "$@"; echo')
+    program.chmod(0o755)
+    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    jobs = run(["bash", script], env=environment).output.splitlines()
+    assert [job.rpartition("<python><island.py>")[2] for job in jobs] == ["<0>", "<1>", "<2>"]
+    (job,) = run(["bash", script, "1"], env=environment).output.splitlines()
+    assert job.startswith("<job><submit><--no-wait><--submission-id><my-run-1-1-")
+    assert f"<--working-dir><{script.parent}>" in job
+    assert '<{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "150"}}>' in job
+    assert load_run_file(script.parent / "run.yaml", []).launch.num_processes == 2
+
+
+def test_the_program_of_ray_is_for_this_run() -> None:
+    init("ray", "--rendezvous", BUCKET, "--gpus-per-island", "2", "output=/shared/runs")
+    text = written("ray", "island.py").read_text()
+    (arguments,) = re.findall("^ARGUMENTS = (.+)$", text, re.MULTILINE)
+    assert ast.literal_eval(arguments) == [
+        *("run.yaml", "--output", "/shared/runs", "--num-islands", "3", "--rendezvous", BUCKET),
+    ]
+    assert "num_cpus=16,\n    num_gpus=2,\n" in text
+    run([sys.executable, "-m", "ruff", "check", "--isolated", written("ray", "island.py").absolute()])
+
+
+def test_shellcheck_accepts_what_submits_to_ray() -> None:
+    init("ray", "--rendezvous", BUCKET)
+    run([Path(sys.executable).parent / "shellcheck", written("ray", "submit.sh").absolute()])
