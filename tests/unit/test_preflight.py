@@ -88,9 +88,14 @@ def test_replicas_of_shards_pass(tmp_path: Path) -> None:
     assert dry_run(QUICKSTART, f"output={tmp_path}", *sharded) == 0
 
 
-def test_fsdp_that_offloads_needs_an_accelerator(tmp_path: Path) -> None:
-    with pytest.raises(DiLoCoError, match="page-locked memory .* needs an accelerator: set it to false"):
-        dry_run(QUICKSTART, f"output={tmp_path}", "deepspeed=null", "fsdp={cpu_offload: true}", "launch.use_cpu=true")
+@pytest.mark.parametrize("use_cpu", ["true", "null"])
+def test_fsdp_that_offloads_needs_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_cpu: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    settings = ("deepspeed=null", "fsdp={cpu_offload: true}", f"launch.use_cpu={use_cpu}")
+    with pytest.raises(DiLoCoError, match=r"cpu_offload: .* needs an accelerator: set it to false"):
+        dry_run(QUICKSTART, f"output={tmp_path}", *settings)
 
 
 def test_documents_are_opened(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.text import plural
 
-
 OFFLOAD_ON_CPU = (
-    "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to needs "
-    "an accelerator: set it to false"
+    "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to "
+    "needs an accelerator: set it to false"
 )
 
 
