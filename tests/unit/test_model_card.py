@@ -40,6 +40,8 @@ def test_a_card_says_what_was_trained_and_how(tmp_path: Path) -> None:
     assert "| method | own.py:Slow |" in card.text
     assert "| evaluation loss |" in card.text
     assert "https://arxiv.org/abs/1910.00643" in card.text
+    assert "Trained with [hf-diloco](https://" in card.text
+    assert "/blob/main/CITATION.cff))" in card.text
     assert "what PEFT writes" not in card.content
     for private in (str(tmp_path), "somebody"):
         assert private not in card.content

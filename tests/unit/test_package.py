@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import tomllib
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_diloco
 from tests.processes import ROOT, run
@@ -76,6 +78,19 @@ def test_every_error_is_public() -> None:
 
 def test_version_is_that_of_the_distribution() -> None:
     assert hf_diloco.__version__ == version("hf-diloco")
+
+
+def test_the_repository_has_one_address() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    urls = project["project"]["urls"]
+    home = urls["Repository"]
+    assert all(url.startswith(f"{home}/") for name, url in urls.items() if name != "Repository")
+    (links,) = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+    assert links["replacement"].startswith(f"]({home}/blob/")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["repository-code"], citation["version"]) == (home, hf_diloco.__version__)
+    named = [path for path in (ROOT / "hf_diloco").rglob("*.py") if home in path.read_text()]
+    assert not named, "read it from the package's metadata"
 
 
 def test_ships_types_and_templates() -> None:

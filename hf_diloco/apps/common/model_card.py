@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_diloco")
 
-_HOME = "https://github.com/hf-diloco/hf-diloco"
 _TEMPLATE = """\
 ---
 {{ card_data }}
@@ -24,7 +24,7 @@ _TEMPLATE = """\
 
 # {{ name }}
 
-Trained with [hf-diloco]({{ home }}) on {{ places }}.
+Trained with {{ library }} on {{ places }}.
 
 ## Training
 
@@ -105,18 +105,28 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         data,
         template_str=_TEMPLATE,
         name=_plain(report.name),
-        home=_HOME,
+        library=_link("hf-diloco"),
         places=f"{number} {unit}{'s' * (number != 1)}",
         training=[(key, _plain(value)) for key, value in rows],
         covers=f", of {unit} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
         figures=[(key, _plain(value)) for key, value in overview(report) if key != "model"],
         sources=[f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in training.papers]
-        + [f"hf-diloco ([CITATION.cff]({_HOME}/blob/main/CITATION.cff))"],
+        + [f"hf-diloco ({_link('CITATION.cff', '/blob/main/CITATION.cff')})"],
     )
     try:
         write_whole(model_folder / "README.md", str(card))
     except OSError as error:
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
+
+
+def _link(label: str, path: str = "") -> str:
+    """Markdown that leads into the package's repository; the label alone where the package is not installed."""
+    try:
+        lines = metadata("hf-diloco").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        lines = []
+    home = dict(line.split(", ", 1) for line in lines).get("Repository")
+    return f"[{label}]({home}{path})" if home else label
 
 
 def _settings(report: Report) -> list[tuple[str, str]]:
