@@ -6,6 +6,9 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 from tests.distributed.torchrun import torchrun
 from tests.processes import ROOT, Process, Processes, find_free_port, run
+from tests.s3 import S3Server
+from tests.store_servers import serving
 
 pytestmark = pytest.mark.distributed
 
@@ -59,7 +64,9 @@ def run_islands(
     return [torch.load(folder / f"{island}.pt", weights_only=True) for island in range(2)]
 
 
-def start_trainer(processes: Processes, folder: Path, island: int, where: str, **settings: Any) -> Process:
+def start_trainer(
+    processes: Processes, folder: Path, island: int, where: str, env: dict[str, str] | None = None, **settings: Any
+) -> Process:
     """Starts an island of two ranks that trains with the Trainer, its `fsdp` and `fsdp_config`."""
     whole = {
         "output_dir": str(folder / f"island-{island}"),
@@ -74,7 +81,7 @@ def start_trainer(processes: Processes, folder: Path, island: int, where: str, *
     environment = {"HF_DILOCO_ISLAND": island, "HF_DILOCO_NUM_ISLANDS": 2, "HF_DILOCO_RENDEZVOUS": where}
     program = ROOT / "tests" / "programs" / "trainer_island.py"
     command = torchrun(2, program, json.dumps(whole))
-    return processes.spawn(command, env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
+    return processes.spawn(command, env={**environment, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
 
 
 def run_trainers(folder: Path, where: str, **settings: Any) -> list[dict[str, torch.Tensor]]:
@@ -166,14 +173,29 @@ def test_a_whole_checkpoint_and_a_disk_that_is_full_once(tmp_path: Path) -> None
     assert all("lora" in name for name in first)
 
 
+@contextmanager
+def meeting_place(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A rendezvous where islands come and go, and the variables with which they find it."""
+    if kind == "s3":
+        with S3Server() as server:
+            yield f"{server.url}/run", server.environment()
+    elif kind == "http":
+        with serving(folder / "served") as address:
+            yield f"{address}/run", {}
+    else:
+        yield tcp() if kind == "tcp" else (folder / "store").as_uri(), {}
+
+
 @pytest.mark.slow
-def test_killed_and_back_in_a_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "s3", "http", "tcp"])
+def test_killed_and_back(tmp_path: Path, kind: str) -> None:
     """Both ranks of island 1 are killed at step 3; it comes back, and both end with equal weights."""
-    where, diloco = (tmp_path / "store").as_uri(), {"min_islands": 2}
-    with Processes() as processes:
-        survivor = start_trainer(processes, tmp_path, 0, where, diloco=diloco)
-        start_trainer(processes, tmp_path, 1, where, diloco=diloco, fail_at=3).wait(timeout=280, expect=None)
-        back = start_trainer(processes, tmp_path, 1, where, diloco=diloco, resume="common")
+    diloco = {"min_islands": 2, "max_islands": 3}
+    with meeting_place(kind, tmp_path) as (where, env), Processes() as processes:
+        start = partial(start_trainer, processes, tmp_path, where=where, env=env, diloco=diloco)
+        survivor = start(island=0)
+        start(island=1, fail_at=3).wait(timeout=280, expect=None)
+        back = start(island=1, resume="common")
         back.wait(timeout=280)
         survivor.wait(timeout=280)
     assert_equal(*weights_of_trainers(tmp_path))
