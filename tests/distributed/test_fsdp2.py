@@ -150,6 +150,20 @@ def test_resumed_in_a_loop_is_uninterrupted(tmp_path: Path, mesh: list[int]) -> 
         assert_equal(weights, again)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [([1], [2]), ([2], [1]), ([2], [2, 2])], ids=str)
+def test_resumed_by_hand_on_another_number_of_ranks(tmp_path: Path, before: list[int], after: list[int]) -> None:
+    """The inner state in torch's distributed checkpoint; the whole run, within rounding."""
+    whole = run_islands(tmp_path / "whole", tcp(), by="hand", mesh=before, save_at=3)
+    resumed = run_islands(tmp_path / "resumed", tcp(), resume=tmp_path / "whole", by="hand", mesh=after)
+    (again, hashes), (others, other_hashes) = resumed
+    assert len(hashes) == 2
+    assert hashes == other_hashes
+    assert_equal(again, others)
+    for name, weights in whole[0][0].items():
+        assert float((again[name] - weights).norm()) < 1e-6 * float(weights.norm()), name
+
+
 def test_the_trainer_with_bf16_and_a_disk_that_is_full_once(tmp_path: Path) -> None:
     """At step 4 no rank can write its part: training goes on, and the next checkpoint is whole."""
     settings = {

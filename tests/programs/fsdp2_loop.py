@@ -1,7 +1,8 @@
 """One rank of an island that trains a tiny Llama with FSDP2 in a hand-written loop.
 
 Settings, as JSON: by ("accelerate", its plugin; or "hand", `fully_shard`), bf16, lora, offload, checkpointing, mesh
-(its shape), config (DiLoCoConfig fields), folder, steps, save_at (a step), resume_from (a folder), result (file).
+(its shape), batch (of the island), config (DiLoCoConfig fields), folder, steps, save_at (a step), resume_from (a
+folder), result (file).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from accelerate import (
 )
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
@@ -31,8 +34,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from hf_diloco import DiLoCoConfig, OuterLoop
 from tests.programs.mesh_loop import compute_loss
 from tests.programs.trainer_island import Tokens, make_model
-
-BATCH = 2
 
 
 def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]:
@@ -59,7 +60,8 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     model = make_model(lora=settings.get("lora", False), tied=True, seed=1)
-    loader = accelerator.prepare(DataLoader(Tokens(settings["config"]["island"]), batch_size=BATCH))
+    batch = settings.get("batch", 4) // accelerator.num_processes
+    loader = accelerator.prepare(DataLoader(Tokens(settings["config"]["island"]), batch_size=batch))
     if by_hand:
         policy = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32) if settings.get("bf16") else MixedPrecisionPolicy()
@@ -75,6 +77,23 @@ def prepare(settings: dict[str, Any]) -> tuple[Accelerator, nn.Module, Any, Any]
     return accelerator, model, optimizer, loader
 
 
+def save(folder: Path, by: str, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    if by == "accelerate":
+        accelerator.save_state(str(folder))
+        return
+    weights, moments = get_state_dict(model, optimizer.optimizer)
+    checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / "inner")
+
+
+def load(folder: Path, by: str, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    if by == "accelerate":
+        accelerator.load_state(str(folder))
+        return
+    weights, moments = get_state_dict(model, optimizer.optimizer)
+    checkpoint.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / "inner")
+    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -83,7 +102,7 @@ def main() -> None:
     assert isinstance(model, FSDPModule)
     resume_from, step = settings.get("resume_from"), 0
     if resume_from:
-        accelerator.load_state(resume_from)
+        load(Path(resume_from), settings["by"], accelerator, model, optimizer)
         step = json.loads((Path(resume_from) / "diloco" / "outer.json").read_text())["global_step"]
         loader = accelerator.skip_first_batches(loader, step)
     hashes, config = [], DiLoCoConfig(**settings["config"])
@@ -94,12 +113,12 @@ def main() -> None:
             accelerator.backward(compute_loss(model(input_ids=batch["input_ids"]), batch["labels"]))
             optimizer.step()
             optimizer.zero_grad()
-            if report := outer.step(weight=BATCH):
+            if report := outer.step(weight=settings.get("batch", 4)):
                 hashes.append(report.outer_hash)
             step += 1
             if step == settings.get("save_at"):
-                folder = str(Path(settings["folder"]) / f"checkpoint-{step}")
-                accelerator.save_state(folder)
+                folder = Path(settings["folder"]) / f"checkpoint-{step}"
+                save(folder, settings["by"], accelerator, model, optimizer)
                 outer.save_state(folder)
             if step == settings["steps"]:
                 break
