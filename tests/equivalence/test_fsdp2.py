@@ -51,8 +51,7 @@ def sharded(runs: Runs, kind: str, num_ranks: int = 2, name: str = "", **changes
     [
         ("ddp", 2),
         *(pytest.param(f"zero{stage}", 2, marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        pytest.param("ddp", 3, marks=pytest.mark.slow),
-        pytest.param("zero3", 3, marks=pytest.mark.slow),
+        *(pytest.param(other, 3, marks=pytest.mark.slow) for other in ("ddp", "zero1", "zero2", "zero3")),
     ],
 )
 def test_fsdp2_is_ddp_and_zero(runs: Runs, other: str, num_ranks: int) -> None:
