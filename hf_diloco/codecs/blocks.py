@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.compiled import is_compiled_for
-from hf_diloco.codecs.loops.base import Loops
+from hf_diloco.codecs.compiled import Loops, is_compiled_for
 from hf_diloco.utils.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24

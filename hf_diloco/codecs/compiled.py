@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, cached_property
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,18 @@ Values = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Array = NDArray[np.floating]  # fp32 or fp64
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Loops(NamedTuple):
+    """What a codec does on a processor.
+
+    Attributes:
+        encode: takes values (n, block_values), code (n, block_bytes), and how many values of each row are real.
+        decode: takes code and values of these shapes.
+    """
+
+    encode: Callable[[Values, Bytes, int], None]
+    decode: Callable[[Bytes, Values], None]
 
 
 def is_compiled_for(values: torch.Tensor) -> bool:

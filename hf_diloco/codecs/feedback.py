@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from hf_diloco.codecs.base import TILE_VALUES, Codec
-from hf_diloco.codecs.compiled import is_compiled_for
-from hf_diloco.codecs.loops.feedback import add_
+from hf_diloco.codecs.compiled import Values, compiled, is_compiled_for
+
+LANES = 32  # sums that are taken side by side
 
 
 class ErrorFeedback:
@@ -76,6 +77,23 @@ class ErrorFeedback:
 def _add(values: torch.Tensor, residual: torch.Tensor, decay: float) -> float:
     """values += decay x residual, the product rounded by itself; returns the sum of their squares."""
     if is_compiled_for(values):
-        return add_(values.numpy(), residual.numpy(), np.float32(decay))
+        return _add_in_lanes(values.numpy(), residual.numpy(), np.float32(decay))
     values.add_(residual * decay)
     return float(torch.dot(wide := values.double(), wide))
+
+
+@compiled
+def _add_in_lanes(values: Values, residual: Values, decay: np.float32) -> float:
+    """values += decay x residual; returns the sum of their squares."""
+    sums = np.zeros(LANES)
+    whole = values.shape[0] // LANES
+    for i in range(whole):
+        for lane in range(LANES):
+            value = values[i * LANES + lane] + decay * residual[i * LANES + lane]
+            values[i * LANES + lane] = value
+            sums[lane] += np.float64(value) * np.float64(value)
+    square = sums.sum()
+    for i in range(whole * LANES, values.shape[0]):
+        values[i] += decay * residual[i]
+        square += np.float64(values[i]) * np.float64(values[i])
+    return float(square)

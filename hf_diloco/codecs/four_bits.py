@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.loops.base import Loops
+from hf_diloco.codecs.compiled import Loops
 
-BF16_BITS = ~0xFFFF
+BF16_BITS = np.int32(~0xFFFF)
 
 
 class FourBitCodec(BlockCodec):

@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from hf_diloco.codecs.blocks import MAGNITUDE_BITS
+from hf_diloco.codecs.bits import MAGNITUDE_BITS, cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
 from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
-from hf_diloco.codecs.loops import fp4
-from hf_diloco.codecs.loops.base import Loops
 
 MAGNITUDES = [0.0, *(2.0**exponent for exponent in range(-6, 1))]
-SMALLEST_SCALE = 2.0**-120  # scale x 2^-6 is still normal, so no processor flushes it to zero
-ONE = 0x3F80_0000
-HALF_OF_SMALLEST = 120 << 23  # 2^-7
-HALF_MANTISSA = 1 << 22
-EXPONENT_OF_ZERO = 120  # one less than that of 2^-6
+SMALLEST_SCALE = np.float32(2.0**-120)  # scale x 2^-6 is still normal, so no processor flushes it to zero
+ONE = np.int32(0x3F80_0000)
+HALF_OF_SMALLEST = np.int32(120 << 23)  # 2^-7
+HALF_MANTISSA = np.int32(1 << 22)
+EXPONENT_OF_ZERO = np.int32(120)  # one less than that of 2^-6
+
+
+@compiled
+def _encode(values: Values, code: Bytes, num_values: int) -> None:
+    """As `Loops`."""
+    codes = np.empty(values.shape[1], np.uint8)
+    for block in range(values.shape[0]):
+        row, out = values[block], code[block, 2:]
+        scale = max(cut(largest_magnitude(row), BF16_BITS), SMALLEST_SCALE)
+        write_bf16(code[block], scale)
+        inverse = np.float32(1) / scale
+        for i in range(row.shape[0]):
+            bits = np.float32(row[i] * inverse).view(np.int32)
+            magnitude = np.int32(min(bits & MAGNITUDE_BITS, ONE))
+            exponent = np.int32((magnitude + HALF_MANTISSA >> 23) - EXPONENT_OF_ZERO)
+            codes[i] = max(exponent, np.int32(magnitude >= HALF_OF_SMALLEST)) | np.int32(bits >> 28 & 8)
+        pack_pairs(codes, out)
+
+
+@compiled
+def _decode(code: Bytes, values: Values) -> None:
+    """As `Loops`."""
+    for block in range(values.shape[0]):
+        row, codes = values[block], code[block, 2:]
+        scale = read_bf16(code[block])
+        for i in range(codes.shape[0]):
+            pair = np.int32(codes[i])
+            row[2 * i] = _level(pair) * scale
+            row[2 * i + 1] = _level(np.int32(pair >> 4)) * scale
+
+
+@compiled
+def _level(code: np.int32) -> np.float32:
+    """What the four low bits of `code` stand for."""
+    exponent = np.int32(code & 7)
+    magnitude = np.int32(exponent + EXPONENT_OF_ZERO << 23) if exponent > 0 else np.int32(0)
+    return np.int32(magnitude | (code & 8) << 28).view(np.float32)
+
+
+_LOOPS = Loops(_encode, _decode)
 
 
 class Fp4Codec(FourBitCodec):
@@ -28,17 +68,17 @@ class Fp4Codec(FourBitCodec):
 
     name = "fp4"
 
-    def __init__(self, loops: Loops | None = fp4.LOOPS) -> None:
+    def __init__(self, loops: Loops | None = _LOOPS) -> None:
         super().__init__(loops, MAGNITUDES + [-magnitude for magnitude in MAGNITUDES])
 
     def _scales(self, largest: torch.Tensor) -> None:
-        largest.view(torch.int32).bitwise_and_(BF16_BITS)
-        largest.clamp_min_(SMALLEST_SCALE)
+        largest.view(torch.int32).bitwise_and_(int(BF16_BITS))
+        largest.clamp_min_(float(SMALLEST_SCALE))
 
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         bits = torch.mul(values, inverse_scale, out=scratch).view(torch.int32)
-        magnitudes = (bits & MAGNITUDE_BITS).clamp_max_(ONE)
+        magnitudes = (bits & int(MAGNITUDE_BITS)).clamp_max_(int(ONE))
         # Half a mantissa rounds the exponent. Below the smallest level, what rounds to it has its own rule.
-        exponents = (magnitudes + HALF_MANTISSA >> 23).sub_(EXPONENT_OF_ZERO)
-        exponents = torch.maximum(exponents, (magnitudes >= HALF_OF_SMALLEST).int())
+        exponents = (magnitudes + int(HALF_MANTISSA) >> 23).sub_(int(EXPONENT_OF_ZERO))
+        exponents = torch.maximum(exponents, (magnitudes >= int(HALF_OF_SMALLEST)).int())
         return exponents.bitwise_or_(bits >> 28 & 8).to(torch.uint8)

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from hf_diloco.codecs.bits import cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
 from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
-from hf_diloco.codecs.int8 import ROUNDING
-from hf_diloco.codecs.loops import int4
-from hf_diloco.codecs.loops.base import Loops
 
-SCALE_OF_LARGEST = (1 + 2**-22) / 7
-SMALLEST_SCALE = 2.0**-126
+SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 7)
+SMALLEST_SCALE = np.float32(2.0**-126)
+ROUNDING = np.float32(1.5 * 2**23 + 8)  # as int8's; codes begin at 0
+
+
+@compiled
+def _encode(values: Values, code: Bytes, num_values: int) -> None:
+    """As `Loops`."""
+    codes = np.empty(values.shape[1], np.uint8)
+    for block in range(values.shape[0]):
+        row, out = values[block], code[block, 2:]
+        scale = max(cut(largest_magnitude(row) * SCALE_OF_LARGEST, BF16_BITS), SMALLEST_SCALE)
+        write_bf16(code[block], scale)
+        inverse = np.float32(1) / scale
+        for i in range(row.shape[0]):
+            codes[i] = np.float32(row[i] * inverse + ROUNDING).view(np.int32)  # keeps the lowest byte
+        pack_pairs(codes, out)
+
+
+@compiled
+def _decode(code: Bytes, values: Values) -> None:
+    """As `Loops`."""
+    for block in range(values.shape[0]):
+        row, codes = values[block], code[block, 2:]
+        scale = read_bf16(code[block])
+        for i in range(codes.shape[0]):
+            pair = np.int32(codes[i])
+            row[2 * i] = np.float32((pair & 15) - 8) * scale
+            row[2 * i + 1] = np.float32((pair >> 4) - 8) * scale
+
+
+_LOOPS = Loops(_encode, _decode)
 
 
 class Int4Codec(FourBitCodec):
@@ -22,14 +52,14 @@ class Int4Codec(FourBitCodec):
 
     name = "int4"
 
-    def __init__(self, loops: Loops | None = int4.LOOPS) -> None:
+    def __init__(self, loops: Loops | None = _LOOPS) -> None:
         super().__init__(loops, [float(level) for level in range(-8, 8)])
 
     def _scales(self, largest: torch.Tensor) -> None:
-        largest.mul_(SCALE_OF_LARGEST).view(torch.int32).bitwise_and_(BF16_BITS)
-        largest.clamp_min_(SMALLEST_SCALE)
+        largest.mul_(float(SCALE_OF_LARGEST)).view(torch.int32).bitwise_and_(int(BF16_BITS))
+        largest.clamp_min_(float(SMALLEST_SCALE))
 
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         torch.mul(values, inverse_scale, out=scratch)
         codes = self._scratch("codes", values, torch.uint8, self.block_values)
-        return codes.copy_(scratch.add_(ROUNDING + 8).view(torch.int32))
+        return codes.copy_(scratch.add_(float(ROUNDING)).view(torch.int32))

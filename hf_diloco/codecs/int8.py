@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from hf_diloco.codecs.bits import cut, largest_magnitude, read_fp32, write_fp32
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.loops import int8
-from hf_diloco.codecs.loops.base import Loops
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
 
 # 1/127 and a little more, so that the scale of a block that was decoded comes out as what it was, not an ulp below.
-SCALE_OF_LARGEST = (1 + 2**-22) / 127
-SMALLEST_SCALE = 2.0**-126  # the smallest normal number: its reciprocal is finite
-SCALE_BITS = ~0x7F
+SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 127)
+SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number: its reciprocal is finite
+SCALE_BITS = np.int32(~0x7F)
 # Adding it to a float moves the nearest integer, ties to even, into the low bits of the mantissa.
-ROUNDING = 1.5 * 2**23
+ROUNDING = np.float32(1.5 * 2**23)
+
+
+@compiled
+def _encode(values: Values, code: Bytes, num_values: int) -> None:
+    """As `Loops`."""
+    for block in range(values.shape[0]):
+        row, out = values[block], code[block, 4:]
+        scale = max(cut(largest_magnitude(row) * SCALE_OF_LARGEST, SCALE_BITS), SMALLEST_SCALE)
+        write_fp32(code[block], scale)
+        inverse = np.float32(1) / scale
+        for i in range(row.shape[0]):
+            out[i] = np.float32(row[i] * inverse + ROUNDING).view(np.int32)  # keeps the lowest byte
+
+
+@compiled
+def _decode(code: Bytes, values: Values) -> None:
+    """As `Loops`."""
+    for block in range(values.shape[0]):
+        row, codes = values[block], code[block, 4:]
+        scale = read_fp32(code[block])
+        for i in range(row.shape[0]):
+            row[i] = np.float32(np.int8(codes[i])) * scale
+
+
+_LOOPS = Loops(_encode, _decode)
 
 
 class Int8Codec(BlockCodec):
@@ -30,17 +56,17 @@ class Int8Codec(BlockCodec):
     block_values = 256
     block_bytes = 4 + 256
 
-    def __init__(self, loops: Loops | None = int8.LOOPS) -> None:
+    def __init__(self, loops: Loops | None = _LOOPS) -> None:
         super().__init__(loops)
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         quotients = self._scratch("values", values, torch.float32, self.block_values)
         scale = self._largest_magnitudes(values, quotients)
-        scale.mul_(SCALE_OF_LARGEST).view(torch.int32).bitwise_and_(SCALE_BITS)
-        scale.clamp_min_(SMALLEST_SCALE)
+        scale.mul_(float(SCALE_OF_LARGEST)).view(torch.int32).bitwise_and_(int(SCALE_BITS))
+        scale.clamp_min_(float(SMALLEST_SCALE))
         code[:, :4].view(torch.float32).copy_(scale)
         torch.mul(values, scale.reciprocal_(), out=quotients)
-        code[:, 4:].copy_(quotients.add_(ROUNDING).view(torch.int32))  # keeps the lowest byte
+        code[:, 4:].copy_(quotients.add_(float(ROUNDING)).view(torch.int32))  # keeps the lowest byte
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         scale = self._scratch("largest", values, torch.float32, 1)

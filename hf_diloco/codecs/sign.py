@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from hf_diloco.codecs.bits import cut, fill_signs, pack_bits, read_fp32, write_fp32
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.loops import sign
-from hf_diloco.codecs.loops.base import Loops
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
 from hf_diloco.utils.workspace import Workspace
 
-SCALE_BITS = ~0xFFF
+SCALE_BITS = np.int32(~0xFFF)
 # Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.
 LOWEST_BITS = 0x0101_0101_0101_0101
 GATHER_BITS = 0x0102_0408_1020_4080
+LANES = 64  # sums that are taken side by side
+
+
+@compiled
+def _encode(values: Values, code: Bytes, num_values: int) -> None:
+    """As `Loops`."""
+    is_negative = np.empty(values.shape[1], np.uint8)
+    sums = np.empty(LANES)
+    for block in range(values.shape[0]):
+        row, out = values[block], code[block, 4:]
+        sums[:] = 0
+        for i in range(row.shape[0] // LANES):
+            for lane in range(LANES):
+                sums[lane] += abs(row[i * LANES + lane])
+        write_fp32(code[block], cut(np.float32(sums.sum() / num_values), SCALE_BITS))
+        for i in range(row.shape[0]):
+            is_negative[i] = row[i] < np.float32(0)
+        pack_bits(is_negative, out)
+
+
+@compiled
+def _decode(code: Bytes, values: Values) -> None:
+    """As `Loops`."""
+    for block in range(values.shape[0]):
+        fill_signs(code[block, 4:], read_fp32(code[block]), values[block])
+
+
+_LOOPS = Loops(_encode, _decode)
 
 
 class SignBits:
@@ -65,7 +94,7 @@ class SignCodec(BlockCodec):
     block_bytes = 4 + block_values // 8
     needs_feedback = True
 
-    def __init__(self, loops: Loops | None = sign.LOOPS) -> None:
+    def __init__(self, loops: Loops | None = _LOOPS) -> None:
         super().__init__(loops)
         self._bits = SignBits()
 
@@ -74,7 +103,7 @@ class SignCodec(BlockCodec):
         scratch = self._scratch("values", values, torch.float32, self.block_values)
         torch.abs(values, out=scratch)
         scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
-        code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(SCALE_BITS))
+        code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(int(SCALE_BITS)))
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         self._bits.unpack(code[:, 4:], values)

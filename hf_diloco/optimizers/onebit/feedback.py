@@ -13,8 +13,8 @@ import math
 import numpy as np
 import torch
 
+from hf_diloco.codecs.bits import fill_signs
 from hf_diloco.codecs.compiled import is_compiled_for
-from hf_diloco.codecs.loops.bits import fill_signs
 from hf_diloco.codecs.sign import SignBits
 from hf_diloco.optimizers.onebit import loops
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hf_diloco.codecs.bits import pack_bits
 from hf_diloco.codecs.compiled import Bytes, Values, compiled
-from hf_diloco.codecs.loops.bits import pack_bits
 
 TILE = 4096  # values that several loops handle while they are in the cache
 LANES = 64  # sums that are taken side by side
