@@ -1,4 +1,4 @@
-"""What all blocks of settings share: strict names and types, the environment, and the text of their errors."""
+"""What settings have in common: types, the environment, and the text of their errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.redact import redact
+from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import nearest
 
 ENV_ISLAND = "HF_DILOCO_ISLAND"
@@ -50,22 +51,14 @@ def need_number(config: BaseModel, count: int, unit: str = "island") -> None:
         )
 
 
-class StrictModel(BaseModel):
-    """A settings block: unknown keys are errors, and every problem is reported as a `ConfigError`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+class StrictModel(Block):
+    """A block of settings that reports every problem as a `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(describe(error, type(self))) from None
-
-
-class Block(BaseModel):
-    """A settings block of a run file; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], example: str) -> C:

@@ -232,35 +232,6 @@ class DiLoCoConfig(StrictModel):
         find_method(name)
         return name
 
-    @field_validator(
-        "sync_every",
-        "outer_lr",
-        "outer_momentum",
-        "error_feedback",
-        "num_fragments",
-        "fragment_sync_delay",
-        "fragment_update_alpha",
-        "num_islands",
-        "island",
-        "max_islands",
-        "min_islands",
-        "grace",
-        "snapshot_every",
-        "keep_rounds",
-        "outlier_factor",
-        "connections",
-        "rate_limit",
-        "join_timeout",
-        "sync_timeout",
-        "exchange_timeout",
-        mode="before",
-    )
-    @classmethod
-    def _refuse_booleans(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 and 1
-            raise ValueError(f"input should be a number, got {value}")
-        return value
-
     @field_validator("rendezvous")
     @classmethod
     def _check_rendezvous(cls, url: str | None) -> str | None:

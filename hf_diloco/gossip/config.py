@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.config import (
     ENV_ISLAND,
@@ -19,20 +19,12 @@ from hf_diloco.config import (
 from hf_diloco.config.kinds import Identities
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.addresses import check_specific
+from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import is_object_store, split_tcp_url
 
 
-def refuse_boolean(value: Any) -> Any:
-    """Raises `ValueError` for true and false, which Python, and so pydantic, takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError(f"input should be a number, got {value}")
-    return value
-
-
-class SlowMoSettings(BaseModel):
+class SlowMoSettings(Block):
     """SlowMo over the method (arXiv 1910.00643); the defaults are the paper's over gossip with SGD."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     sync_every: int = Field(default=48, ge=1, description="steps of the method between outer steps (τ)")
     outer_lr: float = Field(
@@ -48,11 +40,6 @@ class SlowMoSettings(BaseModel):
         default="zero",
         description="what becomes of the method's momentum after an outer step: zero, keep, or average over the nodes",
     )
-
-    @field_validator("sync_every", "outer_lr", "outer_momentum", mode="before")
-    @classmethod
-    def _refuse_booleans(cls, value: Any) -> Any:
-        return refuse_boolean(value)
 
     @model_validator(mode="after")
     def _check_buffers(self) -> SlowMoSettings:
@@ -168,11 +155,6 @@ class GossipConfig(StrictModel):
                     f"{old}={values[old]}: nodes are not called islands any more; say {new}={values[old]}"
                 )
         return values
-
-    @field_validator("momentum", "lars", "num_nodes", "node", "rate_limit", "exchange_timeout", mode="before")
-    @classmethod
-    def _refuse_booleans(cls, value: Any) -> Any:
-        return refuse_boolean(value)
 
     @field_validator("payload", mode="before")
     @classmethod

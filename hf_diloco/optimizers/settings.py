@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hf_diloco.config.base import Block, Count
+from hf_diloco.config.base import Count
+from hf_diloco.utils.settings import Block
 
 _OF_LAMB = (
     "min_coeff",

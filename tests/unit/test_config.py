@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.apps.vision.settings import ResizedCropBlock
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.methods.outer import METHODS
+from hf_diloco.methods.outer.overlap_local_sgd import OverlapOptions
+from hf_diloco.optimizers.settings import OptimizerBlock
 from hf_diloco.utils.redact import redact_text
+from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import split_tcp_url
 from tests.processes import run
 
@@ -145,6 +154,41 @@ def test_a_wrong_value_is_refused_with_name_value_and_remedy(name: str, value: A
 def test_what_is_not_a_number_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: .*{re.escape(str(value))}"):
         DiLoCoConfig(**{name: value})
+
+
+def blocks_in(annotation: Any) -> Iterator[type[Block]]:
+    """The blocks of settings that a type names, with those within them."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from blocks_in(field.annotation)
+    for inner in get_args(annotation):
+        yield from blocks_in(inner)
+
+
+def numbers_of(block: type[Block]) -> Iterator[tuple[str, Any]]:
+    """The settings of a block that take numbers and no booleans, each with true in the place of a number."""
+    for name, setting in block.model_json_schema()["properties"].items():
+        schemas = setting.get("anyOf", [setting])
+        kinds = {schema.get("type") for schema in schemas}
+        items = [item for schema in schemas for item in schema.get("prefixItems", [schema.get("items", {})])]
+        if kinds & {"integer", "number"} and "boolean" not in kinds:
+            yield name, True
+        if any(item.get("type") in ("integer", "number") for item in items):
+            yield name, [True, 1]
+
+
+def test_no_block_of_settings_takes_true_for_a_number() -> None:
+    options = [method.Options for method in METHODS.values()]
+    blocks = {block: None for root in (RunFile, VisionRun, *options) for block in blocks_in(root)}
+    settings = [(block, name, value) for block in blocks for name, value in numbers_of(block)]
+    assert {(ResizedCropBlock, "ratio"), (OverlapOptions, "pull"), (OptimizerBlock, "freeze_step")} <= {
+        (block, name) for block, name, _ in settings
+    }
+    for block, name, value in settings:
+        with pytest.raises(ValidationError) as caught:
+            block.model_validate({name: value})
+        assert f"{name}: input should be a number, got {value}" in describe(caught.value, block), block
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
-from hf_diloco.config.base import Block, Count
+from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import KeySettings
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import plural
 
 OFFLOAD_ON_CPU = (

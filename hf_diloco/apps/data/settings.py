@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from hf_diloco.utils.settings import Block
 
 
-class DataBlock(BaseModel):
+class DataBlock(Block):
     """The text, and which part of it an island sees."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     source: Literal["embedded", "c4", "hub", "files"] = Field(
         "embedded",

@@ -17,9 +17,10 @@ from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.data.settings import DataBlock
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
-from hf_diloco.config.base import Block, Count
+from hf_diloco.config.base import Count
 from hf_diloco.optimizers.settings import OptimizerBlock
 from hf_diloco.trainer.refusals import find_refused
+from hf_diloco.utils.settings import Block
 
 Preset = Literal["llama-tiny", "llama-60m", "llama-150m", "llama-400m", "llama-1b"]
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from hf_diloco.config import is_given
-from hf_diloco.config.base import Block, Count
+from hf_diloco.config.base import Count
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.utils.settings import Block
 
 ImagePreset = Literal["resnet-tiny", "vit-tiny", "resnet-18", "resnet-50"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

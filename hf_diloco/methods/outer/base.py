@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from hf_diloco.errors import CheckpointError
+from hf_diloco.utils.settings import Block
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +53,8 @@ class Chosen:
     source: str = ""
 
 
-class MethodOptions(BaseModel):
-    """Settings that are one method's own: `options` of the outer loop's settings. Unknown ones are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class MethodOptions(Block):
+    """Settings that are one method's own: `options` of the outer loop's settings."""
 
 
 class OuterMethod(ABC):

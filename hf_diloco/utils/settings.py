@@ -1,0 +1,42 @@
+"""What all blocks of settings have in common."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class Block(BaseModel):
+    """A block of settings: unknown keys are errors, and so are true and false where a number belongs.
+
+    Python, and so pydantic, takes these for 1 and 0.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        if _is_boolean_for_number(value, cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"input should be a number, got {value}")
+        return value
+
+
+def _is_boolean_for_number(value: Any, annotation: Any) -> bool:
+    """Whether a value, or an item of it, is true or false where its type allows numbers and no booleans."""
+    if isinstance(value, list | tuple):
+        return any(_is_boolean_for_number(item, kind) for item in value for kind in get_args(annotation))
+    kinds = _alternatives(annotation)
+    return isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types of a union, without what `Annotated` adds to them."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _alternatives(arguments[0])
+    if origin in (Union, UnionType):
+        return [kind for argument in arguments for kind in _alternatives(argument)]
+    return [annotation]
