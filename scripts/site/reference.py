@@ -18,9 +18,9 @@ from hf_diloco.cli.main import app
 from hf_diloco.codecs import CODECS
 from hf_diloco.codecs.base import Codec
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.methods.gossip.registry import METHODS as GOSSIP_METHODS, settings_of
+from hf_diloco.methods.gossip import METHODS as GOSSIP_METHODS, settings_of
 from hf_diloco.methods.outer import METHODS, OuterMethod
-from hf_diloco.methods.topology.registry import GRAPHS
+from hf_diloco.methods.topology import GRAPHS
 from scripts.site.run_file_tables import PAGES, blocks, default_text, kind_text
 
 SHARED_SETTINGS = ("sync_every", "outer_lr", "outer_momentum", "nesterov")

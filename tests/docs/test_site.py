@@ -17,9 +17,9 @@ from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.main import app
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.methods.gossip.registry import METHODS as GOSSIP_METHODS
+from hf_diloco.methods.gossip import METHODS as GOSSIP_METHODS
 from hf_diloco.methods.outer import METHODS
-from hf_diloco.methods.topology.registry import GRAPHS
+from hf_diloco.methods.topology import GRAPHS
 from scripts.site import reference
 from scripts.site.run_file_tables import blocks
 from tests.docs.site_pages import elements_on_a_code_host, parse

@@ -12,7 +12,7 @@ from hf_diloco.apps.lm.finish import describe_training
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.summary import describe_training as describe_vision
-from hf_diloco.methods.gossip.registry import METHODS as GOSSIP
+from hf_diloco.methods.gossip import METHODS as GOSSIP
 from hf_diloco.methods.outer import METHODS
 from tests.report_runs import write_run
 

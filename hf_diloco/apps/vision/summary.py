@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.methods.gossip.registry import find_method
+from hf_diloco.methods.gossip import find_method
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_run
 from hf_diloco.utils.files import try_write_json

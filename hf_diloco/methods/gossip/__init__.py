@@ -1,5 +1,15 @@
-"""Methods of decentralised training as torch optimizers: one file a method."""
+"""Methods of decentralised training as torch optimizers: one file a method, and this registry."""
 
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from hf_diloco.errors import ConfigError
+from hf_diloco.gossip.config import SlowMoSettings
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.gossip.base import GossipOptimizer
 from hf_diloco.methods.gossip.d2 import D2
 from hf_diloco.methods.gossip.da_dmsgd import DADmSGD
@@ -9,8 +19,92 @@ from hf_diloco.methods.gossip.dsgd import DSGD
 from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
 from hf_diloco.methods.gossip.pmsgd import PmSGD
 from hf_diloco.methods.gossip.qg_dmsgd import QGDmSGD
-from hf_diloco.methods.gossip.registry import METHODS, find_method, make_optimizer
 from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
+from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
+from hf_diloco.utils.text import nearest
+
+_ALL: list[type[GossipOptimizer]] = [
+    PmSGD,
+    DSGD,
+    DmSGD,
+    DADmSGD,
+    DecentLaM,
+    QGDmSGD,
+    D2,
+    MomentumConsensus,
+    SwarmSGD,
+]
+
+METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
+
+
+def find_method(name: str) -> type[GossipOptimizer]:
+    """The method that `name` stands for: one of `METHODS` (with - or _), or a user's own, as FILE.py:CLASS.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded; with the remedy.
+    """
+    if is_own(name):
+        return _own_method(name)
+    known = name.lower().replace("_", "-")
+    if known not in METHODS:
+        raise ConfigError(
+            f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of "
+            "your own"
+        )
+    return METHODS[known]
+
+
+def _own_method(name: str) -> type[GossipOptimizer]:
+    try:
+        found = load_own(name, GossipOptimizer)  # type: ignore[type-abstract]
+        check_names(name, found, ("name",), METHODS)
+    except ValueError as error:
+        raise ConfigError(f"method {error}") from None
+    return found
+
+
+def make_optimizer(
+    name: str,
+    params: ParamsT,
+    neighbours: Neighbours,
+    lr: float,
+    *,
+    slowmo: SlowMoSettings | None = None,
+    **settings: Any,
+) -> GossipOptimizer:
+    """The optimizer of that name for one node.
+
+    Args:
+        name: see `find_method`.
+        params, neighbours, lr: see `GossipOptimizer`.
+        slowmo: of a slow momentum over the method; None: there is none.
+        settings: the method's own.
+
+    Raises:
+        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph;
+            SlowMo does not go with it.
+    """
+    method = find_method(name)
+    accepted = settings_of(method)
+    for setting in settings:
+        if setting not in accepted:
+            raise ConfigError(
+                f"{setting}: method {method.name} has no such setting{nearest(setting, accepted)}; it has "
+                f"{', '.join(accepted) or 'none'}"
+            )
+    make: Any = method
+    optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
+    if slowmo is not None:
+        optimizer.add_slow_momentum(slowmo)
+    return optimizer
+
+
+def settings_of(method: type[GossipOptimizer]) -> dict[str, object]:
+    """The method's own settings and their defaults."""
+    parameters = inspect.signature(method.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
 
 __all__ = [
     "D2",
@@ -26,4 +120,5 @@ __all__ = [
     "SwarmSGD",
     "find_method",
     "make_optimizer",
+    "settings_of",
 ]

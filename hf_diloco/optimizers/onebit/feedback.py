@@ -13,12 +13,51 @@ import math
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import fill_signs
-from hf_diloco.codecs.compiled import is_compiled_for
+from hf_diloco.codecs.bits import fill_signs, pack_bits
+from hf_diloco.codecs.compiled import Bytes, Values, compiled, is_compiled_for
 from hf_diloco.codecs.sign import SignBits
-from hf_diloco.optimizers.onebit import loops
 
+_TILE = 4096  # values that several loops handle while they are in the cache
+_LANES = 64  # sums that are taken side by side
 _bits = SignBits()
+
+
+@compiled
+def _add_and_pack(values: Values, total: Values, scale: np.float32, bits: Bytes) -> float:
+    """total = values + (total - scale sgn(total)), its signs to `bits`; returns the sum of its squares.
+
+    A set bit is v < 0; the last byte is filled up with zeros.
+    """
+    is_negative = np.zeros(_TILE, np.uint8)
+    sums = np.zeros(_LANES)
+    rest = 0.0
+    for begin in range(0, values.shape[0], _TILE):
+        new, tile = values[begin : begin + _TILE], total[begin : begin + _TILE]
+        size = new.shape[0]
+        for i in range(size):
+            before = tile[i]
+            tile[i] = new[i] + (before + scale if before < np.float32(0) else before - scale)
+        for i in range(size):
+            is_negative[i] = tile[i] < np.float32(0)
+        is_negative[size:] = 0
+        pack_bits(is_negative, bits[begin // 8 : (begin + size + 7) // 8])
+        for i in range(size // _LANES):
+            for lane in range(_LANES):
+                value = tile[i * _LANES + lane]
+                sums[lane] += np.float64(value) * np.float64(value)
+        for i in range(size // _LANES * _LANES, size):
+            rest += np.float64(tile[i]) * np.float64(tile[i])
+    return float(sums.sum() + rest)
+
+
+@compiled
+def _add_signs(bits: Bytes, magnitude: np.float32, out: Values) -> None:
+    """Adds -magnitude for every set bit and magnitude for others; `out` holds up to eight times as many values."""
+    for i in range(out.shape[0] // 8):
+        for place in range(8):
+            out[8 * i + place] += -magnitude if bits[i] >> place & 1 else magnitude
+    for i in range(out.shape[0] // 8 * 8, out.shape[0]):
+        out[i] += -magnitude if bits[i // 8] >> (i % 8) & 1 else magnitude
 
 
 def num_bit_bytes(num_values: int) -> int:
@@ -76,7 +115,7 @@ class SignFeedback:
     def _add_and_pack(self, values: torch.Tensor, total: torch.Tensor, bits: torch.Tensor) -> float:
         if self._compiled:
             scale = np.float32(self._scale)
-            return float(loops.add_and_pack(values.numpy(), total.numpy(), scale, bits.numpy()))
+            return float(_add_and_pack(values.numpy(), total.numpy(), scale, bits.numpy()))
         total.sub_(torch.where(total < 0, -self._scale, self._scale)).add_(values)
         padded = torch.zeros(8 * num_bit_bytes(total.numel()), device=total.device)
         padded[: total.numel()] = total
@@ -92,7 +131,7 @@ class SignFeedback:
 def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False, compiled: bool = True) -> None:
     """Writes, or adds, magnitude x sgn for each value of `out` (fp32, 1-D) whose sign is in `bits`."""
     if compiled and is_compiled_for(out):
-        write = loops.add_signs if add else fill_signs
+        write = _add_signs if add else fill_signs
         write(bits.numpy(), np.float32(magnitude), out.numpy())
         return
     if not out.numel():
