@@ -11,35 +11,16 @@ gradients have in common, as it should, and what they differ in less than DmSGD 
 from __future__ import annotations
 
 import torch
-from torch.optim.optimizer import ParamsT
 
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class DADmSGD(GossipOptimizer):
+class DADmSGD(MomentumOptimizer):
     """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once."""
 
     name = "da-dmsgd"
     paper = "1905.03817"
     num_vectors = 2
-    state_names = ("momentum_buffer",)
-
-    def __init__(
-        self,
-        params: ParamsT,
-        neighbours: Neighbours,
-        lr: float,
-        *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        lars: float = 0.0,
-    ) -> None:
-        """
-        Args:
-            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
-        """
-        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         momentum, ahead = self.vector("momentum_buffer"), self.received

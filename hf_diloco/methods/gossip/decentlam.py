@@ -17,13 +17,11 @@ eigenvalues of W from -1 / (1 + 2β) down, as a hypercube of 8 nodes has (-½) f
 from __future__ import annotations
 
 import torch
-from torch.optim.optimizer import ParamsT
 
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class DecentLaM(GossipOptimizer):
+class DecentLaM(MomentumOptimizer):
     """Equations and source above.
 
     m is in units of gradients, and each step divides and multiplies by its own γ: so the heavy ball's β is β γ / γ⁻ at
@@ -33,26 +31,6 @@ class DecentLaM(GossipOptimizer):
 
     name = "decentlam"
     paper = "2104.11981"
-    state_names = ("momentum_buffer",)
-
-    def __init__(
-        self,
-        params: ParamsT,
-        neighbours: Neighbours,
-        lr: float,
-        *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        lars: float = 0.0,
-    ) -> None:
-        """
-        Args:
-            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
-
-        Raises:
-            ConfigError: it diverges on the graph with this momentum.
-        """
-        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
     def check_graph(self) -> None:
         from hf_diloco.methods.topology import check_decentlam

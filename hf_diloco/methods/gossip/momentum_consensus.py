@@ -27,16 +27,15 @@ from hf_diloco.codecs.compiled import Array, compiled_with_fma, is_compiled_for
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class MomentumConsensus(GossipOptimizer):
+class MomentumConsensus(MomentumOptimizer):
     """Equations and source above. v is in units of parameters: a γ that changes acts on new gradients only."""
 
     name = "momentum-consensus"
     paper = "2010.11166"
     num_vectors = 2
-    state_names = ("momentum_buffer",)
 
     def __init__(
         self,

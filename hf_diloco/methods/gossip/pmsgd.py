@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class PmSGD(GossipOptimizer):
+class PmSGD(MomentumOptimizer):
     """Equations above. m is in units of gradients: a γ that changes acts on all of it at once.
 
     Weight decay and LARS act on the mean gradient, before momentum.
@@ -26,7 +26,6 @@ class PmSGD(GossipOptimizer):
 
     name = "pmsgd"
     num_vectors = 0
-    state_names = ("momentum_buffer",)
 
     def __init__(
         self,

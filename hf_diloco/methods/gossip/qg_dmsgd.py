@@ -16,11 +16,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
 from hf_diloco.methods.gossip.checks import check_below_1
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class QGDmSGD(GossipOptimizer):
+class QGDmSGD(MomentumOptimizer):
     """Equations and source above.
 
     m is in units of gradients; each step divides by its own γ. Where γ is 0, as at the first step of a warm-up,
@@ -29,7 +29,6 @@ class QGDmSGD(GossipOptimizer):
 
     name = "qg-dmsgd"
     paper = "2102.04761"
-    state_names = ("momentum_buffer",)
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
-from hf_diloco.methods.gossip.base import GossipOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 from hf_diloco.methods.topology import RandomMatching, Topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
 
@@ -38,7 +38,7 @@ DEFAULT_STEPS = {"lattice-16": 2.0**-15, "lattice-8": 2.0**-10}
 """ε where none is given: models may then be 1 and 1/8 apart, in each value."""
 
 
-class SwarmSGD(GossipOptimizer):
+class SwarmSGD(MomentumOptimizer):
     """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once.
 
     Steps are collective in the blocking form only. In the other one a node may step at any pace, and what it gets
@@ -62,7 +62,6 @@ class SwarmSGD(GossipOptimizer):
     name = "swarm-sgd"
     paper = "1910.12308"
     num_vectors = 1
-    state_names = ("momentum_buffer",)
 
     def __init__(
         self,
