@@ -35,9 +35,9 @@ def run_of(folder: Path, *overrides: str) -> VisionRun:
 
 
 def simulate(run: VisionRun) -> int:
-    from hf_diloco.apps.vision.simulate import Simulation
+    from hf_diloco.apps.vision.simulate import NodeSimulation
 
-    return Simulation(run, run.gossip.num_nodes).run()
+    return NodeSimulation(run, run.gossip.num_nodes).run()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -38,13 +38,13 @@ def run_simulation(options: LaunchOptions, num_islands: int) -> int:
 
 def _simulate(run: BaseRun, num_islands: int) -> int:
     if isinstance(run, VisionRun):
-        from hf_diloco.apps.vision import simulate as vision
+        from hf_diloco.apps.vision.simulate import NodeSimulation
 
-        return vision.Simulation(run, num_islands).run()
+        return NodeSimulation(run, num_islands).run()
     assert isinstance(run, RunFile)
     from hf_diloco.apps.common.hub import use_cache_without_hub
 
     use_cache_without_hub(run.needs_hub)  # before transformers is imported
-    from hf_diloco.apps.lm.simulate import Simulation
+    from hf_diloco.apps.lm.simulate import IslandSimulation
 
-    return Simulation(run).run()
+    return IslandSimulation(run).run()

@@ -7,15 +7,19 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
+from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+    from hf_diloco.trainer.progress import Progress
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -52,7 +56,39 @@ def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
         sys.exit(1)
 
 
-def check_folder(run: BaseRun) -> None:
+@contextmanager
+def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
+    """What comes before training, whatever is trained: settings, folder, logging. What fails inside is shown.
+
+    Args:
+        run: the run file.
+        unit: what the run's speed counts, tokens or images.
+
+    Yields:
+        What shows others how far the run is.
+
+    Raises:
+        ConfigError: a setting is wrong, or the folder is an earlier run's.
+    """
+    _check_folder(run)
+    use_cache_without_hub(run.needs_hub)
+    from hf_diloco.apps.common.arguments import check_training
+    from hf_diloco.trainer.progress import Progress
+
+    check_training(run.training)
+    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit=unit)
+    if is_leader():
+        _prepare_folder(run)
+    try:
+        progress.update(message="loading libraries")
+        _set_up_logging()
+        yield progress
+    except BaseException as error:
+        progress.update(state="failed", message=str(error) or type(error).__name__)
+        raise
+
+
+def _check_folder(run: BaseRun) -> None:
     """Refuses to mix a new run into an old one's folder."""
     folder = run.island_folder()
     if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
@@ -64,7 +100,7 @@ def check_folder(run: BaseRun) -> None:
         raise ConfigError(f"output: {folder} cannot be written to")
 
 
-def prepare_folder(run: BaseRun) -> None:
+def _prepare_folder(run: BaseRun) -> None:
     """Makes the island's folder, without the stop file of an earlier start.
 
     Raises:
@@ -83,7 +119,7 @@ def prepare_folder(run: BaseRun) -> None:
         raise ConfigError(f"output: {folder} cannot be made: {error}") from None
 
 
-def set_up_logging() -> None:
+def _set_up_logging() -> None:
     """The leader speaks; the other ranks report errors only."""
     import datasets
 

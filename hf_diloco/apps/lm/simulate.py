@@ -6,35 +6,30 @@ within the callback alone, which waits for the others and draws nothing.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed import HashStore
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.simulation import LONGEST_WAIT, Simulation
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.lm.train import train_island
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.simulation_scheduler import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report import Run, load_run
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.callback import DiLoCoCallback
-from hf_diloco.trainer.progress import STOP_FILE
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 
 _NOWHERE = "tcp://simulation:1"  # never opened: islands meet in memory
-_LONGEST_WAIT = 7 * 24 * 3600.0  # seconds; one island computes at a time, and the others wait for it
 _OF_A_NETWORK = {
     "enabled",
     "island",
@@ -64,13 +59,13 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
         DiLoCoError: the first error that an island met.
     """
     run = load_run_file(run_file, [*overrides, f"diloco.num_islands={num_islands}", "diloco.island=0"])
-    if Simulation(run).run() == STOPPED:
+    if IslandSimulation(run).run() == STOPPED:
         raise KeyboardInterrupt(f"stopped; checkpoints are in {run.folder}")
     return load_run(run.folder)
 
 
-class Simulation:
-    """The islands of a run in one process, each with plain PyTorch: ZeRO and FSDP2 compute the same.
+class IslandSimulation(Simulation[RunFile]):
+    """The islands of a run, each with plain PyTorch: ZeRO and FSDP2 compute the same.
 
     Args:
         run: the run file, with the number of islands.
@@ -84,67 +79,21 @@ class Simulation:
             raise ConfigError("diloco.enabled: false, but a simulation is of islands that meet: set it to true")
         run = run.model_copy(update={"deepspeed": None, "fsdp": None, "accelerate": None})
         num_islands = run.diloco.num_islands
-        self._runs = [
-            run.model_copy(update={"diloco": run.diloco.model_copy(update={"island": island})})
-            for island in range(num_islands)
-        ]
-        self._turns = Turns()
-        self._network, self._store = MemoryNetwork(num_islands, _LONGEST_WAIT), HashStore()
-        self._codes: dict[int, int] = {}
-        self._errors: list[BaseException] = []
+        blocks = [run.diloco.model_copy(update={"island": island}) for island in range(num_islands)]
+        super().__init__([run.model_copy(update={"diloco": block}) for block in blocks])
+        self._network, self._store = MemoryNetwork(num_islands, LONGEST_WAIT), HashStore()
 
-    def run(self) -> int:
-        """Trains; returns the exit code. Ctrl-C has every island finish its step and write a checkpoint.
-
-        Raises:
-            DiLoCoError: the first that an island met.
-        """
-        threads = [threading.Thread(target=self._train, args=(run,)) for run in self._runs]
-        with self._signal_handlers():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if self._errors:
-            raise self._errors[0]
-        return STOPPED if STOPPED in self._codes.values() else 0
-
-    @contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        def stop(number: int, frame: FrameType | None) -> None:
-            self._stop()
-
-        is_main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _train(self, run: RunFile) -> None:
-        island = run.diloco.island
-        assert island is not None
+    def _train(self, number: int) -> int:
+        run = self._runs[number]
         settings = run.diloco.model_dump(exclude={"enabled", "island", *_OF_A_NETWORK}, exclude_unset=True)
-        config = DiLoCoConfig(**{**settings, "island": island, "rendezvous": _NOWHERE}).model_copy(
-            update={"sync_timeout": _LONGEST_WAIT, "exchange_timeout": _LONGEST_WAIT}
+        config = DiLoCoConfig(**{**settings, "island": number, "rendezvous": _NOWHERE}).model_copy(
+            update={"sync_timeout": LONGEST_WAIT, "exchange_timeout": LONGEST_WAIT}
         )
-        transport = MemoryTransport(self._network, self._store, island)
-        try:
-            with self._turns.mine():
-                callback = partial(_SimulatedCallback, self._turns, transport)
-                self._codes[island] = train_island(run, config, callback)
-        except BaseException as error:
-            # What the others meet next is that this one is gone.
-            if not self._errors or isinstance(error, DiLoCoError) < isinstance(self._errors[0], DiLoCoError):
-                self._errors.append(error)
-            self._stop()
+        transport = MemoryTransport(self._network, self._store, number)
+        return train_island(run, config, partial(_SimulatedCallback, self._turns, transport))
 
-    def _stop(self) -> None:
-        for run in self._runs:
-            folder = run.island_folder()
-            if folder.is_dir():
-                (folder / STOP_FILE).touch()
+    def _leave(self, number: int) -> None:
+        self._stop()
 
 
 class _SimulatedCallback(DiLoCoCallback):

@@ -9,16 +9,13 @@ from pydantic import ValidationError
 
 from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
-from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.process import (
     STOPPED,
-    check_folder,
     describe_stop,
     last_evaluation,
-    prepare_folder,
+    prepared,
     run_and_exit,
     say,
-    set_up_logging,
 )
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.config import DiLoCoConfig, need_number
@@ -70,28 +67,15 @@ def train_island(
     Raises:
         DiLoCoError: a setting is wrong, an island was lost, ...
     """
-    check_folder(run)
-    use_cache_without_hub(run.needs_hub)
-    from hf_diloco.apps.common.arguments import check_training
-    from hf_diloco.apps.common.island_store import use_island_store
-    from hf_diloco.trainer.progress import Progress
+    with prepared(run) as progress:
+        from hf_diloco.apps.common.island_store import use_island_store
 
-    check_training(run.training)
-    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader())
-    if is_leader():
-        prepare_folder(run)
-    try:
-        progress.update(message="loading libraries")
-        set_up_logging()
         use_island_store()
         if config is not None and config.meets_in_store:
             _check_store(config)
         from hf_diloco.apps.lm.assemble import assemble
 
         return _train(assemble(run, config, progress, simulated), progress)
-    except BaseException as error:
-        progress.update(state="failed", message=str(error) or type(error).__name__)
-        raise
 
 
 def _train(island: Island, progress: Progress) -> int:

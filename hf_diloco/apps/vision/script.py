@@ -31,6 +31,6 @@ def _load(given: dict[str, object], num_nodes: int | None) -> VisionRun:
 
 
 def _simulate(run: VisionRun) -> int:
-    from hf_diloco.apps.vision.simulate import Simulation
+    from hf_diloco.apps.vision.simulate import NodeSimulation
 
-    return Simulation(run, run.gossip.num_nodes).run()
+    return NodeSimulation(run, run.gossip.num_nodes).run()

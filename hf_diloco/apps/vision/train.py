@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader
-from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.process import (
     STOPPED,
-    check_folder,
     describe_stop,
     last_evaluation,
-    prepare_folder,
+    prepared,
     run_and_exit,
     say,
-    set_up_logging,
 )
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config import need_number
@@ -65,18 +62,7 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
     Raises:
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
-    check_folder(run)
-    use_cache_without_hub(run.needs_hub)
-    from hf_diloco.apps.common.arguments import check_training
-    from hf_diloco.trainer.progress import Progress
-
-    check_training(run.training)
-    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit="images")
-    if is_leader():
-        prepare_folder(run)
-    try:
-        progress.update(message="loading libraries")
-        set_up_logging()
+    with prepared(run, "images") as progress:
         from hf_diloco.apps.vision.assemble import assemble
 
         whole = assemble(run, config, progress, node)
@@ -84,9 +70,6 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
             return _train(whole, progress, speaks=node is None or config.node == 0)
         finally:
             whole.callback.node.close()
-    except BaseException as error:
-        progress.update(state="failed", message=str(error) or type(error).__name__)
-        raise
 
 
 def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:

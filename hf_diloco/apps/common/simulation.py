@@ -1,0 +1,88 @@
+"""All islands, or nodes, of a run as threads of one process, with the numbers of several."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Generic, TypeVar
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.trainer.progress import STOP_FILE
+
+LONGEST_WAIT = 7 * 24 * 3600.0
+"""Seconds. One of them computes at a time, and the others wait for it."""
+
+
+R = TypeVar("R", bound=BaseRun)
+
+
+class Simulation(ABC, Generic[R]):
+    """Trains all of them, of which one computes at a time.
+
+    Args:
+        runs: the run as each of them has it.
+    """
+
+    def __init__(self, runs: Sequence[R]) -> None:
+        self._runs = runs
+        self._turns = Turns()
+        self._codes: list[int] = []
+        self._errors: list[BaseException] = []
+
+    def run(self) -> int:
+        """Trains; returns the exit code. Ctrl-C has each of them finish its step and write a checkpoint.
+
+        Raises:
+            DiLoCoError: the first that one of them met.
+        """
+        threads = [threading.Thread(target=self._run_one, args=(number,)) for number in range(len(self._runs))]
+        with self._signal_handlers():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
+        return STOPPED if STOPPED in self._codes else 0
+
+    @abstractmethod
+    def _train(self, number: int) -> int:
+        """Trains one of them; returns its exit code."""
+
+    @abstractmethod
+    def _leave(self, number: int) -> None:
+        """Tells the others that this one has failed."""
+
+    def _stop(self) -> None:
+        """Asks all of them for a checkpoint and an end."""
+        for run in self._runs:
+            folder = run.island_folder()
+            if folder.is_dir():
+                (folder / STOP_FILE).touch()
+
+    def _run_one(self, number: int) -> None:
+        try:
+            with self._turns.mine():
+                self._codes.append(self._train(number))
+        except BaseException as error:
+            self._errors.append(error)
+            self._leave(number)
+
+    @contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stop()
+
+        is_main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
