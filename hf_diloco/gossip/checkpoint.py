@@ -10,11 +10,19 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.manifest import FileRecord, find_damage, lacks_files, record_files, recover_replaced
+from hf_diloco.outer.manifest import (
+    FileRecord,
+    check_contents,
+    check_sizes,
+    find_damage,
+    read_record,
+    record_files,
+    recover_replaced,
+)
 from hf_diloco.utils.files import telling, write_whole
 
 _INDEX = "gossip.json"
@@ -57,20 +65,9 @@ def read_index(checkpoint: Path) -> GossipIndex:
     Raises:
         CheckpointError: there is none, it cannot be read, or it lists a file that is missing or cut short.
     """
-    path = checkpoint / _INDEX
-    try:
-        index = GossipIndex.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{checkpoint} has no {_INDEX}: it was not written by a node of a graph, or the run was killed while "
-            "writing it. Resume from an earlier checkpoint"
-        ) from None
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
-        ) from None
-    if lack := lacks_files(checkpoint, index.files):
-        raise CheckpointError(f"{lack}: resume from an earlier checkpoint")
+    absent = f"{checkpoint} has no {_INDEX}: it was not written by a node of a graph"
+    index = read_record(checkpoint / _INDEX, GossipIndex, absent)
+    check_sizes(checkpoint, index.files)
     return index
 
 
@@ -136,5 +133,4 @@ def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
         CheckpointError: one is missing, or does not hold what was written to it; on every rank.
     """
     index = ranks.on_all(lambda: read_index(checkpoint))
-    if damage := find_damage(checkpoint, index.files, ranks):
-        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+    check_contents(checkpoint, index.files, ranks)

@@ -21,13 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.manifest import FileRecord, find_damage, first_sound, lacks_files, record_files, recover_replaced
+from hf_diloco.outer.manifest import (
+    FileRecord,
+    check_contents,
+    check_sizes,
+    first_sound,
+    read_record,
+    record_files,
+    recover_replaced,
+)
 from hf_diloco.utils.files import flush, telling, write_whole
 
 logger = logging.getLogger("hf_diloco")
@@ -199,25 +207,15 @@ def read_index(checkpoint: Path) -> OuterIndex:
         CheckpointError: there is none, or it is not whole.
     """
     path = checkpoint / FOLDER / _INDEX
-    try:
-        index = OuterIndex.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package, or the "
-            "run was killed while writing it. Resume from an earlier checkpoint"
-        ) from None
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
-        ) from None
+    absent = f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package"
+    index = read_record(path, OuterIndex, absent)
     if index.format not in _READ_FORMATS:
         raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads up to {_FORMAT}")
     for file in index.files:
         part = checkpoint / FOLDER / file.name
         if not part.is_file() or part.stat().st_size != file.num_bytes:
             raise CheckpointError(f"{part} is missing or cut short: resume from an earlier checkpoint")
-    if lack := lacks_files(checkpoint, index.checkpoint):
-        raise CheckpointError(f"{lack}: resume from an earlier checkpoint")
+    check_sizes(checkpoint, index.checkpoint)
     return index
 
 
@@ -228,8 +226,7 @@ def check_checkpoint(checkpoint: Path, island: IslandGroup) -> None:
         CheckpointError: one does not hold what was written to it, which the message names; on every rank.
     """
     index = island.on_all(lambda: read_index(checkpoint))
-    if damage := find_damage(checkpoint, index.checkpoint, island):
-        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+    check_contents(checkpoint, index.checkpoint, island)
 
 
 def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | None:

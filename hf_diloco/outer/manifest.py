@@ -12,15 +12,19 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.utils.files import flush, telling
 
 _CHUNK_BYTES = 1 << 22
 _REPLACED = "replaced-"
+
+M = TypeVar("M", bound=BaseModel)
 
 logger = logging.getLogger("hf_diloco")
 
@@ -74,12 +78,44 @@ def record_files(checkpoint: Path, ranks: IslandGroup, leave_out: Iterable[str] 
     return sorted((FileRecord(**record) for part in taken for record in part), key=lambda record: record.name)
 
 
-def lacks_files(checkpoint: Path, files: Sequence[FileRecord]) -> str | None:
-    """What the island's leader sees at a glance to be missing or cut short; None if nothing is. Reads no contents."""
+def read_record(path: Path, kind: type[M], absent: str) -> M:
+    """The file that is written last into a checkpoint.
+
+    Args:
+        path: of the file.
+        kind: what it holds.
+        absent: what to say where it is missing, and who would have written it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{absent}, or the run was killed while writing it. Resume from an earlier checkpoint"
+        ) from None
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
+        ) from None
+
+
+def check_sizes(checkpoint: Path, files: Sequence[FileRecord]) -> None:
+    """Raises `CheckpointError` if the island's leader sees that a file is missing or cut short. Reads no contents."""
     for file in files:
         if not file.elsewhere and _size(checkpoint / file.name) != file.num_bytes:
-            return _describe_size(checkpoint / file.name, file)
-    return None
+            raise CheckpointError(f"{_describe_size(checkpoint / file.name, file)}: resume from an earlier checkpoint")
+
+
+def check_contents(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> None:
+    """Reads every file of a checkpoint. Collective over the ranks.
+
+    Raises:
+        CheckpointError: one is missing, or does not hold what was written to it; on every rank.
+    """
+    if damage := find_damage(checkpoint, files, ranks):
+        raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
 
 
 def first_sound(
@@ -210,9 +246,11 @@ def _digest(path: Path) -> str:
 
 __all__ = [
     "FileRecord",
+    "check_contents",
+    "check_sizes",
     "find_damage",
     "first_sound",
-    "lacks_files",
+    "read_record",
     "record_files",
     "recover_replaced",
     "set_aside_name",

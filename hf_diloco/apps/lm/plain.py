@@ -13,7 +13,14 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.manifest import FileRecord, find_damage, first_sound, lacks_files, record_files, recover_replaced
+from hf_diloco.outer.manifest import (
+    FileRecord,
+    check_contents,
+    check_sizes,
+    first_sound,
+    record_files,
+    recover_replaced,
+)
 from hf_diloco.trainer.arguments import examples_per_step, floats, folder_of, is_of_training
 from hf_diloco.trainer.base import RunCallback, end_early
 from hf_diloco.trainer.frames import find_trainer
@@ -61,8 +68,7 @@ class PlainCallback(RunCallback[Record]):
     def check_checkpoint(self, checkpoint: str | Path) -> None:
         """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
         files = self._ranks.on_all(lambda: _read_files(Path(checkpoint)))
-        if damage := find_damage(Path(checkpoint), files, self._ranks):
-            raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
+        check_contents(Path(checkpoint), files, self._ranks)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -164,9 +170,10 @@ def _find_whole(folder: Path) -> list[Path]:
 def _is_listed(checkpoint: Path) -> bool:
     try:
         files = _read_files(checkpoint)
+        check_sizes(checkpoint, files)
     except CheckpointError:
         return False
-    return bool(files) and lacks_files(checkpoint, files) is None
+    return bool(files)
 
 
 def _is_finished(checkpoint: Path) -> bool:
