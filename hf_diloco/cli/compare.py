@@ -25,15 +25,14 @@ def compare(
 
     [cyan]hf-diloco compare runs/first runs/second --html comparison.html[/cyan]
     """
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from hf_diloco.cli.display import terminal
     from hf_diloco.report.compare import COLUMNS, load_candidates, row, write_comparison
+    from hf_diloco.utils.tables import empty_table
 
     found = load_candidates(runs)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = empty_table(padding=2)
     for name in COLUMNS:
         table.add_column(name, header_style="cyan", justify="left" if name in ("run", "method") else "right")
     for entry in found:

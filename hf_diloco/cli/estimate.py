@@ -174,10 +174,9 @@ def _price(row: Row) -> str:
 
 
 def _table(estimate: Estimate) -> Table:
-    from rich import box
-    from rich.table import Table
+    from hf_diloco.utils.tables import empty_table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = empty_table()
     for heading in ("", "payload"):
         table.add_column(heading, header_style="cyan", no_wrap=True)
     for heading in ("sent", "exchange", "stalled", "utilisation", f"{TARGET:.0%} from"):

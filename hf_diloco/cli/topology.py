@@ -155,22 +155,12 @@ def render(figures: TopologyFigures) -> Group:
     """The figures, and a table of weights and neighbours for each of the first steps."""
     from rich.console import Group
 
+    from hf_diloco.utils.tables import fact_table
+
     steps = figures.steps[:_NUM_PRINTED]
     titles = [f"step {number}" if figures.period != 1 else "" for number in range(len(steps))]
     tables = [_step_table(step, title, figures) for step, title in zip(steps, titles, strict=True)]
-    return Group(*(part for table in (_overview(figures), *tables) for part in (table, "")))
-
-
-def _overview(figures: TopologyFigures) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(figures):
-        table.add_row(name, Text(value))
-    return table
+    return Group(*(part for table in (fact_table(_rows(figures)), *tables) for part in (table, "")))
 
 
 def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
@@ -198,11 +188,10 @@ def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
 
 def _step_table(step: Step, title: str, figures: TopologyFigures) -> Table:
     """A row for each node: its weights, unless they are too many, and its neighbours."""
-    from rich import box
-    from rich.table import Table
+    from hf_diloco.utils.tables import empty_table
 
     with_weights = figures.num_nodes <= _WIDEST
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = empty_table()
     table.add_column(title or "node", justify="right", header_style="cyan", no_wrap=True)
     for node in range(figures.num_nodes if with_weights else 0):
         table.add_column(str(node), justify="right", header_style="cyan", no_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_diloco.report.island import IslandReport, TimeSplit
+from hf_diloco.report.island import TimeSplit
 from hf_diloco.report.summary import Report
 from hf_diloco.utils import text
 
@@ -30,21 +30,6 @@ def overview(report: Report) -> list[tuple[str, str]]:
         ("consensus", _consensus(report)),
     ]
     return [*rows, ("model", report.model)] if report.model else rows
-
-
-def row(island: IslandReport) -> tuple[str, ...]:
-    """One node's figures, in the order of `COLUMNS`."""
-    shares = island.shares or TimeSplit()
-    return (
-        str(island.island),
-        text.count(island.steps),
-        text.loss(island.train_loss),
-        text.loss(island.eval_loss),
-        text.rate(island.images_per_second),
-        text.size(island.bytes_sent),
-        text.share(shares.computing),
-        text.share(shares.exchanging),
-    )
 
 
 def tiles(report: Report) -> list[tuple[str, str, str]]:

@@ -72,18 +72,18 @@ def overview(report: Report) -> list[tuple[str, str]]:
 
 def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
     """One island's figures, in the order of `island_columns`."""
-    if report.method is not None:
-        return nodes.row(island)
     shares = island.shares or TimeSplit()
+    is_node = report.method is not None
+    waiting = () if is_node else (text.share(shares.waiting),)
     return (
         str(island.island),
         text.count(island.steps),
         text.loss(island.train_loss),
         text.loss(island.eval_loss),
-        text.rate(island.tokens_per_second),
+        text.rate(island.images_per_second if is_node else island.tokens_per_second),
         text.size(island.bytes_sent),
         text.share(shares.computing),
-        text.share(shares.waiting),
+        *waiting,
         text.share(shares.exchanging),
     )
 

@@ -1,0 +1,36 @@
+"""Tables in a terminal. Imports rich, so commands import it when they have something to show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hf_diloco.utils.text import printable
+
+
+def plain(value: str) -> Text:
+    """What others wrote: no markup, and nothing that a terminal would obey."""
+    return Text(printable(value))
+
+
+def warning(message: str) -> Text:
+    """A line that begins with "warning:"."""
+    return Text.assemble(("warning: ", "bold yellow"), plain(message))
+
+
+def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """A name and its value a row."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, plain(value))
+    return table
+
+
+def empty_table(padding: int = 1) -> Table:
+    """A table with a line under its headings; columns have `padding` spaces between them."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
