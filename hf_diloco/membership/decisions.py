@@ -58,7 +58,7 @@ class Decisions:
             ForgedError: what lies there cannot be read.
             StoreError: the store does not answer.
         """
-        return self._read(f"{attempt}/plan.json", PlanRecord)
+        return self._read(plan_path(attempt), PlanRecord)
 
     def outcome(self, attempt: str) -> OutcomeRecord | None:
         """How the attempt in a folder was decided; None if it is not yet.
@@ -105,7 +105,7 @@ class Decisions:
         Raises: as `plan`.
         """
         try:
-            return self._log.decide(f"{attempt}/plan.json", wish)
+            return self._log.decide(plan_path(attempt), wish)
         except ForgedError:
             found = self.plan(attempt)
             if found is None:
@@ -167,6 +167,16 @@ class Decisions:
                     raise
             self._clock.sleep(SETTLE_SECONDS / _LOOKS)
         raise AssertionError("the last look returns or raises")
+
+
+def plan_path(attempt: str) -> str:
+    """Where the plan of the attempt in a folder lies."""
+    return f"{attempt}/plan.json"
+
+
+def outcome_path(attempt: str) -> str:
+    """Where the outcome of the attempt in a folder lies, unless it is damaged."""
+    return f"{attempt}/{_OUTCOMES[0]}"
 
 
 def is_outcome(path: str) -> bool:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
-from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
+from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import BeatRecord, Members
 from hf_diloco.membership.outliers import UsualNorms
 from hf_diloco.membership.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
@@ -56,6 +56,8 @@ class Rules:
         outlier_factor: a norm so many times the usual one is left out; None: never.
         needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
         num_fragments: that rounds are of in turn; each has usual norms of its own.
+        linger: seconds to leave plan and outcome to the island that keeps the store: what it writes at once comes with
+            the answer to what this one has written.
     """
 
     min_islands: int = 1
@@ -64,6 +66,7 @@ class Rules:
     outlier_factor: float | None = 10.0
     needs_presence: bool = False
     num_fragments: int = 1
+    linger: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Council:
         self._offers: dict[str, OfferRecord] = {}
         self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, clock)
-        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock)
+        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock, rules.linger)
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
@@ -225,7 +228,8 @@ class Council:
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and says what to ask until there is a plan."""
         prefixes = [attempt.path, "beats", f"claims/{self._members.island}"]
-        return self._log.watch(prefixes, self._clock, _offer_path(attempt, offer), offer)
+        awaited, linger = plan_path(attempt.path), self._rules.linger
+        return self._log.watch(prefixes, self._clock, _offer_path(attempt, offer), offer, awaited, linger)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
         return IslandLostError(

@@ -23,7 +23,7 @@ from functools import partial
 
 from pydantic import Field
 
-from hf_diloco.membership.decisions import Decisions, is_outcome
+from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.utils.clock import REAL, Clock
@@ -83,6 +83,7 @@ class Voting:
         patience: seconds to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
         clock: by which it waits.
+        linger: seconds to leave the outcome to the island that keeps the store, and so hears of all votes first.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Voting:
         patience: float,
         should_stop: Callable[[], bool],
         clock: Clock = REAL,
+        linger: float = 0.0,
     ) -> None:
+        self._linger = linger
         self._log = log
         self._decisions = decisions
         self._members = members
@@ -120,7 +123,9 @@ class Voting:
         """
         own = self._members.island
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
-        watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote)
+        watch = self._log.watch(
+            [folder, "beats"], self._clock, _vote_path(folder, own), vote, outcome_path(folder), self._linger
+        )
         deadline = self._clock.now() + self._patience
         while True:
             votes, at_it = watch.ask(partial(self._look, folder), self._at_it)

@@ -78,6 +78,7 @@ class ElasticSession(BaseSession):
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         clock: by which it waits for them, and tells whether they live.
         host: keeps the store on this rank, for as long as others take part.
+        linger: see `Rules.linger`.
 
     Attributes:
         store: where the islands meet.
@@ -102,11 +103,13 @@ class ElasticSession(BaseSession):
         should_stop: Callable[[], bool] = lambda: False,
         clock: Clock = REAL,
         host: StoreHost | None = None,
+        linger: float = 0.0,
     ) -> None:
         super().__init__(config, island)
         assert config.rendezvous is not None
         self._clock = clock
         self._host = host
+        self._linger = linger
         self._is_training = False
         self._is_closing = False
         self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
@@ -223,7 +226,9 @@ class ElasticSession(BaseSession):
     def _rules(self) -> Rules:
         config = self.config
         numbers = config.quorum, config.grace, config.sync_timeout, config.outlier_factor
-        return Rules(*numbers, needs_presence=config.is_direct, num_fragments=config.num_fragments)
+        return Rules(
+            *numbers, needs_presence=config.is_direct, num_fragments=config.num_fragments, linger=self._linger
+        )
 
     # Rounds
 

@@ -25,6 +25,9 @@ from hf_diloco.utils.waiting import WaitNotes
 if TYPE_CHECKING:
     from hf_diloco.store.host import StoreHost
 
+_LINGER_SECONDS = 0.25
+"""How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
+
 
 def open_session(
     config: DiLoCoConfig,
@@ -54,10 +57,13 @@ def open_session(
     if config.meets_in_store:
         from hf_diloco.rounds.elastic import ElasticSession
 
+        given = config
         config, host = (
             _meet_at_island_0(config, island, folder or Path()) if config.meets_at_island_0 else (config, None)
         )
-        return ElasticSession(next_training(config, after.config) if after else config, island, should_stop, host=host)
+        linger = _LINGER_SECONDS if given.meets_at_island_0 and given.island else 0.0
+        own = next_training(config, after.config) if after else config
+        return ElasticSession(own, island, should_stop, host=host, linger=linger)
     transport = after.transport.again() if isinstance(after, FixedSession) else None
     return FixedSession(config, island, should_stop, transport)
 

@@ -61,17 +61,21 @@ class Changes:
         return web.Response(text=answer.model_dump_json(), content_type="application/json")
 
     async def _await_change(self, root: str, question: Question) -> Found:
-        """All objects below the prefixes, once they are others than those known, or the time is over."""
+        """All objects below the prefixes, once what is awaited is there, they are others than those known and nothing
+        more has come for a while, or the time is over."""
         clock = asyncio.get_running_loop().time
-        until = clock() + question.seconds
+        until = clock() + (question.linger if question.known is None else question.seconds)
         known = question.known and {f"{root}/{path}": tag for path, tag in question.known.items()}
+        is_news = known is None
         while True:
             changed = self._changed  # before looking: what comes meanwhile is not missed
             found: Found = {}
             for prefix in question.prefixes:
                 found |= await self._look(f"{root}/{prefix}")
+            if not is_news and known != {path: tag for path, (tag, _) in found.items()}:
+                is_news, until = True, min(until, clock() + question.linger)
             left = until - clock()
-            if known is None or left <= 0 or known != {path: tag for path, (tag, _) in found.items()}:
+            if left <= 0 or (is_news and f"{root}/{question.awaited}" in found):
                 return found
             waiting = asyncio.ensure_future(changed.wait())
             await asyncio.wait([waiting], timeout=min(left, 2 * _STALE_SECONDS))

@@ -118,20 +118,30 @@ class RunLog:
             logger.warning("refused an object in the store: %s", error)
         self.refused[path] = str(error)
 
-    def watch(self, prefixes: Sequence[str], clock: Clock, path: str = "", record: Record | None = None) -> Watch:
+    def watch(
+        self,
+        prefixes: Sequence[str],
+        clock: Clock,
+        path: str = "",
+        record: Record | None = None,
+        awaited: str | None = None,
+        linger: float = 0.0,
+    ) -> Watch:
         """What to ask while records below some prefixes are waited for.
 
         Args:
             prefixes: where they will lie.
             clock: by which this waits.
             path, record: to `place` before; in the same request where the store can do that.
+            awaited, linger: see `look`.
         """
         if record is None or not self.store.tells_changes:
             if record is not None:
                 self.place(path, record)
-            return Watch(self.store, prefixes, clock)
+            return Watch(self.store, prefixes, clock, awaited=awaited, linger=linger)
         place = partial(self.place, path, record)
-        return Watch(self.store, prefixes, clock, {path: self.seal.wrap(path, _dump(record))}, place)
+        create = {path: self.seal.wrap(path, _dump(record))}
+        return Watch(self.store, prefixes, clock, create, place, awaited, linger)
 
     def place(self, path: str, record: Record) -> None:
         """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""

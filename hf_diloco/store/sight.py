@@ -72,6 +72,8 @@ def look(
     before: Sight | None = None,
     seconds: float = 0.0,
     create: Mapping[str, bytes] | None = None,
+    awaited: str | None = None,
+    linger: float = 0.0,
 ) -> Sight:
     """All objects below some prefixes, in one request, as soon as there is something new.
 
@@ -81,12 +83,23 @@ def look(
         before: what was seen the last time; None: this does not wait.
         seconds: to wait at most for anything else than that.
         create: objects to create before, unless they exist.
+        awaited: an object whose presence ends the wait at once.
+        linger: seconds that other news wait for it.
 
     Raises:
         StoreError: no answer, or a refusal.
     """
     known = None if before is None else dict(before.tags)
-    answer = store.ask(Question(create=dict(create or {}), prefixes=list(prefixes), known=known, seconds=seconds))
+    answer = store.ask(
+        Question(
+            create=dict(create or {}),
+            prefixes=list(prefixes),
+            known=known,
+            seconds=seconds,
+            awaited=awaited,
+            linger=linger,
+        )
+    )
     seen = before.objects if before else {}
     return Sight(
         tuple(prefixes),
@@ -115,6 +128,7 @@ class Watch:
         clock: by which it waits.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if there was something else.
+        awaited, linger: see `look`.
     """
 
     def __init__(
@@ -124,12 +138,16 @@ class Watch:
         clock: Clock,
         create: Mapping[str, bytes] | None = None,
         when_taken: Callable[[], None] = lambda: None,
+        awaited: str | None = None,
+        linger: float = 0.0,
     ) -> None:
         self._store = store
         self._prefixes = prefixes
         self._clock = clock
         self._create = dict(create or {})
         self._when_taken = when_taken
+        self._awaited = awaited
+        self._linger = linger
         self._sight: Sight | None = None
         self._pause = 0.0
 
@@ -142,7 +160,9 @@ class Watch:
         return self._store.ask_together(*questions)
 
     def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
-        self._sight = look(self._store, self._prefixes, self._sight, MAX_PAUSE_SECONDS, self._create)
+        self._sight = look(
+            self._store, self._prefixes, self._sight, MAX_PAUSE_SECONDS, self._create, self._awaited, self._linger
+        )
         if self._create and dict(self._sight.created) != self._create:
             self._when_taken()
         self._create = {}
