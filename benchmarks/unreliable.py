@@ -208,7 +208,7 @@ def run_island(argv: list[str]) -> None:
     """As `python -m hf_diloco.apps.lm`, but this island joins late, leaves and misses rounds, as told."""
     from hf_diloco.apps.lm.train import main as train
     from hf_diloco.errors import MissedRoundError
-    from hf_diloco.membership.quorum import Council
+    from hf_diloco.membership.candidates import Candidates
     from hf_diloco.rounds.elastic import ElasticSession
     from hf_diloco.rounds.pace import Pace
 
@@ -243,7 +243,7 @@ def run_island(argv: list[str]) -> None:
         ElasticSession.sync = miss_some  # type: ignore[method-assign,assignment]
         # All stay in step: nobody shifts its rounds to where the others are, and all wait for those that are behind.
         Pace.align = lambda pace: False  # type: ignore[method-assign,assignment]
-        Council._awaited = lambda council, attempt, alive, waited: set(alive)  # type: ignore[method-assign,assignment]
+        Candidates.awaited = lambda own, attempt, alive, waited: set(alive)  # type: ignore[method-assign,assignment]
     train(argv)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, PayloadError, StoreError
+from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.quorum import Attempt, Council, Rules
-from hf_diloco.membership.round_records import OfferRecord, PlanRecord
+from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.round_records import Attempt, OfferRecord, PlanRecord
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal

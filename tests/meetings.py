@@ -18,6 +18,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.open import open_session
 from hf_diloco.utils.clock import REAL, Clock
 from tests.islands import run_islands
 from tests.small_model import batches, make_model, set_weights, take_step, weights_of
@@ -81,7 +82,12 @@ class Member:
         self.optimizer = make_optimizer(self.model, width)
         if checkpoint is not None:
             self.model.load_state_dict(torch.load(checkpoint / "model.pt", weights_only=True))
-        self.session = ElasticSession(config, IslandGroup(), clock=clock)
+        if config.meets_at_island_0:
+            session = open_session(config, IslandGroup(), folder=folder)
+            assert isinstance(session, ElasticSession)
+            self.session = session
+        else:
+            self.session = ElasticSession(config, IslandGroup(), clock=clock)
         self.started.append(self)
         self.session.num_rounds = num_rounds
         self.session.join(open_shards(self.model, self.optimizer, 1), folder, checkpoint=checkpoint)

@@ -20,16 +20,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
+from hf_diloco.membership.candidates import Candidates, Rules, offer_path
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
-from hf_diloco.membership.heartbeats import BeatRecord, Members
-from hf_diloco.membership.outliers import UsualNorms
-from hf_diloco.membership.round_records import Digest, OfferRecord, OutcomeRecord, Participant, PlanRecord
-from hf_diloco.membership.verdicts import agree_on_rates
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.sight import Watch
@@ -39,59 +37,7 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 MAX_ABORTED = 16
-_TRIES = 2
 _POLL_SECONDS = 0.25
-_RETRY_SECONDS = 0.5
-"""How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """When a round takes place.
-
-    Attributes:
-        min_islands: no round with fewer.
-        grace: seconds to wait, once there are as many, for islands that are alive but late; and for another's vote.
-        patience: seconds to wait for as many, if they live; then the island goes on training without the round.
-        outlier_factor: a norm so many times the usual one is left out; None: never.
-        needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
-        num_fragments: that rounds are of in turn; each has usual norms of its own.
-        linger: seconds to leave plan and outcome to the island that keeps the store: what it writes at once comes with
-            the answer to what this one has written.
-    """
-
-    min_islands: int = 1
-    grace: float = 30.0
-    patience: float = 600.0
-    outlier_factor: float | None = 10.0
-    needs_presence: bool = False
-    num_fragments: int = 1
-    linger: float = 0.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt of one round, with what has been written of it."""
-
-    round: int
-    number: int
-    plan: PlanRecord | None = None
-    outcome: OutcomeRecord | None = None
-    unusable: tuple[str, ...] = ()
-    """Authors of the offers that earlier attempts of the round could not use, one entry an attempt."""
-
-    @property
-    def path(self) -> str:
-        return f"rounds/{self.round:08d}/{self.number:02d}"
-
-    def bars(self, island: int, claim: int) -> bool:
-        """Whether a process stays out of this round: twice its objects were of no use."""
-        return self.unusable.count(author_of(island, claim)) >= _TRIES
-
-
-def author_of(island: int, claim: int) -> str:
-    """Names one process of one island."""
-    return f"{island:05d}-{claim:06d}"
 
 
 def _who(offer: str) -> str:
@@ -125,12 +71,10 @@ class Council:
         self._should_stop = should_stop
         self._clock = clock
         self._is_awaited = is_awaited
-        self._usual_norms = UsualNorms(rules.num_fragments, rules.outlier_factor)
-        self._last_participants: frozenset[int] = frozenset()
-        self._offers: dict[str, OfferRecord] = {}
+        self._candidates = Candidates(log, members, rules)
         self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, clock)
-        self._voting = Voting(log, self._decisions, members, rules.grace, should_stop, clock, rules.linger)
+        self._voting = Voting(log, self._decisions, members, rules, should_stop, clock)
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
@@ -191,7 +135,7 @@ class Council:
             try:
                 plan, offers, alive, *_ = watch.ask(
                     partial(self._decisions.plan, attempt.path),
-                    partial(self._offers_to, attempt, offer.state),
+                    partial(self._candidates.offers_to, attempt, offer.state),
                     self._members.alive,
                     *once,
                 )
@@ -204,14 +148,13 @@ class Council:
                 return Attempt(attempt.round, attempt.number, plan, attempt.outcome, attempt.unusable)
             if self._should_stop():
                 raise StopRequested
-            if self._rules.needs_presence:
-                offers = {island: made for island, made in offers.items() if self._waits(island, made[1], alive)}
+            offers = self._candidates.present(offers, alive)
             if len(offers) >= self._rules.min_islands:
                 quorum_at = self._clock.now() if quorum_at is None else quorum_at
                 waited = self._clock.now() - quorum_at
-                late = self._awaited(attempt, alive, waited) - offers.keys()
+                late = self._candidates.awaited(attempt, alive, waited) - offers.keys()
                 if not late or waited >= self._rules.grace or self._is_awaited():
-                    wish = self._plan(attempt, offers, offer.state)
+                    wish = self._candidates.plan(attempt, offers, offer.state)
                     with contextlib.suppress(ForgedError):  # else the loop sees to it
                         plan = self._decisions.decide_plan(attempt.path, wish)
                         if late and plan == wish:
@@ -223,13 +166,13 @@ class Council:
             elif self._clock.now() - started >= self._rules.patience:
                 within = f"within {self._rules.patience:g} s (sync_timeout)"
                 raise self._no_quorum(attempt, offers, f"no more came {within}")
-            wait.look((self._awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
+            wait.look((self._candidates.awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and says what to ask until there is a plan."""
         prefixes = [attempt.path, "beats", f"claims/{self._members.island}"]
-        awaited, linger = plan_path(attempt.path), self._rules.linger
-        return self._log.watch(prefixes, self._clock, _offer_path(attempt, offer), offer, awaited, linger)
+        awaited = self._rules.awaits(plan_path(attempt.path))
+        return self._log.watch(prefixes, self._clock, offer_path(attempt, offer), offer, awaited)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
         return IslandLostError(
@@ -239,7 +182,7 @@ class Council:
 
     def offer(self, attempt: Attempt, offer: OfferRecord) -> None:
         """Announces this island's pseudo-gradient, without waiting for anybody."""
-        self._log.place(_offer_path(attempt, offer), offer)
+        self._log.place(offer_path(attempt, offer), offer)
 
     def offers_of(self, attempt: Attempt) -> list[OfferRecord] | None:
         """The offers that an attempt's plan takes, in its order.
@@ -255,7 +198,7 @@ class Council:
         offers = []
         for participant in attempt.plan.participants:
             path = participant.offer
-            offer = self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
+            offer = self._candidates.read(path)
             if offer is None or offer.island != participant.island:
                 reason = f"{path}, which the plan of round {attempt.round} names, is gone or cannot be read"
                 if (attempt.outcome or self.abort(attempt, path, reason)).kind == "commit":
@@ -273,7 +216,9 @@ class Council:
         assert attempt.plan is not None
         participants = {participant.island for participant in attempt.plan.participants}
         wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
-        verdict = self._voting.vote(attempt.path, participants, mean, wait, is_unanimous=self._rules.needs_presence)
+        verdict = self._voting.vote(attempt.path, participants, mean, wait)
+        if isinstance(verdict, OutcomeRecord):
+            return verdict
         if verdict is Verdict.AGREED:
             return self._decisions.decide(
                 attempt.path, OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
@@ -311,7 +256,7 @@ class Council:
         while self._decisions.outcome(attempt.path) is None:
             alive = self._members.alive()
             others = [offer for offer in offers if offer.island != self._members.island]
-            if any(self._waits(offer.island, offer, alive) for offer in others):
+            if any(self._candidates.waits(offer.island, offer, alive) for offer in others):
                 seen_at = self._clock.now()
             if self._should_stop():
                 raise StopRequested
@@ -324,80 +269,5 @@ class Council:
             self._clock.sleep(_POLL_SECONDS)
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
-        """Takes a committed round as the last one, and its norms as usual ones."""
-        self._last_participants = frozenset(participant.island for participant in plan.participants)
-        self._usual_norms.remember(round_number, [participant.norm for participant in plan.participants])
-        self._offers.clear()
-
-    # Who takes part
-
-    def _offers_to(self, attempt: Attempt, state: Digest) -> dict[int, tuple[str, OfferRecord]]:
-        """The newest usable offer of each island, with its path."""
-        found: dict[int, tuple[str, OfferRecord]] = {}
-        paths = self._log.list(f"{attempt.path}/offers/")  # sorted: an island's newest offer comes last
-        read = self._log.read_all((path for path in paths if path not in self._offers), OfferRecord)
-        self._offers |= {path: offer for path, offer in read.items() if path == _offer_path(attempt, offer)}
-        for path in paths:
-            offer = self._offers.get(path)
-            if offer is None:
-                continue
-            if offer.state == state and not attempt.bars(offer.island, offer.claim):
-                found[offer.island] = path, offer
-        return found
-
-    def _waits(self, island: int, offer: OfferRecord, alive: Mapping[int, BeatRecord]) -> bool:
-        if island == self._members.island:
-            return offer.claim == self._members.claim
-        is_here = island in alive and alive[island].phase == "syncing"
-        return is_here and self._members.claim_of(island) == offer.claim
-
-    def _awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord], waited: float) -> set[int]:
-        """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
-
-        Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
-        island that joins counts from when it stands where the others do, unless it lets the round pass. Who must be
-        there and was lost in the last attempt counts for a moment only: if it hangs, that has cost enough time. One
-        that has missed the last round and synchronises counts for a moment too: it carries that out, and comes.
-        """
-        is_moment = waited < _RETRY_SECONDS
-        lost = attempt.unusable[-1:] if self._rules.needs_presence and not is_moment else ()
-        return {
-            island
-            for island, beat in alive.items()
-            if (
-                beat.round >= attempt.round - 1
-                or island in self._last_participants
-                or (is_moment and beat.phase == "syncing" and beat.round == attempt.round - 2)
-            )
-            and beat.phase != "passing"
-            and not attempt.bars(island, self._members.claim_of(island))
-            and author_of(island, self._members.claim_of(island)) not in lost
-        }
-
-    def _plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:
-        participants, left_out = [], {}
-        smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
-        for island, (path, offer) in sorted(offers.items()):
-            reason = self._usual_norms.why_not(attempt.round, offer, smallest)
-            if reason:
-                left_out[str(island)] = reason
-            else:
-                assert offer.norm is not None
-                participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
-        if not participants:
-            raise ExchangeError(
-                f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
-                "learning rate and resume from an earlier checkpoint"
-            )
-        taking_part = [offer.rates for island, (_, offer) in sorted(offers.items()) if str(island) not in left_out]
-        return PlanRecord(
-            by=self._members.island,
-            state=state,
-            participants=participants,
-            left_out=left_out,
-            rates=agree_on_rates(taking_part),
-        )
-
-
-def _offer_path(attempt: Attempt, offer: OfferRecord) -> str:
-    return f"{attempt.path}/offers/{author_of(offer.island, offer.claim)}-{offer.serial:06d}.json"
+        """See `Candidates.remember`."""
+        self._candidates.remember(round_number, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,8 @@ from hf_diloco.store.log import Record
 
 Digest = str
 Rate = Annotated[float, Field(ge=0)]
+
+_TRIES = 2
 
 
 class OfferRecord(Record):
@@ -85,3 +88,29 @@ class OutcomeRecord(Record):
     unusable: str = ""
     reason: str = ""
     is_split: bool = False
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of one round, with what has been written of it."""
+
+    round: int
+    number: int
+    plan: PlanRecord | None = None
+    outcome: OutcomeRecord | None = None
+    unusable: tuple[str, ...] = ()
+    """Authors of the offers that earlier attempts of the round could not use, one entry an attempt."""
+
+    @property
+    def path(self) -> str:
+        """Where its records lie."""
+        return f"rounds/{self.round:08d}/{self.number:02d}"
+
+    def bars(self, island: int, claim: int) -> bool:
+        """Whether a process stays out of this round: twice its objects were of no use."""
+        return self.unusable.count(author_of(island, claim)) >= _TRIES
+
+
+def author_of(island: int, claim: int) -> str:
+    """Names one process of one island."""
+    return f"{island:05d}-{claim:06d}"

@@ -23,8 +23,10 @@ from functools import partial
 
 from pydantic import Field
 
+from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
 from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait
@@ -47,8 +49,6 @@ class VoteRecord(Record):
 class Verdict(Enum):
     """What an island may write after a vote."""
 
-    DECIDED = auto()
-    """Nothing: there is an outcome."""
     AGREED = auto()
     """That the attempt is committed, with this island's average."""
     SPLIT = auto()
@@ -80,10 +80,9 @@ class Voting:
         log: of the run.
         decisions: of the run.
         members: this island and the others.
-        patience: seconds to wait for another island's vote.
+        rules: say how long to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
         clock: by which it waits.
-        linger: seconds to leave the outcome to the island that keeps the store, and so hears of all votes first.
     """
 
     def __init__(
@@ -91,48 +90,43 @@ class Voting:
         log: RunLog,
         decisions: Decisions,
         members: Members,
-        patience: float,
+        rules: Rules,
         should_stop: Callable[[], bool],
         clock: Clock = REAL,
-        linger: float = 0.0,
     ) -> None:
-        self._linger = linger
         self._log = log
         self._decisions = decisions
         self._members = members
-        self._patience = patience
+        self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
 
-    def vote(
-        self, folder: str, participants: Collection[int], mean: str, wait: Wait, is_unanimous: bool = False
-    ) -> Verdict:
-        """Says that this island holds an average, if it has a vote; returns when it is known what it may write.
+    def vote(self, folder: str, participants: Collection[int], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
+        """Says that this island holds an average, if it has a vote; returns the outcome, or what this one may write.
 
-        Others that have not voted are waited for while they are at it and the patience lasts.
+        Others that have not voted are waited for while they are at it and the grace lasts; where islands exchange
+        directly, also when more than half agree.
 
         Args:
             folder: of the attempt.
             participants: islands whose pseudo-gradients are in it; they have a vote.
             mean: digest of the average.
             wait: says for whom this waits.
-            is_unanimous: wait for all who are at it, also where more than half agree.
 
         Raises:
             StoreError: the store does not answer.
         """
         own = self._members.island
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
-        watch = self._log.watch(
-            [folder, "beats"], self._clock, _vote_path(folder, own), vote, outcome_path(folder), self._linger
-        )
-        deadline = self._clock.now() + self._patience
+        awaited = self._rules.awaits(outcome_path(folder))
+        watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote, awaited)
+        deadline = self._clock.now() + self._rules.grace
         while True:
             votes, at_it = watch.ask(partial(self._look, folder), self._at_it)
             if self._should_stop() or self._clock.now() >= deadline:
                 at_it = set()
-            if votes is None:
-                return Verdict.DECIDED
+            if isinstance(votes, OutcomeRecord):
+                return votes
             at_it.discard(own)
             won_by = winner(participants, votes)
             silent = set(participants) - votes.keys()
@@ -140,7 +134,7 @@ class Voting:
                 for island in silent:
                     self._place(folder, island, _ABSTENTION)
                 continue
-            if won_by is not None and not (is_unanimous and silent & at_it):
+            if won_by is not None and not (self._rules.needs_presence and silent & at_it):
                 if won_by == mean:
                     return Verdict.AGREED
                 if won_by == _ABSTENTION:
@@ -153,11 +147,11 @@ class Voting:
     def _place(self, folder: str, island: int, mean: str) -> None:
         self._log.place(_vote_path(folder, island), VoteRecord(island=island, mean=mean))
 
-    def _look(self, folder: str) -> dict[int, str] | None:
-        """What each island that has voted holds; None if the attempt is decided."""
+    def _look(self, folder: str) -> dict[int, str] | OutcomeRecord:
+        """What each island that has voted holds; the outcome if the attempt is decided."""
         paths = self._log.list(f"{folder}/")
-        if any(map(is_outcome, paths)) and self._decisions.outcome(folder) is not None:
-            return None
+        if any(map(is_outcome, paths)) and (outcome := self._decisions.outcome(folder)) is not None:
+            return outcome
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
         return {vote.island: vote.mean for path, vote in votes.items() if path == _vote_path(folder, vote.island)}
 

@@ -31,10 +31,12 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.inner.validate_partition import check_cover
+from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import make_fingerprint
 from hf_diloco.membership.heartbeats import Members, Phase
-from hf_diloco.membership.quorum import Council, Rules, author_of
+from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.round_records import author_of
 from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
@@ -45,6 +47,7 @@ from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
 from hf_diloco.rounds.measure import SyncClock, SyncReport
 from hf_diloco.rounds.open import open_engines
 from hf_diloco.rounds.pace import Pace
+from hf_diloco.rounds.presence import Presence
 from hf_diloco.rounds.round import Contribution, RoundPassed
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
@@ -92,6 +95,7 @@ class ElasticSession(BaseSession):
     engines: list[Engine]
     council: Council | None = None
     members: Members | None = None
+    _presence: Presence | None = None
     _run: RunRecord
     _pace: Pace
     _snapshots: Snapshots
@@ -121,8 +125,6 @@ class ElasticSession(BaseSession):
         island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
         self.store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
-        self._went_on = time.monotonic(), 0
-        self._last_speed = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -197,8 +199,9 @@ class ElasticSession(BaseSession):
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             self.members.check_welcome()
             self.members.enter()
-            self._refresh()
-            self.members.start_beating(self._refresh)
+            self._presence = Presence(self.members, self.outer, self.island.size, self.tokens_per_step or 0)
+            self._presence.refresh()
+            self.members.start_beating(self._presence.refresh)
             self.council = Council(
                 log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
             )
@@ -286,7 +289,12 @@ class ElasticSession(BaseSession):
     def _go_on(self) -> None:
         """Training goes on."""
         self._background.last_end = time.monotonic()
-        self._went_on = self._background.last_end, self.outer.num_steps
+        if self._presence:
+            self._presence.go_on()
+
+    def _stand(self, phase: Phase) -> None:
+        if self._presence:
+            self._presence.stand(phase)
 
     def _sync(self) -> SyncReport:
         clock = SyncClock(self._background.last_end)
@@ -324,35 +332,6 @@ class ElasticSession(BaseSession):
     def _has_caught_up(self, round_before: int) -> bool:
         """Whether this island has come to where the others are in the middle of their inner steps."""
         return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
-
-    # Between rounds
-
-    def _stand(self, phase: Phase) -> None:
-        """What the next sign of life says; it is given at once, because others may wait to hear it."""
-        if self.members is not None:
-            self._refresh()  # how fast it was until now
-            self.members.standing.phase = phase
-            self.members.nudge()
-
-    @property
-    def _is_syncing(self) -> bool:
-        return self.members is not None and self.members.standing.phase == "syncing"
-
-    def _refresh(self) -> None:
-        if self.members is None:
-            return
-        standing = self.members.standing
-        standing.round, standing.steps = self.outer.round, self.outer.steps
-        standing.num_ranks = self.island.size
-        standing.tokens_per_second = self._speed()
-
-    def _speed(self) -> float:
-        """Tokens a second since the last round; before the first step after it, and in a round, as it was before."""
-        since, num_steps = self._went_on
-        elapsed, taken = time.monotonic() - since, self.outer.num_steps - num_steps
-        if taken and elapsed > 0 and not self._is_syncing:
-            self._last_speed = taken * (self.tokens_per_step or 0) / elapsed
-        return self._last_speed
 
     # Leaving
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import author_of
-from hf_diloco.membership.round_records import OfferRecord
+from hf_diloco.membership.round_records import OfferRecord, author_of
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.round import Contribution

@@ -7,8 +7,8 @@ from typing import Any
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Attempt, Council
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.outer.state import OuterState
 from hf_diloco.store.log import Record
 

@@ -8,8 +8,7 @@ from datetime import datetime
 from typing import Protocol, TypeVar
 
 from hf_diloco.membership.decisions import is_outcome
-from hf_diloco.membership.quorum import author_of
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord, author_of
 from hf_diloco.status.models import RoundStatus
 from hf_diloco.store.log import Record
 from hf_diloco.store.objects import Entry

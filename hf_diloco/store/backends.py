@@ -147,7 +147,7 @@ class Server(Cloud):
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
         try:
             said = self._connections.request(
-                "POST", self._path, body=question.model_dump_json().encode(), timeout=limits
+                "POST", self._path, body=question.model_dump_json(exclude_none=True).encode(), timeout=limits
             )
             if said.status == 404:
                 raise RendezvousError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import xxhash
@@ -14,6 +15,8 @@ from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_pat
 _STALE_SECONDS = 0.25
 """How old a look at the folder may be, which somebody may have mounted, though nothing has come by the server."""
 _KEPT_LOOKS = 64
+MAX_WAITING = 1024
+"""Questions that wait at a time. A further one is answered at once: islands then ask again after a pause."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Found = dict[str, tuple[str, bytes | None]]
@@ -31,6 +34,7 @@ class Changes:
         self._folder = folder
         self._count = 0
         self._changed = asyncio.Event()
+        self._num_waiting = 0
         self._looks: dict[str, tuple[int, float, asyncio.Task[Found]]] = {}
 
     @web.middleware
@@ -52,34 +56,41 @@ class Changes:
         created = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
         if created:
             self._tell()
+        may_wait = self._num_waiting < MAX_WAITING
+        self._num_waiting += may_wait
+        try:
+            found = await self._await_change(root, question, may_wait)
+        finally:
+            self._num_waiting -= may_wait
         known = question.known or {}
         objects = {
             path.removeprefix(f"{root}/"): (tag, None if known.get(path.removeprefix(f"{root}/")) == tag else data)
-            for path, (tag, data) in (await self._await_change(root, question)).items()
+            for path, (tag, data) in found.items()
         }
         answer = Answer.model_construct(created=created, objects=objects)
         return web.Response(text=answer.model_dump_json(), content_type="application/json")
 
-    async def _await_change(self, root: str, question: Question) -> Found:
-        """All objects below the prefixes, once what is awaited is there, they are others than those known and nothing
-        more has come for a while, or the time is over."""
+    async def _await_change(self, root: str, question: Question, may_wait: bool) -> Found:
+        """All objects below the prefixes, once they are others than those known, and what is awaited is among them or
+        did not come in time; at the latest when the time is over."""
         clock = asyncio.get_running_loop().time
-        until = clock() + (question.linger if question.known is None else question.seconds)
-        known = question.known and {f"{root}/{path}": tag for path, tag in question.known.items()}
-        is_news = known is None
+        awaited, linger = (f"{root}/{one.path}", one.linger) if (one := question.awaited) else ("", 0.0)
+        known = {f"{root}/{path}": tag for path, tag in (question.known or {}).items()}
+        is_news = question.known is None
+        until = clock() + (linger if is_news else question.seconds)
         while True:
             changed = self._changed  # before looking: what comes meanwhile is not missed
             found: Found = {}
             for prefix in question.prefixes:
                 found |= await self._look(f"{root}/{prefix}")
             if not is_news and known != {path: tag for path, (tag, _) in found.items()}:
-                is_news, until = True, min(until, clock() + question.linger)
+                is_news, until = True, min(until, clock() + linger)
             left = until - clock()
-            if left <= 0 or (is_news and f"{root}/{question.awaited}" in found):
+            is_complete = is_news and (not awaited or awaited in found)
+            if is_complete or left <= 0 or not may_wait:
                 return found
-            waiting = asyncio.ensure_future(changed.wait())
-            await asyncio.wait([waiting], timeout=min(left, 2 * _STALE_SECONDS))
-            waiting.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(left, 2 * _STALE_SECONDS))
 
     async def _create(self, path: str, data: bytes) -> bytes | None:
         """What lies at a path then; None if that cannot be read."""

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
+from hf_diloco.store.question import Awaited
 from hf_diloco.store.sight import Watch
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import Clock
@@ -124,8 +125,7 @@ class RunLog:
         clock: Clock,
         path: str = "",
         record: Record | None = None,
-        awaited: str | None = None,
-        linger: float = 0.0,
+        awaited: Awaited | None = None,
     ) -> Watch:
         """What to ask while records below some prefixes are waited for.
 
@@ -133,15 +133,15 @@ class RunLog:
             prefixes: where they will lie.
             clock: by which this waits.
             path, record: to `place` before; in the same request where the store can do that.
-            awaited, linger: see `look`.
+            awaited: see `Watch`.
         """
         if record is None or not self.store.tells_changes:
             if record is not None:
                 self.place(path, record)
-            return Watch(self.store, prefixes, clock, awaited=awaited, linger=linger)
+            return Watch(self.store, prefixes, clock, awaited=awaited)
         place = partial(self.place, path, record)
         create = {path: self.seal.wrap(path, _dump(record))}
-        return Watch(self.store, prefixes, clock, create, place, awaited, linger)
+        return Watch(self.store, prefixes, clock, create, place, awaited)
 
     def place(self, path: str, record: Record) -> None:
         """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""

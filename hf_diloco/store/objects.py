@@ -32,11 +32,10 @@ from hf_diloco.store.folder import Entry, NoFileError
 from hf_diloco.store.question import Answer, Question
 from hf_diloco.store.sight import Sights
 from hf_diloco.utils.together import ask_together
-from hf_diloco.utils.urls import OBJECT_PATH, check_store_url
+from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
 T = TypeVar("T")
 
-_MAX_PATH = 512
 _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid range|starting at \d+, but object")
 
 NEAR = frozenset({"memory", "file"})
@@ -276,7 +275,7 @@ class ObjectStore:
             found = self._call("list", prefix, lambda: self._backend.find(prefix))
         except _Absent:  # a folder that was removed meanwhile
             return []
-        return sorted(entry for entry in found if _is_path(entry.path))
+        return sorted(entry for entry in found if is_object_path(entry.path))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes objects; those that are absent already are fine.
@@ -364,14 +363,10 @@ def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) 
     return ObjectStore(url, timeout, read_only)
 
 
-def _is_path(path: str) -> bool:
-    return len(path) <= _MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
-
-
 def _check_path(path: str) -> None:
-    if not _is_path(path):  # which may have come from another island's record
+    if not is_object_path(path):  # which may have come from another island's record
         raise StoreError(
-            f"{path[:_MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
+            f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
             "and ._=+- between single slashes"
         )
 

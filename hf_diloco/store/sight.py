@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.store.question import Question
+from hf_diloco.store.question import Awaited, Question
 from hf_diloco.utils.clock import Clock
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def look(
     before: Sight | None = None,
     seconds: float = 0.0,
     create: Mapping[str, bytes] | None = None,
-    awaited: str | None = None,
-    linger: float = 0.0,
+    awaited: Awaited | None = None,
 ) -> Sight:
     """All objects below some prefixes, in one request, as soon as there is something new.
 
@@ -83,22 +82,14 @@ def look(
         before: what was seen the last time; None: this does not wait.
         seconds: to wait at most for anything else than that.
         create: objects to create before, unless they exist.
-        awaited: an object whose presence ends the wait at once.
-        linger: seconds that other news wait for it.
+        awaited: an object below one of the prefixes that other news wait for.
 
     Raises:
         StoreError: no answer, or a refusal.
     """
     known = None if before is None else dict(before.tags)
     answer = store.ask(
-        Question(
-            create=dict(create or {}),
-            prefixes=list(prefixes),
-            known=known,
-            seconds=seconds,
-            awaited=awaited,
-            linger=linger,
-        )
+        Question(create=dict(create or {}), prefixes=list(prefixes), known=known, seconds=seconds, awaited=awaited)
     )
     seen = before.objects if before else {}
     return Sight(
@@ -128,7 +119,7 @@ class Watch:
         clock: by which it waits.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if there was something else.
-        awaited, linger: see `look`.
+        awaited: see `look`; ignored where the store is asked again and again.
     """
 
     def __init__(
@@ -138,8 +129,7 @@ class Watch:
         clock: Clock,
         create: Mapping[str, bytes] | None = None,
         when_taken: Callable[[], None] = lambda: None,
-        awaited: str | None = None,
-        linger: float = 0.0,
+        awaited: Awaited | None = None,
     ) -> None:
         self._store = store
         self._prefixes = prefixes
@@ -147,7 +137,6 @@ class Watch:
         self._create = dict(create or {})
         self._when_taken = when_taken
         self._awaited = awaited
-        self._linger = linger
         self._sight: Sight | None = None
         self._pause = 0.0
 
@@ -155,16 +144,20 @@ class Watch:
         """The answers. From the second time on this waits before: at most half a second, less if there is news."""
         if self._store.tells_changes:
             return self._ask_at_once(questions)
-        self._clock.sleep(self._pause)
-        self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 1.3 * self._pause))
+        self._rest()
         return self._store.ask_together(*questions)
 
     def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
-        self._sight = look(
-            self._store, self._prefixes, self._sight, MAX_PAUSE_SECONDS, self._create, self._awaited, self._linger
-        )
+        before, begun = self._sight, self._clock.now()
+        self._sight = look(self._store, self._prefixes, before, MAX_PAUSE_SECONDS, self._create, self._awaited)
+        if before and before.tags == self._sight.tags and self._clock.now() - begun < MAX_PAUSE_SECONDS / 2:
+            self._rest()  # the server has too many that wait, and did not
         if self._create and dict(self._sight.created) != self._create:
             self._when_taken()
         self._create = {}
         with self._store.sights.answer_from(self._sight):
             return [question() for question in questions]
+
+    def _rest(self) -> None:
+        self._clock.sleep(self._pause)
+        self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 1.3 * self._pause))

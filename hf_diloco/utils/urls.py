@@ -23,12 +23,18 @@ VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINE
 _SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
 OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 """Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
+MAX_PATH = 512
 
 _CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT_PATH.pattern}))?/?")
 _SERVER_URL = re.compile(
     rf"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{{1,5}}))?/({OBJECT_PATH.pattern})/?"
 )
 _MEMORY_URL = re.compile(r"memory://[A-Za-z0-9._-]+/?")
+
+
+def is_object_path(path: str) -> bool:
+    """Whether an object may have this path."""
+    return len(path) <= MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
 
 
 def is_object_store(url: str) -> bool:
@@ -86,10 +92,12 @@ def split_tcp_url(url: str) -> tuple[str, int]:
 
 
 __all__ = [
+    "MAX_PATH",
     "OBJECT_PATH",
     "STORE_SCHEMES",
     "VALID_URLS",
     "check_store_url",
+    "is_object_path",
     "is_object_store",
     "split_server_url",
     "split_tcp_url",

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hf_diloco.membership.quorum import Attempt, Rules
+from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.round_records import Attempt
 from hf_diloco.membership.voting import VoteRecord, winner
 from hf_diloco.store.objects import open_object_store
 from tests.islands_model import World

@@ -10,8 +10,11 @@ from unittest import mock
 
 import pytest
 
+from hf_diloco.rounds import open as opening
 from hf_diloco.store import objects
 from hf_diloco.store.backends import Cloud
+from hf_diloco.store.question import MAX_WAIT_SECONDS
+from hf_diloco.utils.together import ask_together
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import ENGINES, Meeting, Member
@@ -91,3 +94,53 @@ def test_at_a_server_of_ours_a_round_asks_a_few_questions(engine: str, tmp_path:
     assert [len(member.reports) for member in members] == [ROUNDS] * 3
     assert len({member.hash for member in members}) == 1
     assert 4 <= min(asked) <= 5, asked
+
+
+@pytest.fixture
+def num_requests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many requests this thread has made, one after another; those made together count once."""
+    numbers = threading.local()
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            numbers.own = count() + 1
+            return operation(*args, **options)
+
+        return run
+
+    def count() -> int:
+        return getattr(numbers, "own", 0)
+
+    monkeypatch.setattr(objects.ObjectStore, "_call", counted(objects.ObjectStore._call))
+    monkeypatch.setattr(objects, "ask_together", counted(ask_together))
+    return count
+
+
+@pytest.mark.parametrize("num_islands", [2, 4, 8])
+def test_at_island_0_a_round_takes_three_requests_however_many_islands_there_are(
+    num_islands: int, num_requests: Callable[[], int], free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the round; offer, answered by the plan; vote, answered by the outcome."""
+    monkeypatch.setattr(opening, "_LINGER_SECONDS", MAX_WAIT_SECONDS)  # so many islands share this machine
+    quorum: dict[str, Any] = {"min_islands": num_islands - 1, "grace": 60.0, "sync_timeout": 60.0}
+    meeting = Meeting(tmp_path, num_islands, bind_address="127.0.0.1", **quorum)
+    meeting.url = f"tcp://127.0.0.1:{free_port}"
+    at_once = threading.Barrier(num_islands)
+    fewest: dict[int, int] = {}
+
+    def island(number: int) -> Member:
+        member = meeting.island(number)
+        for _ in range(ROUNDS):
+            member.step()
+            member.step()
+            at_once.wait()
+            before = num_requests()
+            member.sync()
+            fewest[number] = min(fewest.get(number, 100), num_requests() - before)
+        at_once.wait()
+        return member.leave()
+
+    members = run_islands(num_islands, island)
+    assert [len(member.reports) for member in members] == [ROUNDS] * num_islands
+    assert len({member.hash for member in members}) == 1
+    assert [fewest[number] for number in range(1, num_islands)] == [3] * (num_islands - 1)

@@ -11,9 +11,10 @@ from torch.distributed import HashStore
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
+from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import ClaimRecord, Members
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.membership.quorum import Council, Rules
+from hf_diloco.membership.quorum import Council
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.log import RunLog

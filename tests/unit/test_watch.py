@@ -13,12 +13,14 @@ import pytest
 from aiohttp import web
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
+from hf_diloco.store import changes
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.sight import Sight, look
+from hf_diloco.store.question import MAX_WAIT_SECONDS, Awaited
+from hf_diloco.store.sight import MAX_PAUSE_SECONDS, Sight, Watch, look
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
-from tests.clocks import AT_ONCE, LONG
+from tests.clocks import AT_ONCE, LONG, StillClock
 from tests.store_servers import serving, serving_app
 
 
@@ -70,6 +72,57 @@ def test_who_waits_in_vain_is_told_when_the_time_is_over(store: ObjectStore) -> 
     begun = time.monotonic()
     assert look(store, ["a"], before, 0.3).objects == {}
     assert 0.3 <= time.monotonic() - begun < AT_ONCE
+
+
+PLAN = Awaited(path="a/plan", linger=MAX_WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_other_news_wait_for_what_is_awaited(store: ObjectStore, is_first: bool) -> None:
+    store.delete(["a/1", "a/plan"])
+    before = None if is_first else look(store, ["a"])
+    found: list[Sight] = []
+    thread = threading.Thread(target=lambda: found.append(look(store, ["a"], before, 29.0, {"a/1": b"news"}, PLAN)))
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    store.put("a/plan", b"awaited")
+    thread.join(AT_ONCE)
+    assert [sight.objects for sight in found] == [{"a/1": b"news", "a/plan": b"awaited"}]
+    begun = time.monotonic()
+    assert look(store, ["a"], awaited=PLAN).objects == found[0].objects
+    assert time.monotonic() - begun < MAX_WAIT_SECONDS, "it is there"
+
+
+def test_what_is_awaited_in_vain_keeps_other_news_for_a_moment_only(store: ObjectStore) -> None:
+    before = look(store, ["a"])
+    store.put("a/1", b"news")
+    begun = time.monotonic()
+    assert look(store, ["a"], before, 29.0, awaited=Awaited(path="a/plan", linger=0.3)).objects == {"a/1": b"news"}
+    assert 0.3 <= time.monotonic() - begun < AT_ONCE
+
+
+def test_of_more_questions_than_may_wait_each_is_answered_at_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "MAX_WAITING", 1)
+    before = look(store, ["a"])
+    found: list[Sight] = []
+    thread = threading.Thread(target=lambda: found.append(look(store, ["a"], before, 29.0)))
+    thread.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    assert look(store, ["a"], before, 29.0).objects == look(store, ["a"], awaited=PLAN).objects == {}
+    assert time.monotonic() - begun < AT_ONCE
+    clock = StillClock()
+    watch = Watch(store, ["a"], clock)
+    for _ in range(30):
+        watch.ask()
+    assert 27 * MAX_PAUSE_SECONDS > clock.now() - 100.0 > 10 * MAX_PAUSE_SECONDS, "with growing pauses"
+    store.put("a/1", b"news")
+    thread.join(AT_ONCE)
+    assert [sight.objects for sight in found] == [{"a/1": b"news"}]
+    assert watch.ask(lambda: store.get("a/1", 10)) == [b"news"]
 
 
 def test_a_deletion_is_news(store: ObjectStore) -> None:
@@ -127,6 +180,15 @@ def test_a_watch_first_writes_its_own_record_also_in_place_of_rubbish(store: Obj
         ("run", b'{"create": {"a": 1}}'),
         ("run", b'{"prefixes": %s}' % str(["a"] * 17).replace("'", '"').encode()),
         ("..%2Fother", b"{}"),
+        ("run", b'{"prefixes": ["a"], "awaited": "a/plan"}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "b/plan", "linger": 1}}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/../b", "linger": 1}}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/%s", "linger": 1}}' % (b"x" * 5000)),
+        ("run", b'{"prefixes": ["%s"]}' % (b"x" * 5000)),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan"}}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": 0}}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": 1e9}}'),
+        ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": NaN}}'),
     ],
 )
 def test_what_makes_no_sense_is_refused(address: str, path: str, body: bytes) -> None:

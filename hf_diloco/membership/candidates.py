@@ -1,0 +1,157 @@
+"""Who takes part in a round: which offers count, for whom others wait, and the plan that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_diloco.errors import ExchangeError
+from hf_diloco.membership.heartbeats import BeatRecord, Members
+from hf_diloco.membership.outliers import UsualNorms
+from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
+from hf_diloco.membership.verdicts import agree_on_rates
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.question import Awaited
+
+_RETRY_SECONDS = 0.5
+"""How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a round takes place.
+
+    Attributes:
+        min_islands: no round with fewer.
+        grace: seconds to wait, once there are as many, for islands that are alive but late; and for another's vote.
+        patience: seconds to wait for as many, if they live; then the island goes on training without the round.
+        outlier_factor: a norm so many times the usual one is left out; None: never.
+        needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
+        num_fragments: that rounds are of in turn; each has usual norms of its own.
+        linger: seconds to leave plans and outcomes to another island, which keeps the store and so hears first what
+            all have written: what it decides then comes with the answer to what this one has written.
+    """
+
+    min_islands: int = 1
+    grace: float = 30.0
+    patience: float = 600.0
+    outlier_factor: float | None = 10.0
+    needs_presence: bool = False
+    num_fragments: int = 1
+    linger: float = 0.0
+
+    def awaits(self, decision: str) -> Awaited | None:
+        """A plan or an outcome, by its path, as what another island is to write first."""
+        return Awaited(path=decision, linger=self.linger) if self.linger else None
+
+
+class Candidates:
+    """The islands that may take part in the next round; used by the island's leader only.
+
+    Args:
+        log: of the run.
+        members: this island and the others.
+        rules: when a round takes place.
+    """
+
+    def __init__(self, log: RunLog, members: Members, rules: Rules) -> None:
+        self._log = log
+        self._members = members
+        self._rules = rules
+        self._usual_norms = UsualNorms(rules.num_fragments, rules.outlier_factor)
+        self._last_participants: frozenset[int] = frozenset()
+        self._offers: dict[str, OfferRecord] = {}
+
+    def remember(self, round_number: int, plan: PlanRecord) -> None:
+        """Takes a committed round as the last one, and its norms as usual ones."""
+        self._last_participants = frozenset(participant.island for participant in plan.participants)
+        self._usual_norms.remember(round_number, [participant.norm for participant in plan.participants])
+        self._offers.clear()
+
+    def read(self, path: str) -> OfferRecord | None:
+        """An offer; None if it is gone or cannot be read."""
+        return self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
+
+    def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, tuple[str, OfferRecord]]:
+        """The newest usable offer of each island, with its path."""
+        found: dict[int, tuple[str, OfferRecord]] = {}
+        paths = self._log.list(f"{attempt.path}/offers/")  # sorted: an island's newest offer comes last
+        read = self._log.read_all((path for path in paths if path not in self._offers), OfferRecord)
+        self._offers |= {path: offer for path, offer in read.items() if path == offer_path(attempt, offer)}
+        for path in paths:
+            offer = self._offers.get(path)
+            if offer and offer.state == state and not attempt.bars(offer.island, offer.claim):
+                found[offer.island] = path, offer
+        return found
+
+    def present(
+        self, offers: Mapping[int, tuple[str, OfferRecord]], alive: Mapping[int, BeatRecord]
+    ) -> dict[int, tuple[str, OfferRecord]]:
+        """Those of some offers that count now: where islands exchange directly, of those that wait for the round."""
+        if not self._rules.needs_presence:
+            return dict(offers)
+        return {island: made for island, made in offers.items() if self.waits(island, made[1], alive)}
+
+    def waits(self, island: int, offer: OfferRecord, alive: Mapping[int, BeatRecord]) -> bool:
+        """Whether the process that has made an offer is there, and waits for the round."""
+        if island == self._members.island:
+            return offer.claim == self._members.claim
+        is_here = island in alive and alive[island].phase == "syncing"
+        return is_here and self._members.claim_of(island) == offer.claim
+
+    def awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord], waited: float) -> set[int]:
+        """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
+
+        Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
+        island that joins counts from when it stands where the others do, unless it lets the round pass. Who must be
+        there and was lost in the last attempt counts for a moment only: if it hangs, that has cost enough time. One
+        that has missed the last round and synchronises counts for a moment too: it carries that out, and comes.
+        """
+        is_moment = waited < _RETRY_SECONDS
+        lost = attempt.unusable[-1:] if self._rules.needs_presence and not is_moment else ()
+        return {
+            island
+            for island, beat in alive.items()
+            if (
+                beat.round >= attempt.round - 1
+                or island in self._last_participants
+                or (is_moment and beat.phase == "syncing" and beat.round == attempt.round - 2)
+            )
+            and beat.phase != "passing"
+            and not attempt.bars(island, self._members.claim_of(island))
+            and author_of(island, self._members.claim_of(island)) not in lost
+        }
+
+    def plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:
+        """Of some offers, those that count take part.
+
+        Raises:
+            ExchangeError: none counts.
+        """
+        participants, left_out = [], {}
+        smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
+        for island, (path, offer) in sorted(offers.items()):
+            reason = self._usual_norms.why_not(attempt.round, offer, smallest)
+            if reason:
+                left_out[str(island)] = reason
+            else:
+                assert offer.norm is not None
+                participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
+        if not participants:
+            raise ExchangeError(
+                f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
+                "learning rate and resume from an earlier checkpoint"
+            )
+        taking_part = [offer.rates for island, (_, offer) in sorted(offers.items()) if str(island) not in left_out]
+        return PlanRecord(
+            by=self._members.island,
+            state=state,
+            participants=participants,
+            left_out=left_out,
+            rates=agree_on_rates(taking_part),
+        )
+
+
+def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
+    """Where an offer to an attempt lies."""
+    return f"{attempt.path}/offers/{author_of(offer.island, offer.claim)}-{offer.serial:06d}.json"
