@@ -238,9 +238,9 @@ def status(
 
     [cyan]hf-diloco status s3://bucket/my-run --json | jq .round[/cyan]
     """
-    from hf_diloco.cli.status import StatusOptions, run_status
+    from hf_diloco.cli.status import run_status
 
-    run_status(StatusOptions(rendezvous, as_json, interval if watch else None, key_file, num_rounds))
+    run_status(rendezvous, key_file, interval if watch else None, num_rounds, as_json)
 
 
 @app.command()
@@ -267,9 +267,9 @@ def rendezvous(
 
     [cyan]hf-diloco launch run.yaml --island 1 --rendezvous http://10.0.0.1:29400/my-run[/cyan]
     """
-    from hf_diloco.cli.rendezvous import RendezvousOptions, run_rendezvous
+    from hf_diloco.cli.rendezvous import run_rendezvous
 
-    raise typer.Exit(run_rendezvous(RendezvousOptions(address, folder, allow_public_address)))
+    raise typer.Exit(run_rendezvous(address, folder, allow_public_address))
 
 
 app.command()(compare)
@@ -319,9 +319,9 @@ def store_check(
 
     0: nothing to be done. 1: something was found, or there is no run, or it has another key. 2: wrong command.
     """
-    from hf_diloco.cli.store import CheckOptions, run_check
+    from hf_diloco.cli.store import run_check
 
-    raise typer.Exit(run_check(CheckOptions(rendezvous, deep, repair, as_json, key_file)))
+    raise typer.Exit(run_check(rendezvous, key_file, is_deep=deep, repair=repair, as_json=as_json))
 
 
 @app.command()
@@ -358,9 +358,9 @@ def topology(
 
     [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
     """
-    from hf_diloco.cli.topology import TopologyOptions, run_topology
+    from hf_diloco.cli.topology import run_topology
 
-    run_topology(TopologyOptions(name, num_nodes, seed, num_parameters, picture, as_json))
+    run_topology(name, num_nodes, seed, num_parameters, picture, as_json)
 
 
 @app.command("config-schema")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hf_diloco.cli.arguments import Overrides, RunFileArgument
+
 _PANEL = "without RUN.yaml"
 
 
@@ -108,9 +110,9 @@ def doctor(
 
     0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
     """
-    from hf_diloco.cli.doctor.command import DoctorOptions, run_doctor
+    from hf_diloco.cli.doctor.command import answer, run_doctor
 
-    raise typer.Exit(run_doctor(DoctorOptions(store, peer, listen, port, folder, as_json)))
+    raise typer.Exit(run_doctor(store, peer, port, folder, as_json) if listen is None else answer(listen))
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
@@ -126,10 +128,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for pr
 
 
 def validate(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run file", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's")
-    ] = None,
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
     island: Annotated[
         int | None,
         typer.Option("--island", "--node", min=0, help="The one that starts here. Default: all, on this machine."),

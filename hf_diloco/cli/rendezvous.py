@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from hf_diloco.cli.listening import listen, url_of
@@ -14,23 +13,13 @@ from hf_diloco.utils.limits import raise_file_limit
 logger = logging.getLogger("hf_diloco")
 
 
-@dataclass(frozen=True)
-class RendezvousOptions:
-    """What the command line asks for.
+def run_rendezvous(address: str, folder: Path, allow_public_address: bool) -> int:
+    """Runs `hf-diloco rendezvous` until SIGINT or SIGTERM; returns its exit code.
 
-    Attributes:
+    Args:
         address: HOST:PORT, where to listen.
         folder: that holds what islands leave for each other.
         allow_public_address: listen also where strangers may reach the port.
-    """
-
-    address: str
-    folder: Path
-    allow_public_address: bool = False
-
-
-def run_rendezvous(options: RendezvousOptions) -> int:
-    """Runs `hf-diloco rendezvous` until SIGINT or SIGTERM; returns its exit code.
 
     Raises:
         ConfigError: the address is none, or the folder cannot be used.
@@ -40,14 +29,14 @@ def run_rendezvous(options: RendezvousOptions) -> int:
 
     from hf_diloco.store.server import StoreServer
 
-    listener = listen(options.address, "the islands", options.allow_public_address)
+    listener = listen(address, "the islands", allow_public_address)
     url = url_of(listener)
     try:
-        app = StoreServer(options.folder).app()
+        app = StoreServer(folder).app()
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"--folder {options.folder}: {error.strerror or error}. Name a folder whose parent is there, with space "
+            f"--folder {folder}: {error.strerror or error}. Name a folder whose parent is there, with space "
             "for a few copies of the model"
         ) from None
     raise_file_limit()
@@ -59,7 +48,7 @@ def run_rendezvous(options: RendezvousOptions) -> int:
         )
 
     def tell(_: str) -> None:  # called once it serves, and Ctrl-C ends it as it should
-        print(f"islands meet at {url}/NAME, kept in {options.folder}; Ctrl-C ends this", flush=True)
+        print(f"islands meet at {url}/NAME, kept in {folder}; Ctrl-C ends this", flush=True)
 
     web.run_app(app, sock=listener, print=tell, access_log=None, shutdown_timeout=5)
     return 0

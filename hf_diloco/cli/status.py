@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hf_diloco.cli.display import terminal
@@ -20,42 +19,30 @@ from hf_diloco.utils.urls import VALID_URLS, check_store_url, is_object_store
 TIMEOUT = 15.0  # seconds without an answer after which a person is told
 
 
-@dataclass(frozen=True)
-class StatusOptions:
-    """What the command line asks for.
-
-    Attributes:
-        url: where the islands meet.
-        as_json: for programs.
-        interval: seconds between two looks; None: once.
-        key_file: see `hf_diloco.store.signing.load_key`.
-        num_rounds: how many of the last rounds to show.
-    """
-
-    url: str
-    as_json: bool = False
-    interval: float | None = None
-    key_file: Path | None = None
-    num_rounds: int = 10
-
-
-def run_status(options: StatusOptions) -> None:
+def run_status(url: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
     """Runs `hf-diloco status`.
+
+    Args:
+        url: where the islands meet.
+        key_file: see `hf_diloco.store.signing.load_key`.
+        interval: seconds between two looks; None: once.
+        num_rounds: how many of the last rounds to show.
+        as_json: for programs.
 
     Raises:
         ConfigError: the URL or the key cannot be one.
         RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
         StoreError: the store does not answer; once it has, watching goes on regardless.
     """
-    check_url(options.url, "status")
-    with contextlib.suppress(KeyboardInterrupt) if options.interval else contextlib.nullcontext():
-        key = load_key(options.key_file)
-        store = open_object_store(options.url, TIMEOUT, read_only=True)
-        observer = Observer(store, key, options.num_rounds)
-        if options.interval is None:
-            _show_once(observer.settle(), options.as_json)
+    check_url(url, "status")
+    with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
+        key = load_key(key_file)
+        store = open_object_store(url, TIMEOUT, read_only=True)
+        observer = Observer(store, key, num_rounds)
+        if interval is None:
+            _show_once(observer.settle(), as_json)
         else:
-            _watch(observer, options.interval, options.as_json)
+            _watch(observer, interval, as_json)
 
 
 def check_url(url: str, command: str) -> None:

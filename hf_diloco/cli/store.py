@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from hf_diloco.cli.display import terminal
@@ -16,40 +15,28 @@ from hf_diloco.utils import text
 _STYLES = {"damaged": "bold red", "forged": "bold red", "abandoned": "yellow", "foreign": "yellow", "settled": "dim"}
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    """What the command line asks for.
+def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:
+    """Runs `hf-diloco store check`; returns its exit code: 0 if there is nothing to be done, else 1.
 
-    Attributes:
+    Args:
         url: where the islands meet.
+        key_file: see `hf_diloco.store.signing.load_key`.
         is_deep: read all values too.
         repair: set aside what is found.
         as_json: for programs.
-        key_file: see `hf_diloco.store.signing.load_key`.
-    """
-
-    url: str
-    is_deep: bool = False
-    repair: bool = False
-    as_json: bool = False
-    key_file: Path | None = None
-
-
-def run_check(options: CheckOptions) -> int:
-    """Runs `hf-diloco store check`; returns its exit code: 0 if there is nothing to be done, else 1.
 
     Raises:
         ConfigError: the URL or the key cannot be one.
         RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
         StoreError: the store does not answer.
     """
-    check_url(options.url, "store check")
-    key = load_key(options.key_file)
-    store = open_object_store(options.url, TIMEOUT, read_only=not options.repair)
-    report = check_store(store, key, options.is_deep)
-    if options.repair:
+    check_url(url, "store check")
+    key = load_key(key_file)
+    store = open_object_store(url, TIMEOUT, read_only=not repair)
+    report = check_store(store, key, is_deep)
+    if repair:
         report = set_aside(store, report)
-    if options.as_json:
+    if as_json:
         print(report.model_dump_json(indent=2))
     else:
         _show(report)

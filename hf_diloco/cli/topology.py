@@ -32,27 +32,6 @@ _BYTES_PER_VALUE = 4  # fp32
 
 
 @dataclass(frozen=True)
-class TopologyOptions:
-    """What the command line asks for.
-
-    Attributes:
-        name: of a graph, of a file of weights, or of a class of the user's.
-        num_nodes: None: 8, or as many as a file of weights has.
-        seed: of random matchings.
-        num_parameters: values in the model.
-        picture: where to draw the graph; None: nowhere.
-        as_json: for programs.
-    """
-
-    name: str
-    num_nodes: int | None = None
-    seed: int = 0
-    num_parameters: float = 25.6e6
-    picture: Path | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True)
 class Step:
     """A graph at one step.
 
@@ -96,27 +75,38 @@ class TopologyFigures:
     steps: list[Step]
 
 
-def run_topology(options: TopologyOptions) -> None:
+def run_topology(
+    name: str, num_nodes: int | None, seed: int, num_parameters: float, picture: Path | None, as_json: bool
+) -> None:
     """Runs `hf-diloco topology`.
+
+    Args:
+        name: of a graph, of a file of weights, or of a class of the user's.
+        num_nodes: None: 8, or as many as a file of weights has.
+        seed: of random matchings.
+        num_parameters: values in the model.
+        picture: where to draw the graph; None: nowhere.
+        as_json: for programs.
 
     Raises:
         ConfigError: no such graph, wrong weights, a picture of an unknown kind, or no count of parameters.
     """
-    if not math.isfinite(options.num_parameters):
-        raise ConfigError(f"--parameters {options.num_parameters}: give the number of values in the model, as 7e9")
-    if options.picture is not None:
-        check_picture(options.picture)
-    by_name = is_own(options.name) or options.name.replace("_", "-") in GRAPHS
-    num_nodes = DEFAULT_NODES if options.num_nodes is None and by_name else options.num_nodes
-    topology = make_topology(options.name, num_nodes, options.seed)
-    figures = measure(topology, round(options.num_parameters))
-    if options.as_json:
+    if not math.isfinite(num_parameters):
+        raise ConfigError(f"--parameters {num_parameters}: give the number of values in the model, as 7e9")
+    if picture is not None:
+        check_picture(picture)
+    by_name = is_own(name) or name.replace("_", "-") in GRAPHS
+    if num_nodes is None and by_name:
+        num_nodes = DEFAULT_NODES
+    topology = make_topology(name, num_nodes, seed)
+    figures = measure(topology, round(num_parameters))
+    if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:
         terminal(sys.stdout).print(render(figures))
-    if options.picture is not None:
-        draw(topology, options.picture)
-        print(f"wrote {options.picture}", file=sys.stderr if options.as_json else sys.stdout)
+    if picture is not None:
+        draw(topology, picture)
+        print(f"wrote {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
 def measure(topology: Topology, num_parameters: int) -> TopologyFigures:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,37 +18,20 @@ FINE, PROBLEMS = 0, 1
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """What the command line asks for.
+def run_doctor(store: str | None, peer: str | None, port: int | None, folder: Path, as_json: bool) -> int:
+    """Runs `hf-diloco doctor`; returns its exit code: 1 if there is a problem, else 0.
 
-    Attributes:
+    Args:
         store: URL of a store to try.
-        peer: HOST:PORT of another machine.
-        listen: HOST:PORT on which to answer another machine, instead of all else.
+        peer: HOST:PORT of another machine, which runs `answer`.
         port: that island 0 would listen on.
         folder: of runs.
         as_json: for programs.
-    """
-
-    store: str | None = None
-    peer: str | None = None
-    listen: str | None = None
-    port: int | None = None
-    folder: Path = Path("runs")
-    as_json: bool = False
-
-
-def run_doctor(options: DoctorOptions) -> int:
-    """Runs `hf-diloco doctor`; returns its exit code: 1 if there is a problem, else 0.
 
     Raises:
         ConfigError: an address cannot be one.
-        RendezvousError: nothing can listen at `listen`.
     """
-    if options.listen is not None:
-        return _listen(options.listen)
-    return show_findings(run_checks([*_checks(options)]), options.as_json)  # addresses are looked at before all else
+    return show_findings(run_checks([*_checks(store, peer, port, folder)]), as_json)  # addresses are checked first
 
 
 def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
@@ -75,38 +57,42 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
     return PROBLEMS if problems else FINE
 
 
-def _checks(options: DoctorOptions) -> Iterator[tuple[str, Check]]:
+def _checks(store: str | None, peer: str | None, port: int | None, folder: Path) -> Iterator[tuple[str, Check]]:
     from hf_diloco.cli.doctor import machine, network, software
 
     yield "versions", software.check_versions
     yield "torch", software.check_torch
     yield "deepspeed", software.check_deepspeed_build
     yield "memory", machine.check_memory
-    yield "disk", partial(machine.check_disk, options.folder)
+    yield "disk", partial(machine.check_disk, folder)
     yield "open files", machine.check_files
     yield "host name", network.check_host_name
     yield "interfaces", network.check_interfaces
-    if options.port is not None:
-        yield "port", partial(network.check_port, options.port)
-    if options.store is not None:
-        check_url(options.store, "doctor --store")
+    if port is not None:
+        yield "port", partial(network.check_port, port)
+    if store is not None:
+        check_url(store, "doctor --store")
         from hf_diloco.cli.doctor.store import check_store
 
-        yield "store", partial(check_store, options.store)
-    if options.peer is not None:
-        from hf_diloco.cli.doctor import peer
+        yield "store", partial(check_store, store)
+    if peer is not None:
+        from hf_diloco.cli.doctor.peer import check_peer, split_address
 
-        yield "peer", partial(peer.check_peer, *peer.split_address(options.peer, "--peer"))
+        yield "peer", partial(check_peer, *split_address(peer, "--peer"))
 
 
-def _listen(address: str) -> int:
-    """Answers other machines until Ctrl-C."""
-    from hf_diloco.cli.doctor import peer
+def answer(address: str) -> int:
+    """Runs `hf-diloco doctor --listen`: answers other machines until Ctrl-C; returns its exit code.
+
+    Raises:
+        RendezvousError: nothing can listen there.
+    """
+    from hf_diloco.cli.doctor.peer import serve
 
     with listen(address.removeprefix("tcp://"), "the other machine") as listener:
         print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
         try:
-            peer.serve(listener)
+            serve(listener)
         except KeyboardInterrupt:
             return FINE
     return FINE
