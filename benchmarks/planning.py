@@ -141,7 +141,7 @@ def print_table() -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what was predicted of it: seconds of an exchange, and utilisation."""
+    """A run and what was predicted of it: seconds of an exchange (the median, and of each), and utilisation."""
 
     name: str
     sync_every: int
@@ -150,7 +150,7 @@ class Comparison:
     predicted_exchange: float
     utilisation: float
     predicted_utilisation: float
-    num_exchanges: int
+    exchanges: list[float]
 
 
 def compare(args: argparse.Namespace, folder: Path) -> Iterator[Comparison]:
@@ -217,7 +217,7 @@ def _comparison(
         predicted_exchange=predicted.exchange_seconds,
         utilisation=1 - sum(stalled) / sum(seconds),
         predicted_utilisation=predicted.utilisation,
-        num_exchanges=len(exchanges),
+        exchanges=exchanges,
     )
 
 

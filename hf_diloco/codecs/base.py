@@ -62,6 +62,12 @@ class Codec(ABC):
     def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
         """Writes what `code` stands for to `values`; arguments as for `encode`. Any bytes are some values."""
 
+    def prepare(self) -> None:
+        """Codes one block of zeros, so that the first round does not wait for Numba and its machine code (seconds)."""
+        values, code = torch.zeros(self.block_values), torch.empty(self.block_bytes, dtype=torch.uint8)
+        self.encode(values, code)
+        self.decode(code, values)
+
     def round_trip(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Writes to `out` what the code of `values` is decoded to; `out` may be `values`."""
         for low in range(0, values.numel(), TILE_VALUES):

@@ -40,6 +40,7 @@ class ErrorFeedback:
         self.residual = torch.zeros(size)
         self._next = torch.zeros(size)
         self._is_finite = True  # what `_next` was made from
+        _add(torch.zeros(1), torch.zeros(1), decay)  # Numba is ready when the first round begins, as `Codec.prepare`
 
     def add_(self, delta: torch.Tensor) -> float:
         """Turns a pseudo-gradient into what is sent, before it is encoded; returns the sum of its squares."""

@@ -144,6 +144,7 @@ class OuterState:
             groups = self._groups_of(part, partition)
             self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at, groups))
         shards.inner.check_buffers(self.buffers)
+        self.codec.prepare()
 
     @property
     def _wants_rates(self) -> bool:

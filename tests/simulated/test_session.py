@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_diloco.codecs import Codec
+from hf_diloco.codecs.int8 import Int8Codec
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
@@ -124,6 +125,13 @@ def test_one_island_with_lr_1_and_no_momentum_is_no_outer_loop(tmp_path: Path) -
     (trained,) = train(Run(tmp_path, 1, sync_every=4, **FEDAVG), lambda island: batches(0, 20))
     torch.testing.assert_close(trained.weights, train_alone(batches(0, 20)), rtol=1e-4, atol=1e-5)
     assert len(trained.reports) == 5
+
+
+def test_the_codec_is_ready_before_the_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Codec] = []
+    monkeypatch.setattr(Int8Codec, "prepare", lambda codec: prepared.append(codec))
+    session = Run(tmp_path, 1, payload="int8").join(0, make_model())
+    assert prepared == [session.outer.codec]
 
 
 @pytest.mark.parametrize("num_islands", [2, 4])

@@ -7,6 +7,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco import codecs
 from hf_diloco.codecs import CODECS, Codec, base
-from hf_diloco.codecs.compiled import compiled
+from hf_diloco.codecs.compiled import Loops, compiled
 from hf_diloco.codecs.fp4 import Fp4Codec
 from hf_diloco.codecs.int4 import Int4Codec
 from hf_diloco.codecs.int8 import Int8Codec
@@ -624,3 +625,15 @@ def test_golden_bytes(name: str) -> None:
     code = encode(name, torch.tensor(GOLDEN))
     assert bytes(code.tolist()).hex() == GOLDEN_CODE[name].replace(" ", "")
     assert decode(name, code, len(GOLDEN)).tolist() == pytest.approx(GOLDEN_DECODED[name], rel=1e-7, abs=0)
+
+
+def test_prepared_loops_compile_nothing_more() -> None:
+    ready = Int8Codec()._loops
+    assert ready is not None
+    fresh: list[Any] = [compiled(loop._function) for loop in ready]  # type: ignore[union-attr]
+    codec = Int8Codec(Loops(*fresh))
+    codec.prepare()
+    code = torch.empty(codec.num_bytes(600), dtype=torch.uint8)
+    codec.encode(torch.randn(600), code)
+    codec.decode(code, torch.empty(600))
+    assert [len(loop.machine_code.signatures) for loop in fresh] == [1, 1]
