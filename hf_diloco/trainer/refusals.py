@@ -73,7 +73,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "push_to_hub",
         "every island would push its own model to one repository; set it to false, and upload the final model when "
-        "training has ended (hf upload, or trainer.push_to_hub() on island 0)",
+        "training has ended (hf upload, or trainer.push_to_hub() on island 0; push_to_hub at the top of a run file)",
     ),
     Refusal(
         "save_only_model",

@@ -71,6 +71,14 @@ class FsdpBlock(Block):
         return num_shards
 
 
+class PushBlock(Block):
+    """The final model on the Hugging Face Hub: island or node 0 pushes it, with its card, when training has ended."""
+
+    repo: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", description="YOU/NAME; made if it is not there")
+    private: bool = Field(True, description="of a repository that is made: only you and those you invite see it")
+    revision: str | None = Field(None, description="branch, which must be there; null: main")
+
+
 class Meeting(KeySettings, Protocol):
     """The block of a run file that says how many islands there are and where they meet."""
 
@@ -134,6 +142,7 @@ class BaseRun(Block):
     training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
     deepspeed: dict[str, Any] | str | None = Field(None, description="DeepSpeed configuration: file or mapping")
     fsdp: FsdpBlock | None = Field(None, description="FSDP2 inside an island, in the place of DeepSpeed")
+    push_to_hub: PushBlock | None = Field(None, description="publish the final model; null: it stays here")
     accelerate: str | None = Field(None, description="an `accelerate config` file, for hf-diloco launch")
     launch: LaunchBlock = LaunchBlock()
 

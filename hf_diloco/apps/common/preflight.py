@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
 from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.publish import check_login
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.text import nearest
 
@@ -34,6 +35,8 @@ def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
     yield lambda: _check_trackers(run.training.get("report_to"))
     yield lambda: _check_deepspeed(run)
     yield lambda: _build_arguments(run)
+    if run.push_to_hub is not None:
+        yield check_login
     yield from run.probes()
 
 

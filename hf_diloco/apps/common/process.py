@@ -73,9 +73,12 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     _check_folder(run)
     use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
+    from hf_diloco.apps.common.publish import check_login
     from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)
+    if run.push_to_hub is not None and run.meeting.island == 0:
+        check_login()
     progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit=unit)
     if is_leader():
         _prepare_folder(run)

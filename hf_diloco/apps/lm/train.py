@@ -99,6 +99,7 @@ def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
     from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
     from hf_diloco.apps.common.model_card import write_card
+    from hf_diloco.apps.common.publish import publish
     from hf_diloco.apps.lm.finish import describe_training, write_sample, write_summary
 
     run, trainer = island.run, island.trainer
@@ -117,13 +118,16 @@ def _finish(island: Island, progress: Progress) -> None:
     summary = write_summary(run, evaluation, sample)
     if run.diloco.island == 0:
         write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
+        if run.push_to_hub is not None:
+            progress.update(message="pushing the model to the Hub")
+            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
     progress.update(state="done", message="")
     if not island.speaks:
         return
     whose = f" of the {summary['eval_weights']} weights" if run.diloco.enabled else ""
     say(f"evaluation loss{whose}: {summary['eval_loss']:.4f}")
     if run.diloco.island == 0:
-        say(f"model: {run.folder / 'model'}")
+        say(f"model: {run.folder / MODEL_FOLDER}")
     if sample is not None:
         say(f"the model writes: {sample}")
 

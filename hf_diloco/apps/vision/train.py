@@ -91,6 +91,7 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
     from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
     from hf_diloco.apps.common.model_card import write_card
+    from hf_diloco.apps.common.publish import publish
     from hf_diloco.apps.vision.summary import describe_training, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
@@ -107,11 +108,14 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     summary = write_summary(run, evaluation)
     if config.node == 0:
         write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
+        if run.push_to_hub is not None:
+            progress.update(message="pushing the model to the Hub")
+            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
     if speaks:
         say(f"the mean of {config.num_nodes} nodes: accuracy {summary['eval_accuracy']:.2%}, ", end="")
         say(f"loss {summary['eval_loss']:.4f}")
         if config.node == 0:
-            say(f"model: {run.folder / 'model'}")
+            say(f"model: {run.folder / MODEL_FOLDER}")
     progress.update(state="done", message="")
 
 

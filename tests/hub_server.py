@@ -1,0 +1,51 @@
+"""The part of the Hub's HTTP API that an upload goes through, in this process."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+from aiohttp import web
+
+
+class HubServer:
+    """Takes what is pushed to it; everything is stored as it comes, nothing in Git LFS.
+
+    Attributes:
+        is_private: of each repository that was made.
+        commits: the files of each, by path, with their contents; in order.
+    """
+
+    def __init__(self) -> None:
+        self.is_private: dict[str, bool] = {}
+        self.commits: list[dict[str, bytes]] = []
+
+    def app(self) -> web.Application:
+        """The application, to be served."""
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/api/repos/create", self._create)
+        app.router.add_post("/api/validate-yaml", self._validate)
+        app.router.add_post("/api/models/{owner}/{name}/preupload/main", self._prepare)
+        app.router.add_post("/api/models/{owner}/{name}/commit/main", self._commit)
+        return app
+
+    async def _create(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        name = f"{asked['organization']}/{asked['name']}"
+        self.is_private[name] = asked.get("private") is True or asked.get("visibility") == "private"
+        return web.json_response({"url": f"{request.url.origin()}/{name}"})
+
+    async def _validate(self, request: web.Request) -> web.Response:
+        return web.json_response({"errors": [], "warnings": []})
+
+    async def _prepare(self, request: web.Request) -> web.Response:
+        files = (await request.json())["files"]
+        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+        return web.json_response({"files": modes})
+
+    async def _commit(self, request: web.Request) -> web.Response:
+        items = [json.loads(line) for line in (await request.text()).splitlines()]
+        files = [item["value"] for item in items if item["key"] == "file"]
+        self.commits.append({file["path"]: base64.b64decode(file["content"]) for file in files})
+        where = f"{request.url.origin()}/{request.match_info['owner']}/{request.match_info['name']}/commit/0"
+        return web.json_response({"commitUrl": where, "commitOid": "0" * 40})
