@@ -122,19 +122,19 @@ class PayloadError(ExchangeError):
 
 
 class ForgedError(DiLoCoError):
-    """A record was not written with this run's key for the place where it lies."""
-
-
-class UnknownIdentityError(ForgedError):
-    """Who holds the run's key does not hold the identity of the island in whose name it speaks.
+    """A record was not written with this run's key for the place where it lies; or who connects does not hold it.
 
     Attributes:
-        island: that island; None if it names none.
+        island: in whose name; None if that is not known.
     """
 
     def __init__(self, message: str, island: int | None = None) -> None:
         super().__init__(message)
         self.island = island
+
+
+class UnknownIdentityError(ForgedError):
+    """Who holds the run's key does not hold the identity of the island in whose name it speaks."""
 
 
 class DivergedError(DiLoCoError):

@@ -80,9 +80,10 @@ class Candidates:
         self._offers |= {path: offer for path, offer in read.items() if path == offer_path(attempt, offer)}
         for path in paths:
             offer = self._offers.get(path)
-            if offer and offer.state == state and not attempt.bars(offer.island, offer.claim):
+            if offer and offer.state == state:
                 found[offer.island] = path, offer
-        return found
+        usable = {island: made for island, made in found.items() if not attempt.bars(island, made[1].claim)}
+        return usable if len(usable) >= self._rules.min_islands else found  # or no round would ever take place
 
     def present(
         self, offers: Mapping[int, tuple[str, OfferRecord]], alive: Mapping[int, BeatRecord]

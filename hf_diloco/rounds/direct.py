@@ -21,12 +21,12 @@ from pydantic import Field, ValidationError
 
 from hf_diloco.codecs import CODECS, find_codec
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import DamagedTransferError, DiLoCoError, IslandLostError, PayloadError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, ForgedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.round_plan import PlannedRound
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
@@ -120,6 +120,8 @@ class DirectEngine(Engine):
         except DamagedTransferError as error:  # by place, as all that a mesh knows
             islands = [planned.offers[place].island for place in error.islands]
             raise DamagedTransferError(islands, error.is_sealed) from None
+        except ForgedError as error:
+            raise self._refused(planned, error) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
             raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None
@@ -175,14 +177,21 @@ class DirectEngine(Engine):
                 ranges,
                 self._address,
                 timeout,
-                self._key and self._key.among([island for island, _ in members]),
+                self._key,
                 self._config.connections,
                 self._rate_limit,
                 lambda: self._notes.watch(timeout, "exchange", others),
+                Parties(tuple(island for island, _ in members)),
             )
         self._members = members
         self.links = name
         return self._mesh
+
+    def _refused(self, planned: PlannedRound, error: ForgedError) -> IslandLostError:
+        """The error for a participant that did not prove who it is, which this island's signs of life say."""
+        islands = [] if error.island is None else [error.island]
+        self._log.refused_islands |= dict.fromkeys(islands, str(error))
+        return IslandLostError(f"islands {islands} were refused in round {planned.number} ({error})", islands)
 
     def _ranges_of(self, offer: OfferRecord) -> list[Range]:
         try:

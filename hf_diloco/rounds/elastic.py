@@ -20,13 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import (
-    DiLoCoError,
-    IslandLostError,
-    MissedRoundError,
-    StoreError,
-    StoreFullError,
-)
+from hf_diloco.errors import DiLoCoError, IslandLostError, MissedRoundError, StoreError, StoreFullError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
@@ -54,6 +48,7 @@ from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.blocks import BlockSeal
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.host import StoreHost
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.sight import looking_once
@@ -96,6 +91,7 @@ class ElasticSession(BaseSession):
     council: Council | None = None
     members: Members | None = None
     _presence: Presence | None = None
+    _log: RunLog | None = None  # the leader's: its signs of life say what it refuses there
     _run: RunRecord
     _pace: Pace
     _snapshots: Snapshots
@@ -194,7 +190,7 @@ class ElasticSession(BaseSession):
                     self.config.rendezvous,
                     self.outer.run,
                 )
-            log = open_log(self.store, seal, run)
+            self._log = log = open_log(self.store, seal, run)
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             self.members.check_welcome()
@@ -209,7 +205,7 @@ class ElasticSession(BaseSession):
 
         raw, is_new, claim, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
-        log = open_log(self.store, seal, self._run)
+        log = self._log or open_log(self.store, seal, self._run)
         buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
         author = author_of(self.config.island, claim)
         link_key = self._credentials.link_key(self._run.run)

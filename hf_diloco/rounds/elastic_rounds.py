@@ -38,6 +38,10 @@ from hf_diloco.utils.clock import REAL, Clock
 logger = logging.getLogger("hf_diloco")
 
 
+MAX_LOST = 4
+"""Attempts in a row that may lose an island. Then the round is missed: what ails the links may last."""
+
+
 class ElasticRounds(Rounds[PlannedRound]):
     """Offers and carries out rounds. Every method is collective over the island's ranks.
 
@@ -76,6 +80,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         self._offers = Offers(config, outer, island, engines, claim)
         self._doubts = Doubts(island.is_leader)
         self.last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self._num_lost = 0
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
     # Which round
@@ -243,6 +248,7 @@ class ElasticRounds(Rounds[PlannedRound]):
             return False
         self._snapshots.wait()  # which reads what changes now
         engine.settled(plan, outcome, mean)
+        self._num_lost = 0
         self.last = plan, outcome
         self.plans.remember(plan)
         return True
@@ -312,12 +318,20 @@ class ElasticRounds(Rounds[PlannedRound]):
         self._offers.forget(self.plans.abort(planned, named[0], str(error)).unusable)
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
-        """A participant did not answer, or what it sent came damaged: aborts, unless others have completed it."""
+        """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed.
+
+        Raises:
+            IslandLostError: that was so `MAX_LOST` times: training goes on for a while.
+        """
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
         places = [place for place in map(planned.place_of, error.islands) if place is not None]
         offer = planned.plan.participants[places[0]].offer if places else ""
         self.plans.abort(planned, offer, str(error))
+        self._num_lost += 1
+        if self._num_lost == MAX_LOST:
+            self._num_lost = 0
+            raise IslandLostError(f"{MAX_LOST} attempts failed one after the other: {error}")
 
     # Snapshots
 

@@ -5,6 +5,18 @@ from hf_diloco.sealing.agreement import Agreement
 from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey, derive
+from hf_diloco.sealing.parties import ISLANDS, Parties
 from hf_diloco.sealing.values import ValueSeal
 
-__all__ = ["OVERHEAD", "Agreement", "Channel", "LinkKey", "Roster", "Signer", "ValueSeal", "derive"]
+__all__ = [
+    "ISLANDS",
+    "OVERHEAD",
+    "Agreement",
+    "Channel",
+    "LinkKey",
+    "Parties",
+    "Roster",
+    "Signer",
+    "ValueSeal",
+    "derive",
+]

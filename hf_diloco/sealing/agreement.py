@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hf_diloco.errors import ForgedError
 from hf_diloco.sealing.channel import Channel
 from hf_diloco.sealing.keys import KEY_BYTES, LinkKey, pack
+from hf_diloco.sealing.parties import ISLANDS, Parties
 
 MESSAGE_BYTES = 32
 """Of a public key, and of a confirmation without a signature."""
@@ -41,12 +42,15 @@ class Agreement:
         connection: its number among those between the two.
         own: this end's number.
         peer: the other's.
+        parties: which islands they are; default: of these numbers.
 
     Attributes:
         public: the first message, for the other end.
     """
 
-    def __init__(self, key: LinkKey, name: str, connection: int, own: int, peer: int) -> None:
+    def __init__(
+        self, key: LinkKey, name: str, connection: int, own: int, peer: int, parties: Parties = ISLANDS
+    ) -> None:
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
         self._key = key
@@ -54,6 +58,7 @@ class Agreement:
         self._connection = connection
         self._own = own
         self._peer = peer
+        self._parties = parties
 
     def confirm(self, public: bytes) -> bytes:
         """The second message, in answer to the other end's first.
@@ -85,11 +90,17 @@ class Agreement:
         if not hmac.compare_digest(code, _confirmation(self._theirs, self._transcript, signature)):
             raise self._refusal()
         if self._key.signer:
-            self._key.signer.check(self._key.island(self._peer), signature, _PURPOSE, self._transcript)
+            self._key.signer.check(self._parties.island(self._peer), signature, _PURPOSE, self._transcript)
         return Channel(*self._keys, self._key.encrypt)
 
     def _refusal(self) -> ForgedError:
-        return refusal(self._key.island(self._peer))
+        name, island = self._parties.name(self._peer), self._parties.island(self._peer)
+        return ForgedError(
+            f"who answered for {name} does not hold the run's key, or has another `encrypt` setting, or no identity "
+            f"where the others have some: give all {self._parties.unit}s one key (key_file or HF_DILOCO_KEY) and the "
+            "same settings, and see who listens there",
+            island,
+        )
 
     def _describe(self, public: bytes) -> bytes:
         low, high = sorted([(self._own, self.public), (self._peer, public)], key=lambda end: end[0])
@@ -100,12 +111,3 @@ class Agreement:
 
 def _confirmation(key: bytes, transcript: bytes, signature: bytes) -> bytes:
     return hmac.digest(key, pack(transcript, signature), "sha256")
-
-
-def refusal(peer: int) -> ForgedError:
-    """The error for an end that does not have the keys."""
-    return ForgedError(
-        f"who answered at the address of peer {peer} does not hold the run's key, or has another `encrypt` setting, "
-        "or no identity where the others have some: give all islands one key (key_file or HF_DILOCO_KEY) "
-        "and the same settings, and see who listens there"
-    )

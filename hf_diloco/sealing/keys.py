@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -40,26 +39,16 @@ class LinkKey:
         secret: the same at both ends.
         encrypt: whether messages are encrypted, or only authenticated; the same at both ends.
         signer: this island's identity, where islands have some: each end then proves its own as well.
-        islands: which island each end is, by the end's number; empty: the numbers are the islands'.
     """
 
     secret: bytes
     encrypt: bool = True
     signer: Signer | None = None
-    islands: tuple[int, ...] = ()
 
     @classmethod
     def of_run(cls, key: bytes, run: str, encrypt: bool, signer: Signer | None = None) -> LinkKey | None:
         """For the connections of a run; None if it has no key."""
         return cls(derive(key, "connections", run), encrypt, signer) if key else None
-
-    def among(self, islands: Sequence[int]) -> LinkKey:
-        """The same for connections whose ends are numbered by place among these islands."""
-        return replace(self, islands=tuple(islands))
-
-    def island(self, end: int) -> int:
-        """Which island an end is."""
-        return self.islands[end] if self.islands else end
 
     def __reduce__(self) -> Any:
         raise TypeError("a LinkKey is a secret: it is neither copied nor pickled")

@@ -27,7 +27,7 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.sealing import Channel, LinkKey
+from hf_diloco.sealing import ISLANDS, Channel, LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
@@ -61,14 +61,16 @@ class Connections:
         rate_limit: for all that is sent; default: none.
         key: what the others must hold too, and all is sealed with; default: nobody proves anything, and tensors go
             as they are.
+        parties: which islands the owners are; default: of their numbers.
 
     Raises:
         IslandLostError: the others did not connect in time.
-        ForgedError: who answered for one of them does not hold the key.
+        ForgedError: who answered for one of them does not hold the key; its island is named.
         RendezvousError: one of them has another version, or another way to prove itself.
 
     Attributes:
         groups: one a connection; none once this end is closed.
+        parties: which islands are connected.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Connections:
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
         key: LinkKey | None = None,
+        parties: Parties = ISLANDS,
     ) -> None:
         self.num_connections = num_connections
+        self.parties = parties
         self._rate_limit = rate_limit or RateLimit()
         self._peers = [peer for peer in range(num_islands) if peer != island]
         self.groups: list[ProcessGroupGloo] = []
@@ -91,7 +95,9 @@ class Connections:
         if self._peers:
             deadline = Deadline(timeout)
             try:
-                with Meeting(store, name, island, num_islands, address, deadline, num_connections, key) as meeting:
+                with Meeting(
+                    store, name, island, num_islands, address, deadline, num_connections, key, parties
+                ) as meeting:
                     self.groups = _connect_all(meeting, island, num_islands, address, deadline, num_connections)
             except (IslandLostError, RuntimeError) as error:
                 raise _not_connected(error, address, timeout) from None
@@ -211,9 +217,14 @@ class Connections:
         if not self.groups:
             raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
         try:
-            return Work(getattr(self.groups[connection], operation)([tensor], peer, tag), peer, connection)
+            handle = getattr(self.groups[connection], operation)([tensor], peer, tag)
         except RuntimeError as error:
-            raise lost(peer, reason(error)) from None
+            raise self.lost(peer, reason(error)) from None
+        return Work(handle, peer, connection, self.parties.name(peer))
+
+    def lost(self, peer: int, reason: str) -> IslandLostError:
+        """The error for a peer that is gone or late."""
+        return lost(peer, self.parties.name(peer), reason)
 
     def _wait(self, works: list[Work], deadline: Deadline, meanwhile: Callable[[], None] | None) -> None:
         self._waiter.start(works, deadline)
@@ -224,7 +235,7 @@ class Connections:
             except Empty:
                 position = self._waiter.position
                 if position == suspect:
-                    raise lost(works[position].peer, "its connection broke") from None
+                    raise self.lost(works[position].peer, "its connection broke") from None
                 suspect = position if position < len(works) and self._is_held_up(works[position]) else None
                 if meanwhile:
                     meanwhile()

@@ -72,7 +72,7 @@ class Line:
         self._num_received += 1
         if opened is None:
             raise ForgedError(
-                "a message was altered on its way, or sent before: see who sits between the islands' machines"
+                "a message was altered on its way, or sent before: see who sits between the two machines"
             )
         return opened
 

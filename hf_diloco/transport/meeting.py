@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
-from hf_diloco.sealing import Channel, LinkKey
+from hf_diloco.sealing import ISLANDS, Channel, LinkKey, Parties
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.gloo_addresses import GlooAddresses
 from hf_diloco.transport.handshake import End, agree
@@ -80,14 +80,15 @@ class Meeting:
         deadline: until when all of it may take.
         num_connections: between any two ends.
         key: what each end proves that it holds; None: nobody proves anything.
+        parties: which islands the ends are.
 
     Attributes:
         channels: the keys of each connection; none without a key.
         addresses: a store through which Gloo tells its addresses to the other ends, and to nobody else.
 
     Raises:
-        IslandLostError: an end did not come.
-        ForgedError: who answered for an end does not hold the key.
+        IslandLostError: an end did not come; its number is named.
+        ForgedError: who answered for an end does not hold the key; its island is named.
         RendezvousError: an end has another version, or another way to prove itself.
     """
 
@@ -101,6 +102,7 @@ class Meeting:
         deadline: Deadline,
         num_connections: int,
         key: LinkKey | None,
+        parties: Parties = ISLANDS,
     ) -> None:
         self._name = name
         self._own = own
@@ -108,6 +110,7 @@ class Meeting:
         self._deadline = deadline
         self._num_connections = num_connections
         self._key = key
+        self._parties = parties
         self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
         self._talks: set[asyncio.Task[Any]] = set()
         self._lines: dict[int, Line] = {}
@@ -149,7 +152,7 @@ class Meeting:
         try:
             met.result(self._deadline.remaining().total_seconds())
         except TimeoutError:
-            raise _lost([peer for peer in self._peers if peer not in self._hosts], "did not connect") from None
+            raise self._lost([peer for peer in self._peers if peer not in self._hosts], "did not connect") from None
 
     def _find(self, store: Store) -> dict[int, Place]:
         """Where all others listen, once they have shown it."""
@@ -161,12 +164,12 @@ class Meeting:
             except (IslandLostError, RuntimeError) as error:
                 old = [peer for peer in self._peers if store.check([f"mesh/{self._name}/0/{peer}"])]
                 if old:
-                    raise RendezvousError(_other_version(old[0], "an older version, which meets elsewhere")) from None
+                    raise self._other_version(old[0], "an older version, which meets elsewhere") from None
                 if isinstance(error, IslandLostError):
                     raise
                 if self._deadline.is_over:
                     missing = [peer for peer, key in keys.items() if not store.check([key])]
-                    raise _lost(missing, "did not show where they listen") from None
+                    raise self._lost(missing, "did not show where to connect") from None
 
     def _read(self, peer: int, shown: bytes) -> Place:
         try:
@@ -174,13 +177,13 @@ class Meeting:
             version, way = record["version"], record["way"]
             place = Place(str(ipaddress.ip_address(record["host"])), int(record["port"]))
         except (ValueError, KeyError, TypeError):
-            raise RendezvousError(_other_version(peer, f"what it shows is no address: {shown[:80]!r}")) from None
+            raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
         if version != VERSION:
-            raise RendezvousError(_other_version(peer, f"protocol {version}, where this one has {VERSION}"))
+            raise self._other_version(peer, f"protocol {version}, where this one has {VERSION}")
         if way != _way(self._key):
             raise RendezvousError(
-                f"peer {peer} connects {way}, and this one {_way(self._key)}: give all the same key (key_file or "
-                "HF_DILOCO_KEY) and the same `encrypt`"
+                f"{self._parties.name(peer)} connects {way}, and this one {_way(self._key)}: give all the same key "
+                "(key_file or HF_DILOCO_KEY) and the same `encrypt`"
             )
         return place
 
@@ -262,7 +265,7 @@ class Meeting:
             except ConnectionRefusedError:
                 refused_since = refused_since or self._loop.time()
                 if self._loop.time() - refused_since > GONE_SECONDS:
-                    self._fail(_lost([peer], "went away before they connected"))
+                    self._fail(self._lost([peer], "went away before they connected"))
             except (OSError, TimeoutError, EOFError, ValueError):
                 pass
             finally:
@@ -291,7 +294,7 @@ class Meeting:
             line.send_parts([said[end] for end in ends])
             return dict(zip(ends, await line.receive_parts(len(ends)), strict=True))
 
-        return await agree(self._key, self._name, self._own, ends, swap)
+        return await agree(self._key, self._name, self._own, ends, self._parties, swap)
 
     async def _talk(self, peer: int, line: Line, channels: dict[End, Channel]) -> None:
         """Hears what an end that has proved who it is has to say, until it closes the line."""
@@ -319,11 +322,14 @@ class Meeting:
             if self._lines.get(peer) is line and not self._met.done():
                 self._hosts.pop(peer, None)
             elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._num_connections:
-                self.addresses.fail(_lost([peer], "broke off while they connected"))
+                self.addresses.fail(self._lost([peer], "broke off while they connected"))
 
     def _refuse(self, peer: int, error: ForgedError, host: str) -> None:
         if peer not in self._refused:
-            logger.warning("refused %s, which claims to be peer %d of %s: %s", host, peer, self._name, error)
+            name = self._parties.name(peer)
+            if error.island is None:
+                error = ForgedError(f"of what came in the name of {name}, {error}", self._parties.island(peer))
+            logger.warning("refused %s, which claims to be %s of %s: %s", host, name, self._name, error)
             self._refused[peer] = error
             if self._places.done():
                 self._limit_wait(peer, error)
@@ -334,6 +340,17 @@ class Meeting:
     def _fail(self, error: DiLoCoError) -> None:
         if not self._met.done():
             self._met.set_exception(error)
+
+    # Errors
+
+    def _lost(self, peers: Collection[int], what: str) -> IslandLostError:
+        return IslandLostError(f"{self._parties.names(peers) if peers else 'the others'} {what}", peers)
+
+    def _other_version(self, peer: int, what: str) -> RendezvousError:
+        return RendezvousError(
+            f"{self._parties.name(peer)} has another version of hf_diloco ({what}): install the same version on all, "
+            "and start them again"
+        )
 
 
 def _listen(address: str) -> socket.socket:
@@ -354,14 +371,3 @@ def _way(key: LinkKey | None) -> str:
     if key is None:
         return "without a key"
     return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"
-
-
-def _other_version(peer: int, what: str) -> str:
-    return (
-        f"peer {peer} has another version of hf_diloco ({what}): install the same version on all, and start them again"
-    )
-
-
-def _lost(peers: Collection[int], what: str) -> IslandLostError:
-    names = f"peers {', '.join(map(str, sorted(peers)))}" if peers else "the others"
-    return IslandLostError(f"{names} {what}", peers)

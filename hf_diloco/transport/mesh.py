@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import ISLANDS, LinkKey, Parties
 from hf_diloco.transport.base import (
     Exchange,
     Observer,
@@ -39,7 +39,7 @@ from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.peer_failures import LossNotes
 from hf_diloco.transport.rate import RateLimit
-from hf_diloco.transport.transfers import Deadline, Transfers, lost
+from hf_diloco.transport.transfers import Deadline, Transfers
 
 Watch = Callable[[], Callable[[], None]]
 
@@ -62,6 +62,7 @@ class MeshExchange(Exchange):
             averages are compared.
         watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
             is said of waits.
+        parties: see `Connections`.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -82,6 +83,7 @@ class MeshExchange(Exchange):
         rate_limit: RateLimit | None = None,
         with_checksums: bool = True,
         watch: Watch | None = None,
+        parties: Parties = ISLANDS,
     ) -> None:
         self.island = island
         self.num_islands = num_islands
@@ -97,7 +99,7 @@ class MeshExchange(Exchange):
         self._notes = notes or LossNotes(store, name, island)
         self._rate_limit = rate_limit or RateLimit()
         self.links = Connections(
-            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit, key
+            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit, key, parties
         )
         self._messages = Messages(self.links, self._peers)
 
@@ -314,7 +316,7 @@ class MeshExchange(Exchange):
             (peer,) = error.islands
             first = self._notes.find_first(peer, timed_out=deadline.is_over)
             if first != peer:
-                error = lost(first, f"as island {peer} found")
+                error = self.links.lost(first, f"as {self.links.parties.name(peer)} found")
         self.close()
         return error
 

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import ISLANDS, LinkKey, Parties
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.peer_failures import LossNotes
@@ -71,10 +71,11 @@ class SegmentedMesh:
         num_connections: between any two owners, the same on all.
         rate_limit: for all that this rank sends; default: none.
         watch: see `MeshExchange`.
+        parties: which islands the places are.
 
     Raises:
         IslandLostError: the others did not connect; places are named, where one is to blame.
-        ForgedError: another one does not hold the key.
+        ForgedError: another one does not hold the key; the island is named.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SegmentedMesh:
         num_connections: int = 1,
         rate_limit: RateLimit | None = None,
         watch: Watch | None = None,
+        parties: Parties = ISLANDS,
     ) -> None:
         self._store = store  # torch's half of a store does not keep the half that is written in Python
         self._own = own
@@ -111,6 +113,7 @@ class SegmentedMesh:
                     num_connections,
                     rate_limit,
                     watch=watch,
+                    parties=parties,
                 )
                 self._pieces.append((piece, mesh))
         except BaseException:

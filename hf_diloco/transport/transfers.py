@@ -19,11 +19,12 @@ from hf_diloco.transport.base import Traffic
 
 
 class Work(NamedTuple):
-    """One send or receive under way, and over which of the connections to its peer."""
+    """One send or receive under way, over which of the connections to its peer, and what messages call that."""
 
     handle: Any
     peer: int
     connection: int
+    name: str
 
 
 class _Check(NamedTuple):
@@ -156,15 +157,15 @@ def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -
         try:
             work.handle.wait(deadline.remaining())
         except RuntimeError as error:
-            return lost(work.peer, reason(error))
+            return lost(work.peer, work.name, reason(error))
         progress.position += 1
     return None
 
 
-def lost(peer: int, reason: str) -> IslandLostError:
-    """The error for a peer that is gone or late."""
+def lost(peer: int, name: str, reason: str) -> IslandLostError:
+    """The error for a peer that is gone or late; `name` is what it is called."""
     return IslandLostError(
-        f"island {peer} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
+        f"{name} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
         "exchange_timeout; else start all islands again: the run resumes from the newest round that all hold",
         [peer],
     )

@@ -532,7 +532,7 @@ def test_an_island_with_another_key_is_refused_by_the_others(num_islands: int, s
             assert isinstance(outcome, ForgedError | IslandLostError)
         else:
             assert isinstance(outcome, ForgedError), outcome
-            assert f"peer {stranger} does not hold the run's key" in str(outcome)
+            assert f"island {stranger} does not hold the run's key" in str(outcome)
             assert KEY.decode() not in str(outcome)
 
 

@@ -16,12 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from hf_diloco.errors import RendezvousError
+from hf_diloco.rounds.elastic_rounds import MAX_LOST
+from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
 from hf_diloco.status.tables import render
 from hf_diloco.store.credentials import load_identity, make_identity, make_key
 from hf_diloco.store.objects import open_object_store
+from hf_diloco.transport import meeting as connecting
 from hf_diloco.utils.public_keys import show_public
-from tests.clocks import FastClock
+from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
 from tests.meetings import ENGINES, Meeting
 
@@ -144,6 +147,33 @@ def test_what_an_island_did_before_it_was_taken_out_stays(
     again = meeting.island(2, identities=replaced, identity_file=tmp_path / "replaced.pem")
     assert again.session.outer.round == 3
     again.leave()
+
+
+def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
+    tmp_path: Path,
+    secrets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Somebody between islands 0 and 2 spoils what the second says while the first attempts connect."""
+    for seconds in ("FORGED_SECONDS", "GONE_SECONDS"):
+        monkeypatch.setattr(connecting, seconds, 0.2)
+    confirm, spoilt = Agreement.confirm, tuple(f"00000001-{attempt:02d}/" for attempt in range(MAX_LOST))
+
+    def say(part: Agreement, public: bytes) -> bytes:
+        answer = confirm(part, public)
+        return bytes(len(answer)) if part._own == 1 and part._name.startswith(spoilt) else answer
+
+    monkeypatch.setattr(Agreement, "confirm", say)
+    meeting = Meeting(tmp_path / "run", 2, max_islands=3, grace=LONG, sync_timeout=LONG, **ENGINES["mesh"], **secrets)
+    here, there = run_islands(2, lambda place: meeting.island(2 * place).train(6).leave())
+    assert here.hash == there.hash
+    assert (here.missed, there.missed) == (1, 1)
+    assert [report.participants for report in here.reports] == [[0, 2]] * 2
+    assert "round 1 is tried again: islands [2] were refused in round 1 (who answered for island 2 does" in caplog.text
+    assert "peer" not in caplog.text
+    status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
+    assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
 
 
 def test_islands_that_differ_in_their_secrets_are_told_at_the_start(tmp_path: Path, secrets: dict[str, Any]) -> None:

@@ -271,8 +271,11 @@ def test_a_connection_without_proof_is_refused(
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (None, "peer 1 connects without a key, and this one with a key, encrypted: give all the same key"),
-        (LinkKey(KEY.secret, encrypt=False), "peer 1 connects with a key and encrypt: false, and this one with a key"),
+        (None, "island 1 connects without a key, and this one with a key, encrypted: give all the same key"),
+        (
+            LinkKey(KEY.secret, encrypt=False),
+            "island 1 connects with a key and encrypt: false, and this one with a key",
+        ),
     ],
 )
 def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: str) -> None:
@@ -286,9 +289,9 @@ def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: st
 @pytest.mark.parametrize(
     ("place", "shown", "told"),
     [
-        ("0/1", b"an address of Gloo", "peer 1 has another version of hf_diloco (an older version"),
+        ("0/1", b"an address of Gloo", "island 1 has another version of hf_diloco (an older version"),
         ("at/1", b'{"version": 3, "way": "by magic", "host": "127.0.0.1", "port": 1}', "protocol 3, where this one"),
-        ("at/1", b"rubbish", "peer 1 has another version of hf_diloco (what it shows is no address"),
+        ("at/1", b"rubbish", "island 1 has another version of hf_diloco (what it shows is no address"),
     ],
 )
 def test_an_end_of_another_version_is_named_at_once(
@@ -303,7 +306,7 @@ def test_an_end_of_another_version_is_named_at_once(
 
 
 def test_who_does_not_come_is_lost() -> None:
-    with pytest.raises(IslandLostError, match="did not show where they listen") as caught:
+    with pytest.raises(IslandLostError, match="did not show where to connect") as caught:
         Connections(HashStore(), "0", 0, 2, LOCALHOST, 0.5, key=KEY)
     assert caught.value.islands == (1,)
 

@@ -19,7 +19,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownIdentityError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.sealing import Agreement, LinkKey, Roster, Signer
+from hf_diloco.sealing import ISLANDS, Agreement, LinkKey, Parties, Roster, Signer
 from hf_diloco.store import sealed_store
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
 from hf_diloco.store.sealed_store import SealedStore, seal_store
@@ -148,9 +148,9 @@ def test_who_keeps_the_store_reads_nothing_of_a_record() -> None:
 # Connections
 
 
-def shake(one: LinkKey, other: LinkKey) -> None:
+def shake(one: LinkKey, other: LinkKey, parties: Parties = ISLANDS) -> None:
     """Both ends of a handshake; raises what either does."""
-    here, there = Agreement(one, "lane", 0, 0, 1), Agreement(other, "lane", 0, 1, 0)
+    here, there = Agreement(one, "lane", 0, 0, 1, parties), Agreement(other, "lane", 0, 1, 0, parties)
     said, answer = here.confirm(there.public), there.confirm(here.public)
     place, sealed = (1, 0), here.finish(answer).seal((1, 0), b"hello")
     assert there.finish(said).open(place, sealed) == b"hello"
@@ -159,7 +159,7 @@ def shake(one: LinkKey, other: LinkKey) -> None:
 def test_a_handshake_shows_which_island_is_there() -> None:
     link = [LinkKey(KEY, signer=signer(island)) for island in range(3)]
     shake(link[0], link[1])
-    shake(link[1].among([1, 2]), link[2].among([1, 2]))
+    shake(link[1], link[2], Parties((1, 2)))
     with pytest.raises(UnknownIdentityError, match=r"what bears the name of island 1|island 1 shows the identity"):
         shake(link[0], link[2])  # island 2 answers where island 1 should
     with pytest.raises(UnknownIdentityError, match=f"island 1 shows the identity {PUBLIC[3]}, which is not listed"):

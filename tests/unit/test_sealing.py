@@ -150,7 +150,7 @@ def test_both_ends_come_to_the_same_keys_each_time_to_others(encrypt: bool) -> N
     ids=["key", "no key", "encrypt", "name", "connection", "number", "same number"],
 )
 def test_ends_that_differ_do_not_agree(differs: dict[str, tuple[object, object]]) -> None:
-    with pytest.raises(ForgedError, match=r"peer \d does not hold the run's key.*give all islands one key"):
+    with pytest.raises(ForgedError, match=r"island \d does not hold the run's key.*give all islands one key"):
         agree(**differs)  # type: ignore[arg-type]
 
 

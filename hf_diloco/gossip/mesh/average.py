@@ -21,10 +21,10 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.errors import DiLoCoError, ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
@@ -184,7 +184,7 @@ class GroupAverage:
             self._board.put("attempt", {"number": self._attempt})
             try:
                 self._group = self._connect(members)
-            except ExchangeError:
+            except (ExchangeError, ForgedError):
                 continue
             self._group_members = members
             self._suspects.clear()
@@ -213,8 +213,9 @@ class GroupAverage:
             len(members),
             self._address,
             self._timeout,
-            self._link_key and self._link_key.among(members),
+            self._link_key,
             rate_limit=self._rate_limit,
+            parties=Parties(members, "node"),
         )
 
     def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch.distributed import Store
 from hf_diloco.errors import IslandLostError, damage
 from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.methods.topology import Topology
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.rate import RateLimit
@@ -63,7 +63,8 @@ class Edge:
             address,
             timeout,
             rate_limit=rate_limit,
-            key=key and key.among((low, high)),
+            key=key,
+            parties=Parties((low, high), "node"),
         )
 
     def begin(self) -> Transfers:

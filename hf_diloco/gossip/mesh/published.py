@@ -23,7 +23,7 @@ from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, Payloa
 from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.versioned_buffer import Shelf
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.rate import RateLimit
@@ -102,9 +102,16 @@ class MeshPublished(Published):
                 name = f"{self._name}/{low}-{high}/{life}/{asker}"
                 store = SharedStore(self._store, timeout, meanwhile)
                 end = int(self.node == high)
-                key = self._key and self._key.among((low, high))
                 made[asker] = Connections(
-                    store, name, end, 2, self._address, timeout, rate_limit=self._rate_limit, key=key
+                    store,
+                    name,
+                    end,
+                    2,
+                    self._address,
+                    timeout,
+                    rate_limit=self._rate_limit,
+                    key=self._key,
+                    parties=Parties((low, high), "node"),
                 )
         except (RuntimeError, ExchangeError) as error:
             _close(made.values())
