@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hf_diloco.report.read import METRICS, IslandRun, Run
-from hf_diloco.report.records import Neighbour, Sync
+from hf_diloco.report.records import Neighbour, Refused, Sync
 from hf_diloco.utils.text import numbers, plural
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def find_warnings(
     for record, island in zip(run.islands, islands, strict=True):
         yield from _incomplete(record, island)
     yield from _neighbours(run)
+    yield from _refused(run)
     if any(island.comes_and_goes for island in islands):
         yield from _absences(run)
     else:
@@ -91,6 +92,19 @@ def _neighbours(run: Run) -> Iterator[str]:
     for island in run.islands:
         for event in island.of(Neighbour):
             yield f"node {island.island}, step {event.step}: {event.news}"
+
+
+def _refused(run: Run) -> Iterator[str]:
+    """Whose contributions were refused: one sentence for each two islands, with the last reason."""
+    for island in run.islands:
+        events = island.of(Refused)
+        for name in sorted({name for event in events for name in event.islands}):
+            named = [event for event in events if name in event.islands]
+            steps = numbers(event.step for event in named)
+            yield (
+                f"island {island.island} refused what came in the name of island {name}, at "
+                f"{plural('step', len(named))} {steps}: {named[-1].islands[name]}"
+            )
 
 
 def _stopped_early(island: IslandReport) -> bool:

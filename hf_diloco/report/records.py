@@ -142,6 +142,13 @@ class Neighbour(Record):
     news: str | None = None
 
 
+class Refused(Record):
+    """Islands whose contributions were refused since the last such line, by number, with the reasons."""
+
+    event: Literal["refused"]
+    islands: dict[str, str] = Field(default_factory=dict)
+
+
 class End(Record):
     """Training ended in order; times are of the section since its `start`. A run ends for all with its last round."""
 
@@ -152,7 +159,7 @@ class End(Record):
     run_is_over: bool = False
 
 
-AnyRecord = Start | Train | Eval | Sync | Mix | Neighbour | End
+AnyRecord = Start | Train | Eval | Sync | Mix | Neighbour | Refused | End
 
 _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="event")])
 

@@ -189,8 +189,8 @@ class DirectEngine(Engine):
 
     def _refused(self, planned: PlannedRound, error: ForgedError) -> IslandLostError:
         """The error for a participant that did not prove who it is, which this island's signs of life say."""
+        self._log.refuse_island(error)
         islands = [] if error.island is None else [error.island]
-        self._log.refused_islands |= dict.fromkeys(islands, str(error))
         return IslandLostError(f"islands {islands} were refused in round {planned.number} ({error})", islands)
 
     def _ranges_of(self, offer: OfferRecord) -> list[Range]:

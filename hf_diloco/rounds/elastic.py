@@ -260,6 +260,10 @@ class ElasticSession(BaseSession):
         except (StoreError, IslandLostError) as error:
             raise self._missed(error) from None
 
+    def take_refused(self) -> dict[int, str]:
+        refused, self.rounds.refused = self.rounds.refused, {}
+        return refused | (self._log.take_refused() if self._log else {})
+
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
         """Lets training go on after a round did not take place."""
         if self.island.is_leader and isinstance(error, StoreFullError):

@@ -59,6 +59,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         plans: of rounds, and what is decided.
         recovery: where a round cannot be carried out.
         last: that this process has completed, and how it was decided.
+        refused: islands whose contributions did not count in rounds of this process, with the last reason.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         self._offers = Offers(config, outer, island, engines, claim)
         self._doubts = Doubts(island.is_leader)
         self.last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self.refused: dict[int, str] = {}
         self._num_lost = 0
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
@@ -249,6 +251,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         self._snapshots.wait()  # which reads what changes now
         engine.settled(plan, outcome, mean)
         self._num_lost = 0
+        self.refused |= plan.left_out
         self.last = plan, outcome
         self.plans.remember(plan)
         return True
@@ -307,15 +310,16 @@ class ElasticRounds(Rounds[PlannedRound]):
     def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
         """Before the round is decided: aborts the attempt."""
         named = [
-            participant.offer
+            participant
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
             if any(info.get("path") == error.path for info in offer.objects)
         ]
         if not named:
             raise error
+        self.refused[named[0].island] = str(error)
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
-        self._offers.forget(self.plans.abort(planned, named[0], str(error)).unusable)
+        self._offers.forget(self.plans.abort(planned, named[0].offer, str(error)).unusable)
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
         """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed.
@@ -328,6 +332,8 @@ class ElasticRounds(Rounds[PlannedRound]):
         places = [place for place in map(planned.place_of, error.islands) if place is not None]
         offer = planned.plan.participants[places[0]].offer if places else ""
         self.plans.abort(planned, offer, str(error))
+        if isinstance(error, DamagedTransferError):
+            self.refused |= dict.fromkeys(error.islands, str(error))
         self._num_lost += 1
         if self._num_lost == MAX_LOST:
             self._num_lost = 0

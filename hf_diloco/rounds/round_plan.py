@@ -33,6 +33,11 @@ class PlannedRound(Record):
         return [participant.weight for participant in self.plan.participants]
 
     @property
+    def left_out(self) -> dict[int, str]:
+        """Islands that offered, but whose pseudo-gradients do not count, with the reason."""
+        return {int(island): reason for island, reason in self.plan.left_out.items() if island.isdecimal()}
+
+    @property
     def rates(self) -> list[float]:
         """The inner learning rates with which all take the outer step, where the method wants them."""
         return self.plan.rates

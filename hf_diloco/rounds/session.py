@@ -191,6 +191,10 @@ class BaseSession(ABC):
         self._reports += self._background.settle()
         return self._take_reports()
 
+    def take_refused(self) -> dict[int, str]:
+        """Islands whose contributions were refused since the last call, with the reason; on the island's leader."""
+        return {}
+
     @abstractmethod
     def sync(self) -> SyncReport:
         """Runs one round: afterwards the masters hold the new outer parameters, bit-identical on all islands.

@@ -62,6 +62,7 @@ class RunLog:
         """Paths of records that were ignored because they are not of this run, with the reason."""
         self.refused_islands: dict[int, str] = {}
         """Islands that are not believed though they hold the run's key, with the last reason."""
+        self._newly_refused: dict[int, str] = {}
 
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless there is one; whether this one is there now."""
@@ -113,11 +114,21 @@ class RunLog:
 
     def refuse(self, path: str, error: ForgedError) -> None:
         """Reports, once, what is ignored from now on."""
-        if isinstance(error, UnknownIdentityError) and error.island is not None:
-            self.refused_islands[error.island] = str(error)
+        if isinstance(error, UnknownIdentityError):
+            self.refuse_island(error)
         if path not in self.refused:
             logger.warning("refused an object in the store: %s", error)
         self.refused[path] = str(error)
+
+    def refuse_island(self, error: ForgedError) -> None:
+        """Keeps in mind in whose name something came that is not believed."""
+        if error.island is not None:
+            self.refused_islands[error.island] = self._newly_refused[error.island] = str(error)
+
+    def take_refused(self) -> dict[int, str]:
+        """Those of `refused_islands` that were refused since the last call."""
+        taken, self._newly_refused = self._newly_refused, {}
+        return taken
 
     def watch(
         self,

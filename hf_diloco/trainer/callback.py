@@ -338,6 +338,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if self._need_session().island.is_leader:
             logger.warning("%s", error)
         self._need_record().write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
+        self._need_record().refuse(state.global_step, self._need_session().take_refused())
 
     def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
         """The other islands have completed the last round, of which this one has the result: the final model."""
@@ -363,6 +364,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         for report in reports:
             self._need_record().sync(report, state.global_step)
             control.should_log = True
+        self._need_record().refuse(state.global_step, self._need_session().take_refused())
 
     def _end_early(self, state: TrainerState, control: TrainerControl) -> None:
         """Ends training after a checkpoint of this step."""

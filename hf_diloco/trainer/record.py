@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,11 @@ class IslandRecord(Record):
         event = asdict(report)
         self._for_trackers.update({f"diloco/{name}": event[name] for name in LOGGED if event[name] is not None})
         self.write("sync", step, **event)
+
+    def refuse(self, step: int, refused: Mapping[int, str]) -> None:
+        """Appends whose contributions were refused, with the reasons, if any were."""
+        if refused:
+            self.write("refused", step, islands={str(island): reason for island, reason in sorted(refused.items())})
 
     def evaluate(self, step: int, metrics: dict[str, float], is_outer: bool) -> None:
         """Appends an evaluation, and of which weights it was."""

@@ -165,6 +165,7 @@ def test_steps_that_were_in_no_round_are_brought_to_a_last_one(
     def miss_the_second(session: ElasticSession) -> Any:
         if session.outer.round == 1 and session.outer.steps == 2:
             session.outer.current.due_at = 4
+            session.rounds.refused[3] = "island 3 is somebody else"
             raise MissedRoundError("round 2 is missed on purpose")
         return sync(session)
 
@@ -173,6 +174,7 @@ def test_steps_that_were_in_no_round_are_brought_to_a_last_one(
     rounds = [(event["round"], event["weight"]) for event in events(tmp_path, "sync")]
     assert rounds == [(1, 1.0), (2, 1.5)]  # the weight of a whole round's steps is 1
     assert [event["round"] for event in events(tmp_path, "missed")] == [2]
+    assert [event["islands"] for event in events(tmp_path, "refused")] == [{"3": "island 3 is somebody else"}]
     assert callback.moved_at_end
     assert events(tmp_path, "end")[0]["on_boundary"]
 

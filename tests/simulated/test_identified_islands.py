@@ -119,6 +119,7 @@ def test_what_an_unlisted_island_leaves_in_the_store_is_refused_and_shown(
     member = meeting.island(0, identities=others).train(4)
     assert len(member.reports) == 2
     key = secrets["key_file"].read_bytes().strip()
+    assert "which is not listed for it here (identities.2)" in member.session.take_refused()[2]
     status = Observer(open_object_store(meeting.url, read_only=True), key).look()
     refused = next(island for island in status.islands if island.island == 0).refuses
     assert "which is not listed for it here (identities.2)" in refused["2"]
@@ -172,6 +173,7 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert [report.participants for report in here.reports] == [[0, 2]] * 2
     assert "round 1 is tried again: islands [2] were refused in round 1 (who answered for island 2 does" in caplog.text
     assert "peer" not in caplog.text
+    assert "who answered for island 2" in here.session.take_refused()[2]
     status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
     assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
 
