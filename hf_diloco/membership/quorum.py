@@ -27,6 +27,7 @@ from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, Payloa
 from hf_diloco.membership.candidates import Candidates, Rules, offer_path
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.plan_faults import find_fault
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
@@ -188,24 +189,23 @@ class Council:
         """The offers that an attempt's plan takes, in its order.
 
         Returns:
-            None if one is gone or cannot be read, and the attempt is therefore aborted: look for the current one.
+            None if one is gone or cannot be read, or the plan says otherwise of them than they do, and the attempt
+            is therefore aborted: look for the current one.
 
         Raises:
             PayloadError: the same, but the round is committed.
             StoreError: the store does not answer.
         """
         assert attempt.plan is not None
-        offers = []
-        for participant in attempt.plan.participants:
-            path = participant.offer
-            offer = self._candidates.read(path)
-            if offer is None or offer.island != participant.island:
-                reason = f"{path}, which the plan of round {attempt.round} names, is gone or cannot be read"
-                if (attempt.outcome or self.abort(attempt, path, reason)).kind == "commit":
-                    raise PayloadError(reason, path)
-                return None
-            offers.append(offer)
-        return offers
+        offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
+        fault = find_fault(attempt.path, attempt.plan, offers)
+        if fault is None:
+            return [offer for offer in offers if offer is not None]
+        if not fault.offer:
+            self._log.refuse_island(ForgedError(fault.reason, attempt.plan.by))
+        if (attempt.outcome or self.abort(attempt, fault.offer, fault.reason)).kind == "commit":
+            raise PayloadError(fault.reason, fault.offer)
+        return None
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
         """Votes for an average, and commits it if more than half of those who vote agree; returns what was decided.

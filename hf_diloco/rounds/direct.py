@@ -21,7 +21,14 @@ from pydantic import Field, ValidationError
 
 from hf_diloco.codecs import CODECS, find_codec
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import DamagedTransferError, DiLoCoError, ForgedError, IslandLostError, PayloadError
+from hf_diloco.errors import (
+    DamagedTransferError,
+    DiLoCoError,
+    ForgedError,
+    IslandLostError,
+    PayloadError,
+    RendezvousError,
+)
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import Engine
@@ -122,6 +129,8 @@ class DirectEngine(Engine):
             raise DamagedTransferError(islands, error.is_sealed) from None
         except ForgedError as error:
             raise self._refused(planned, error) from None
+        except RendezvousError as error:  # all were alike when they joined: somebody writes there
+            raise IslandLostError(str(error)) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
             raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None

@@ -214,6 +214,8 @@ class ElasticRounds(Rounds[PlannedRound]):
             engine.close()
             raise
         stats.digest = digest_vector(mean, self.outer.fragment_of(plan.number).partition, self.island)
+        if engine.needs_presence and plan.outcome and plan.is_committed and stats.digest != plan.outcome.mean:
+            raise PayloadError(f"the average of round {plan.number} in the store is not the one that was committed")
         return stats
 
     def _average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats) -> None:

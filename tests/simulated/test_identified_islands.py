@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import threading
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from hf_diloco.errors import RendezvousError
+from hf_diloco.membership.decisions import Decisions
+from hf_diloco.membership.round_records import PlanRecord
+from hf_diloco.membership.run import NO_RUN, open_log, open_run
 from hf_diloco.rounds.elastic_rounds import MAX_LOST
 from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
 from hf_diloco.status.tables import render
-from hf_diloco.store.credentials import load_identity, make_identity, make_key
+from hf_diloco.store.credentials import find_credentials, load_identity, make_identity, make_key
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.utils.public_keys import show_public
@@ -176,6 +180,41 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert "who answered for island 2" in here.session.take_refused()[2]
     status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
     assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
+
+
+FORGED_PLANS: dict[str, Callable[[PlanRecord], dict[str, Any]]] = {
+    "weight": lambda plan: {"participants": [plan.participants[0].model_copy(update={"weight": 1e9})]},
+    "norm": lambda plan: {"participants": [one.model_copy(update={"norm": 0.0}) for one in plan.participants]},
+    "twice": lambda plan: {"participants": [*plan.participants, plan.participants[0]]},
+    "state": lambda plan: {"state": "0" * 32},
+    "rates": lambda plan: {"rates": [1e9]},
+}
+
+
+@pytest.mark.parametrize("forge", FORGED_PLANS.values(), ids=FORGED_PLANS)
+def test_a_plan_that_says_otherwise_than_the_offers_is_refused(
+    tmp_path: Path,
+    secrets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    forge: Callable[[PlanRecord], dict[str, Any]],
+) -> None:
+    """A listed island that takes no part writes it first."""
+    meeting = Meeting(tmp_path / "run", 2, max_islands=3, grace=LONG, sync_timeout=LONG, **secrets)
+    decide_plan = Decisions.decide_plan
+
+    def forestalled(decisions: Decisions, attempt: str, wish: PlanRecord) -> PlanRecord:
+        if attempt == "rounds/00000001/00":
+            store = open_object_store(meeting.url)
+            seal = find_credentials(meeting.config(2), 2).seal(NO_RUN)
+            run, _ = open_run(store, secrets["key_file"].read_bytes().strip())
+            open_log(store, seal, run).create(f"{attempt}/plan.json", wish.model_copy(update={"by": 2, **forge(wish)}))
+        return decide_plan(decisions, attempt, wish)
+
+    monkeypatch.setattr(Decisions, "decide_plan", forestalled)
+    here, there = run_islands(2, lambda island: meeting.island(island).train(4).leave())
+    assert here.hash == there.hash
+    assert [report.participants for report in here.reports] == [[0, 1]] * 2
+    assert "the plan that island 2 wrote (rounds/00000001/00)" in here.session.take_refused()[2]
 
 
 def test_islands_that_differ_in_their_secrets_are_told_at_the_start(tmp_path: Path, secrets: dict[str, Any]) -> None:
