@@ -64,7 +64,7 @@ class Candidates:
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
         """Takes a committed round as the last one, and its norms as usual ones."""
-        self._last_participants = frozenset(participant.island for participant in plan.participants)
+        self._last_participants = plan.islands
         self._usual_norms.remember(round_number, [participant.norm for participant in plan.participants])
         self._offers.clear()
 

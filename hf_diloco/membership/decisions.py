@@ -15,6 +15,8 @@ same way:
               else                          commit, by an island that holds the average; the next attempt is closed
                                             first, so that whoever has read an abort comes back and reads this
 
+A commit of an average against the votes, which any island could write first, counts as damaged.
+
 So a record that is damaged at any time, also after some have read it, leads nobody to another decision. One that only
 seems damaged, because another program is still copying it, costs an attempt and no more; it is given a moment.
 """
@@ -50,6 +52,7 @@ class Decisions:
         self._log = log
         self._island = island
         self._clock = clock
+        self._baseless: set[str] = set()
 
     def plan(self, attempt: str) -> PlanRecord | None:
         """The plan of the attempt in a folder, None if there is none yet.
@@ -67,10 +70,13 @@ class Decisions:
             StoreError: the store does not answer; or nine records are damaged.
         """
         for name in _OUTCOMES:
+            path = f"{attempt}/{name}"
             try:
-                return self._read(f"{attempt}/{name}", OutcomeRecord)
+                found = self._read(path, OutcomeRecord)
             except ForgedError:
                 continue
+            if path not in self._baseless:
+                return found
         raise self._too_many_damaged(attempt)
 
     def decide(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
@@ -85,6 +91,8 @@ class Decisions:
         """
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
+            if path in self._baseless:
+                continue
             record = wish if name == _OUTCOMES[0] else self._allowed(attempt, wish)
             try:
                 return self._log.decide(path, record)
@@ -111,6 +119,22 @@ class Decisions:
             if found is None:
                 raise
             return found
+
+    def refuse_commit(self, attempt: str, mean: str) -> None:
+        """From now on a commit for which nobody can have had the votes counts as damaged.
+
+        Args:
+            attempt: its folder.
+            mean: the average that it commits.
+        """
+        for name in _OUTCOMES:
+            path = f"{attempt}/{name}"
+            found = self._log.read_or_refuse(path, OutcomeRecord)
+            if found and found.mean == mean:
+                self._baseless.add(path)
+                reason = f"island {found.by} wrote {path}, and most of those who take part hold another average"
+                self._log.refuse(path, error := ForgedError(reason, found.by))
+                self._log.refuse_island(error)
 
     def void(self, attempt: str, reason: str) -> OutcomeRecord:
         """Aborts an attempt whose plan cannot be read, unless it is committed; returns what counts."""

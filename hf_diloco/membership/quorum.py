@@ -41,10 +41,6 @@ MAX_ABORTED = 16
 _POLL_SECONDS = 0.25
 
 
-def _who(offer: str) -> str:
-    return offer.rpartition("/")[2].rpartition("-")[0]
-
-
 class Council:
     """One island's part in deciding rounds; used by the island's leader only.
 
@@ -98,7 +94,7 @@ class Council:
             outcome = self._decisions.outcome(attempt.path)
             if outcome is None or outcome.kind == "commit":
                 return Attempt(round_number, number, plan, outcome, unusable)
-            unusable += (_who(outcome.unusable),)
+            unusable += (outcome.unusable.rpartition("/")[2].rpartition("-")[0],)
             if len(unusable) == MAX_ABORTED:
                 raise ExchangeError(
                     f"round {round_number} was aborted {MAX_ABORTED} times, the last time because: {outcome.reason}. "
@@ -214,9 +210,8 @@ class Council:
             StoreError: see `Decisions.decide`.
         """
         assert attempt.plan is not None
-        participants = {participant.island for participant in attempt.plan.participants}
         wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
-        verdict = self._voting.vote(attempt.path, participants, mean, wait)
+        verdict = self._voting.vote(attempt.path, attempt.plan.islands, mean, wait)
         if isinstance(verdict, OutcomeRecord):
             return verdict
         if verdict is Verdict.AGREED:
@@ -232,6 +227,10 @@ class Council:
             attempt.path,
             OutcomeRecord(by=self._members.island, kind="abort", is_split=verdict is Verdict.SPLIT, reason=reason),
         )
+
+    def refuse_commit(self, attempt: Attempt, mean: Digest) -> bool:
+        """See `Voting.refuse_commit`."""
+        return self._voting.refuse_commit(attempt.path, attempt.plan.islands if attempt.plan else (), mean)
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
         """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""

@@ -69,6 +69,11 @@ class PlanRecord(Record):
     left_out: dict[str, str] = Field(default_factory=dict)
     rates: list[Rate] = Field(default_factory=list)
 
+    @property
+    def islands(self) -> frozenset[int]:
+        """Those that take part."""
+        return frozenset(participant.island for participant in self.participants)
+
 
 class OutcomeRecord(Record):
     """Whether an attempt happened.

@@ -17,12 +17,13 @@ find two winners:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum, auto
 from functools import partial
 
 from pydantic import Field
 
+from hf_diloco.errors import IslandLostError
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
 from hf_diloco.membership.heartbeats import Members
@@ -122,7 +123,7 @@ class Voting:
         watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace
         while True:
-            votes, at_it = watch.ask(partial(self._look, folder), self._at_it)
+            votes, at_it = watch.ask(partial(self._look, folder, participants, mean), self._at_it)
             if self._should_stop() or self._clock.now() >= deadline:
                 at_it = set()
             if isinstance(votes, OutcomeRecord):
@@ -144,14 +145,41 @@ class Voting:
             others = set(participants) - {own}
             wait.look(silent & others or others)
 
+    def refuse_commit(self, folder: str, participants: Collection[int], mean: str) -> bool:
+        """Whether the votes speak against an outcome that commits an average; it then counts as damaged.
+
+        Args:
+            folder: of the attempt.
+            participants: see `vote`.
+            mean: digest of the average.
+
+        Raises:
+            IslandLostError: that is not known yet.
+            StoreError: the store does not answer.
+        """
+        won_by = winner(participants, self._read(folder, self._log.list(f"{folder}/votes/")))
+        if won_by is None:
+            raise IslandLostError(f"{folder} is committed, but most of those who take part have yet to vote")
+        if won_by != mean:
+            self._decisions.refuse_commit(folder, mean)
+        return won_by != mean
+
     def _place(self, folder: str, island: int, mean: str) -> None:
         self._log.place(_vote_path(folder, island), VoteRecord(island=island, mean=mean))
 
-    def _look(self, folder: str) -> dict[int, str] | OutcomeRecord:
-        """What each island that has voted holds; the outcome if the attempt is decided."""
+    def _look(self, folder: str, participants: Collection[int], mean: str) -> dict[int, str] | OutcomeRecord:
+        """What each island that has voted holds; the outcome if the attempt is decided.
+
+        A commit of another average than this island's counts when the votes are known, as anybody may have written it.
+        """
         paths = self._log.list(f"{folder}/")
-        if any(map(is_outcome, paths)) and (outcome := self._decisions.outcome(folder)) is not None:
+        outcome = self._decisions.outcome(folder) if any(map(is_outcome, paths)) else None
+        if outcome is not None and (outcome.kind == "abort" or outcome.mean == mean):
             return outcome
+        votes = self._read(folder, paths)
+        return votes if outcome is None or winner(participants, votes) is None else outcome
+
+    def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
         return {vote.island: vote.mean for path, vote in votes.items() if path == _vote_path(folder, vote.island)}
 

@@ -214,8 +214,6 @@ class ElasticRounds(Rounds[PlannedRound]):
             engine.close()
             raise
         stats.digest = digest_vector(mean, self.outer.fragment_of(plan.number).partition, self.island)
-        if engine.needs_presence and plan.outcome and plan.is_committed and stats.digest != plan.outcome.mean:
-            raise PayloadError(f"the average of round {plan.number} in the store is not the one that was committed")
         return stats
 
     def _average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats) -> None:
@@ -239,6 +237,8 @@ class ElasticRounds(Rounds[PlannedRound]):
         engine = self._engine_of(plan.number)
         with own.clock.counts("waiting"):
             outcome = plan.outcome or self.plans.commit(plan, digest)
+            while outcome.kind == "commit" and outcome.mean != digest and self.plans.refuse_commit(plan, outcome.mean):
+                outcome = self.plans.commit(plan, digest)
         fault = self._doubts.judge(plan, digest, outcome)
         if fault:
             engine.close()

@@ -128,6 +128,10 @@ class Plans:
         """Votes for an average, and waits for what is decided."""
         return self._decide(planned, lambda attempt: self.council.commit(attempt, digest))
 
+    def refuse_commit(self, planned: PlannedRound, mean: str) -> bool:
+        """See `Council.refuse_commit`."""
+        return self.island.on_leader(lambda: self.council.refuse_commit(planned.as_attempt, mean))
+
     def abort(self, planned: PlannedRound, offer: str, reason: str) -> OutcomeRecord:
         """See `Council.abort`."""
         return self._decide(planned, lambda attempt: self.council.abort(attempt, offer, reason))

@@ -18,13 +18,15 @@ from rich.console import Console
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.membership.decisions import Decisions
-from hf_diloco.membership.round_records import PlanRecord
+from hf_diloco.membership.round_records import OutcomeRecord, PlanRecord
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
+from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_LOST
 from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
 from hf_diloco.status.tables import render
 from hf_diloco.store.credentials import find_credentials, load_identity, make_identity, make_key
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.utils.public_keys import show_public
@@ -182,6 +184,13 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
 
 
+def log_of(meeting: Meeting, island: int) -> RunLog:
+    """What an island reads and writes in the store, though it takes no part."""
+    store, credentials = open_object_store(meeting.url), find_credentials(meeting.config(island), island)
+    run, _ = open_run(store, credentials.key)
+    return open_log(store, credentials.seal(NO_RUN), run)
+
+
 FORGED_PLANS: dict[str, Callable[[PlanRecord], dict[str, Any]]] = {
     "weight": lambda plan: {"participants": [plan.participants[0].model_copy(update={"weight": 1e9})]},
     "norm": lambda plan: {"participants": [one.model_copy(update={"norm": 0.0}) for one in plan.participants]},
@@ -204,10 +213,7 @@ def test_a_plan_that_says_otherwise_than_the_offers_is_refused(
 
     def forestalled(decisions: Decisions, attempt: str, wish: PlanRecord) -> PlanRecord:
         if attempt == "rounds/00000001/00":
-            store = open_object_store(meeting.url)
-            seal = find_credentials(meeting.config(2), 2).seal(NO_RUN)
-            run, _ = open_run(store, secrets["key_file"].read_bytes().strip())
-            open_log(store, seal, run).create(f"{attempt}/plan.json", wish.model_copy(update={"by": 2, **forge(wish)}))
+            log_of(meeting, 2).create(f"{attempt}/plan.json", wish.model_copy(update={"by": 2, **forge(wish)}))
         return decide_plan(decisions, attempt, wish)
 
     monkeypatch.setattr(Decisions, "decide_plan", forestalled)
@@ -215,6 +221,31 @@ def test_a_plan_that_says_otherwise_than_the_offers_is_refused(
     assert here.hash == there.hash
     assert [report.participants for report in here.reports] == [[0, 1]] * 2
     assert "the plan that island 2 wrote (rounds/00000001/00)" in here.session.take_refused()[2]
+
+
+@pytest.mark.parametrize("engine", ["bucket", "mesh"])
+@pytest.mark.parametrize("is_early", [True, False], ids=["before the votes", "after them"])
+def test_a_commit_for_which_nobody_voted_is_refused(
+    tmp_path: Path, secrets: dict[str, Any], monkeypatch: pytest.MonkeyPatch, engine: str, is_early: bool
+) -> None:
+    """A listed island that takes no part writes it first."""
+    meeting = Meeting(tmp_path / "run", 2, max_islands=3, grace=LONG, sync_timeout=LONG, **ENGINES[engine], **secrets)
+    kind, name = (Voting, "vote") if is_early else (Decisions, "decide")
+    forestall = getattr(kind, name)
+
+    def forestalled(self: object, attempt: str, *others: Any, **named: Any) -> Any:
+        if attempt == "rounds/00000001/00":
+            log_of(meeting, 2).create(f"{attempt}/outcome.json", OutcomeRecord(by=2, kind="commit", mean="0" * 32))
+        return forestall(self, attempt, *others, **named)
+
+    monkeypatch.setattr(kind, name, forestalled)
+    here, there = run_islands(2, lambda island: meeting.island(island).train(4).leave())
+    assert here.hash == there.hash
+    assert {here.session.outer.round, there.session.outer.round} == {2}
+    refused = here.session.take_refused() | there.session.take_refused()
+    assert "island 2 wrote rounds/00000001/00/outcome.json" in refused[2]
+    late = meeting.island(2).leave()
+    assert late.hash == here.hash
 
 
 def test_islands_that_differ_in_their_secrets_are_told_at_the_start(tmp_path: Path, secrets: dict[str, Any]) -> None:
