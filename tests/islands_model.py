@@ -293,7 +293,7 @@ class Life:
         assert plan is not None
         world.decided.setdefault(f"{attempt.path}/plan", set()).add(plan.model_dump_json())
         assert plan.state == self.state
-        offers = self._council.offers_of(attempt)
+        offers = self._council.offers_of(attempt, self.state)
         if offers is None:
             return
         assert {offer.state for offer in offers} == {self.state}

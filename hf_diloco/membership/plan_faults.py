@@ -25,13 +25,17 @@ class Fault(NamedTuple):
     offer: str = ""
 
 
-def find_fault(folder: str, plan: PlanRecord, offers: Sequence[OfferRecord | None]) -> Fault | None:
+def find_fault(
+    folder: str, plan: PlanRecord, offers: Sequence[OfferRecord | None], state: str, min_islands: int
+) -> Fault | None:
     """What is wrong with a plan, or with the offers that it takes; None if nothing is.
 
     Args:
         folder: of the attempt.
         plan: of it.
         offers: those that it names, in its order; None for what is gone or cannot be read.
+        state: of this island's outer parameters before the round.
+        min_islands: fewer cannot say that this island has the wrong ones.
     """
     wrong = f"the plan that island {plan.by} wrote ({folder}) "
     for participant, offer in zip(plan.participants, offers, strict=True):
@@ -49,6 +53,11 @@ def find_fault(folder: str, plan: PlanRecord, offers: Sequence[OfferRecord | Non
                 f"{wrong}starts from the outer parameters {plan.state[:12]}, and the offer of island {offer.island} "
                 f"from {offer.state[:12]}"
             )
+    if plan.state != state and len(plan.participants) < min_islands:
+        return Fault(
+            f"{wrong}starts from the outer parameters {plan.state[:12]} and not from {state[:12]}, and is of fewer "
+            f"islands than min_islands ({min_islands})"
+        )
     islands = [participant.island for participant in plan.participants]
     if len(set(islands)) < len(islands):
         return Fault(f"{wrong}takes an island more than once: {islands}")

@@ -181,12 +181,11 @@ class Council:
         """Announces this island's pseudo-gradient, without waiting for anybody."""
         self._log.place(offer_path(attempt, offer), offer)
 
-    def offers_of(self, attempt: Attempt) -> list[OfferRecord] | None:
-        """The offers that an attempt's plan takes, in its order.
+    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord] | None:
+        """The offers that an attempt's plan takes, in its order; `state` is that of this island before the round.
 
         Returns:
-            None if one is gone or cannot be read, or the plan says otherwise of them than they do, and the attempt
-            is therefore aborted: look for the current one.
+            None if one cannot be read, or the plan does not count, and the attempt is therefore aborted: look again.
 
         Raises:
             PayloadError: the same, but the round is committed.
@@ -194,7 +193,7 @@ class Council:
         """
         assert attempt.plan is not None
         offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
-        fault = find_fault(attempt.path, attempt.plan, offers)
+        fault = find_fault(attempt.path, attempt.plan, offers, state, self._rules.min_islands)
         if fault is None:
             return [offer for offer in offers if offer is not None]
         if not fault.offer:

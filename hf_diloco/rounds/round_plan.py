@@ -153,7 +153,7 @@ class Plans:
         return OutcomeRecord.model_validate(raw)
 
     def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
-        offers = self.council.offers_of(attempt)
+        offers = self.council.offers_of(attempt, self.outer.outer_hash)
         if attempt.plan is None or offers is None:
             return None
         return PlannedRound(

@@ -57,6 +57,7 @@ VERSION = 2
 _HELLO = struct.Struct(">16s32sII")
 _MAGIC = b"hf-diloco link 2"
 _RETRY_SECONDS = 0.1
+_WATCH_SECONDS = 0.5
 _LOOK_SECONDS = 3.0
 _LINGER_SECONDS = 10.0
 
@@ -116,6 +117,7 @@ class Meeting:
         self._lines: dict[int, Line] = {}
         self._hosts: dict[int, set[str]] = {}
         self._refused: dict[int, ForgedError] = {}
+        self._closed_since: dict[int, float] = {}  # ports of ends that have been refusing connections
         self.channels: dict[End, Channel] = {}
         self.addresses = GlooAddresses(self._tell, deadline)
         listener = _listen(address)
@@ -220,7 +222,8 @@ class Meeting:
         self._places.set_result(places)
         for peer, error in self._refused.items():
             self._limit_wait(peer, error)
-        self._callers = [self._loop.create_task(self._call(peer)) for peer in self._peers if peer < self._own]
+        ways = ((peer, self._call if peer < self._own else self._watch) for peer in self._peers)
+        self._callers = [self._loop.create_task(way(peer)) for peer, way in ways]
         await self._met
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -250,22 +253,19 @@ class Meeting:
     async def _call(self, peer: int) -> None:
         """Connects to an end until it has answered as it must."""
         place = (await self._places)[peer]
-        refused_since = None
         while not self._met.done():
             line = None
             try:
                 async with asyncio.timeout(STRANGER_SECONDS):
                     line = Line(*await asyncio.open_connection(*place, limit=MAX_GREETING_BYTES))
-                    refused_since = None
+                    self._closed_since.pop(peer, None)
                     line.send(_HELLO.pack(_MAGIC, _digest(self._name), self._own, peer))
                     channels = await self._prove(peer, line)
                 await self._talk(peer, line, channels)
             except ForgedError as error:
                 self._refuse(peer, error, place.host)
             except ConnectionRefusedError:
-                refused_since = refused_since or self._loop.time()
-                if self._loop.time() - refused_since > GONE_SECONDS:
-                    self._fail(self._lost([peer], "went away before they connected"))
+                self._note_closed(peer)
             except (OSError, TimeoutError, EOFError, ValueError):
                 pass
             finally:
@@ -273,6 +273,27 @@ class Meeting:
                     line.close()
             if not self._met.done():
                 await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _watch(self, peer: int) -> None:
+        """Looks whether an end that is to call this one still listens; if not, it has given up, and will not call."""
+        place = (await self._places)[peer]
+        while not self._met.done():
+            await asyncio.sleep(_WATCH_SECONDS)
+            if peer in self._lines:
+                continue
+            try:
+                async with asyncio.timeout(STRANGER_SECONDS):
+                    Line(*await asyncio.open_connection(*place)).close()
+                self._closed_since.pop(peer, None)
+            except ConnectionRefusedError:
+                self._note_closed(peer)
+            except (OSError, TimeoutError):
+                pass
+
+    def _note_closed(self, peer: int) -> None:
+        since = self._closed_since.setdefault(peer, self._loop.time())
+        if self._loop.time() - since > GONE_SECONDS and peer not in self._lines:
+            self._fail(self._lost([peer], "went away before they connected"))
 
     def _identify(self, hello: bytes) -> int:
         """The number of the end that calls; raises `ValueError` if it calls somebody else."""
@@ -321,6 +342,7 @@ class Meeting:
             self._talks.discard(task)
             if self._lines.get(peer) is line and not self._met.done():
                 self._hosts.pop(peer, None)
+                del self._lines[peer]
             elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._num_connections:
                 self.addresses.fail(self._lost([peer], "broke off while they connected"))
 

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from benchmarks.chaos import run_file
-from tests.processes import Process, Processes, find_free_port
+from tests.processes import Process, Processes, find_free_port, run as run_command
+from tests.secret_files import forms_of, make_secrets
 
 ROUNDS, SYNC_EVERY = 14, 4
 COMMAND = [sys.executable, "-m", "hf_diloco.cli"]
@@ -43,16 +44,28 @@ class Run:
     """A run of two islands, each launched by itself."""
 
     def __init__(self, folder: Path, processes: Processes, **settings: Any) -> None:
-        self._file = folder / "run.yaml"
-        self._file.write_text(yaml.safe_dump(run_file(folder, ROUNDS, SYNC_EVERY, **{**SETTINGS, **settings})))
+        self._folder = folder
+        self._file = self.write("run.yaml", **settings)
         self._rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
         self._processes = processes
         self.folders = [folder / "chaos" / f"island-{island}" for island in (0, 1)]
+        self.jobs: list[Process] = []
+
+    def begin(self) -> Run:
+        """Returns when both have taken some rounds."""
         self.jobs = [self.launch(island) for island in (0, 1)]
         wait_until(lambda: all(len(syncs_of(one)) >= 4 for one in self.folders), *self.jobs)
+        return self
 
-    def launch(self, island: int, *more: str) -> Process:
-        command = [*COMMAND, "launch", self._file, "--island", island, "--rendezvous", self._rendezvous, *more]
+    def write(self, name: str, **settings: Any) -> Path:
+        """A run file."""
+        plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+        file = self._folder / name
+        file.write_text(yaml.safe_dump(run_file(self._folder, ROUNDS, SYNC_EVERY, **{**SETTINGS, **plain})))
+        return file
+
+    def launch(self, island: int, *more: str, file: Path | None = None) -> Process:
+        command = [*COMMAND, "launch", file or self._file, "--island", island, "--rendezvous", self._rendezvous, *more]
         return self._processes.spawn([str(word) for word in command], env={"OMP_NUM_THREADS": 1})
 
     def kill(self, island: int) -> None:
@@ -64,8 +77,10 @@ class Run:
 
 @pytest.mark.distributed
 def test_island_0_is_killed_and_comes_back_with_what_it_kept(tmp_path: Path) -> None:
+    secrets = make_secrets(tmp_path / "secrets", 2)
     with Processes() as processes:
-        run = Run(tmp_path, processes, max_islands=3, min_islands=2)
+        run = Run(tmp_path, processes, max_islands=3, min_islands=2, **secrets).begin()
+        shown = [line for process in processes.alive() for line in process.cmdline()]
         run.kill(0)
         before = syncs_of(run.folders[1])[-1]["round"]
         run.jobs[0] = run.launch(0, "--resume", "auto")
@@ -77,16 +92,53 @@ def test_island_0_is_killed_and_comes_back_with_what_it_kept(tmp_path: Path) -> 
     assert max(common) > before, output
     assert {number: mine[number] for number in common} == {number: other[number] for number in common}
     assert "islands meet here, at tcp://127.0.0.1" in output
+    left = {str(path): path.read_bytes() for path in run.folders[0].parent.rglob("*") if path.is_file()}
+    assert {"metrics.jsonl", "log.txt", "model.safetensors", "outer.json"} <= {Path(name).name for name in left}
+    assert any("--island" in word for word in shown)
+    left |= {"output": output.encode(), "command lines": "\n".join(shown).encode()}
+    secret = [form for island in (0, 1) for form in forms_of(secrets, island)]
+    assert not [name for name, data in left.items() if any(form in data for form in secret)]
 
 
 @pytest.mark.distributed
 def test_island_0_goes_on_without_the_other(tmp_path: Path) -> None:
     with Processes() as processes:
-        run = Run(tmp_path, processes, min_islands=1, exchange="bucket", grace=20.0)
+        run = Run(tmp_path, processes, min_islands=1, exchange="bucket", grace=20.0).begin()
         run.kill(1)
         output = run.jobs[0].wait(140).output
     last = syncs_of(run.folders[0])[-1]
     assert (last["round"], last["participants"]) == (ROUNDS, [0]), output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("stranger", "max_islands"), [(1, None), (2, 3)], ids=["fixed", "come and go"])
+def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
+    tmp_path: Path, stranger: int, max_islands: int | None
+) -> None:
+    """It holds the run's key. By the command line alone: keys are made there, and every island is launched."""
+    keys = [*COMMAND, "keys", "make"]
+    run_command([*keys, "--shared", str(tmp_path / "run.key")])
+    files = [tmp_path / f"island-{name}.pem" for name in ("0", "1", "other")]
+    public = [run_command([*keys, str(file)]).output.split()[-1] for file in files]
+    secrets = {"key_file": tmp_path / "run.key", "max_islands": max_islands, "min_islands": max_islands and 2}
+    listed = dict(enumerate(public[:2]))
+    with Processes() as processes:
+        run = Run(tmp_path, processes, identity_file=tmp_path / "island-{island}.pem", identities=listed, **secrets)
+        run.jobs.append(run.launch(0))
+        run.jobs[0].wait_for("tcp://127.0.0.1")
+        its_own = {"identity_file": files[2], "identities": {**listed, stranger: public[2]}}
+        refused = run.launch(stranger, file=run.write("other.yaml", **its_own, **secrets)).wait(expect=1).output
+        run.jobs.append(run.launch(1))
+        output = "\n".join(job.wait(140).output for job in run.jobs)
+    assert refused.count("error:") == 1, refused
+    words = " ".join(refused.split())
+    assert f"island {stranger}" in words
+    assert public[2] in words
+    assert f"(identities.{stranger})" in words
+    hashes = [syncs_of(folder)[-1]["outer_hash"] for folder in run.folders]
+    assert hashes[0] == hashes[1], output
+    assert [len(syncs_of(folder)) for folder in run.folders] == [ROUNDS, ROUNDS], output
 
 
 def _is_locked(path: Path) -> bool:

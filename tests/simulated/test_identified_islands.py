@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import threading
@@ -13,45 +12,36 @@ from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.membership.decisions import Decisions
-from hf_diloco.membership.round_records import OutcomeRecord, PlanRecord
+from hf_diloco.membership.quorum import author_of
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
 from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_LOST
 from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
 from hf_diloco.status.tables import render
-from hf_diloco.store.credentials import find_credentials, load_identity, make_identity, make_key
+from hf_diloco.store.credentials import find_credentials, make_identity
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport import meeting as connecting
-from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
 from tests.meetings import ENGINES, Meeting
+from tests.secret_files import forms_of, make_secrets, text_of
 
 EVERYTHING = 1 << 30
+FIRST = "rounds/00000001/00"
 
 
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of three islands with a key and an identity each."""
     monkeypatch.delenv("HF_DILOCO_IDENTITY", raising=False)
-    make_key(tmp_path / "run.key")
-    identities = {island: [text_of(make_identity(tmp_path / f"island-{island}.pem"))] for island in range(3)}
-    return {
-        "key_file": tmp_path / "run.key",
-        "identity_file": tmp_path / "island-{island}.pem",
-        "identities": identities,
-    }
-
-
-def text_of(private: Ed25519PrivateKey) -> str:
-    return show_public(private.public_key().public_bytes_raw())
+    return make_secrets(tmp_path, 3)
 
 
 def objects(url: str) -> dict[str, bytes]:
@@ -191,12 +181,17 @@ def log_of(meeting: Meeting, island: int) -> RunLog:
     return open_log(store, credentials.seal(NO_RUN), run)
 
 
+def take_part(island: int) -> Participant:
+    return Participant(offer=f"{FIRST}/offers/{author_of(island, 1)}-000000.json", island=island, weight=1.0, norm=1.0)
+
+
 FORGED_PLANS: dict[str, Callable[[PlanRecord], dict[str, Any]]] = {
     "weight": lambda plan: {"participants": [plan.participants[0].model_copy(update={"weight": 1e9})]},
     "norm": lambda plan: {"participants": [one.model_copy(update={"norm": 0.0}) for one in plan.participants]},
     "twice": lambda plan: {"participants": [*plan.participants, plan.participants[0]]},
     "state": lambda plan: {"state": "0" * 32},
     "rates": lambda plan: {"rates": [1e9]},
+    "alone": lambda plan: {"state": "0" * 32, "participants": [take_part(2)]},
 }
 
 
@@ -212,15 +207,20 @@ def test_a_plan_that_says_otherwise_than_the_offers_is_refused(
     decide_plan = Decisions.decide_plan
 
     def forestalled(decisions: Decisions, attempt: str, wish: PlanRecord) -> PlanRecord:
-        if attempt == "rounds/00000001/00":
-            log_of(meeting, 2).create(f"{attempt}/plan.json", wish.model_copy(update={"by": 2, **forge(wish)}))
+        if attempt == FIRST:
+            log, plan = log_of(meeting, 2), wish.model_copy(update={"by": 2, **forge(wish)})
+            offer = OfferRecord(
+                island=2, claim=1, serial=0, steps=2, weight=1.0, norm=1.0, state=plan.state, objects=[{}]
+            )
+            log.create(take_part(2).offer, offer)
+            log.create(f"{attempt}/plan.json", plan)
         return decide_plan(decisions, attempt, wish)
 
     monkeypatch.setattr(Decisions, "decide_plan", forestalled)
     here, there = run_islands(2, lambda island: meeting.island(island).train(4).leave())
     assert here.hash == there.hash
     assert [report.participants for report in here.reports] == [[0, 1]] * 2
-    assert "the plan that island 2 wrote (rounds/00000001/00)" in here.session.take_refused()[2]
+    assert f"the plan that island 2 wrote ({FIRST})" in here.session.take_refused()[2]
 
 
 @pytest.mark.parametrize("engine", ["bucket", "mesh"])
@@ -234,7 +234,7 @@ def test_a_commit_for_which_nobody_voted_is_refused(
     forestall = getattr(kind, name)
 
     def forestalled(self: object, attempt: str, *others: Any, **named: Any) -> Any:
-        if attempt == "rounds/00000001/00":
+        if attempt == FIRST:
             log_of(meeting, 2).create(f"{attempt}/outcome.json", OutcomeRecord(by=2, kind="commit", mean="0" * 32))
         return forestall(self, attempt, *others, **named)
 
@@ -243,7 +243,7 @@ def test_a_commit_for_which_nobody_voted_is_refused(
     assert here.hash == there.hash
     assert {here.session.outer.round, there.session.outer.round} == {2}
     refused = here.session.take_refused() | there.session.take_refused()
-    assert "island 2 wrote rounds/00000001/00/outcome.json" in refused[2]
+    assert f"island 2 wrote {FIRST}/outcome.json" in refused[2]
     late = meeting.island(2).leave()
     assert late.hash == here.hash
 
@@ -273,17 +273,7 @@ def test_no_key_is_in_what_islands_leave(
     member.leave()
     left = {**objects(meeting.url), "log": caplog.text.encode()}
     left |= {path.name: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
-    private = load_identity(secrets["identity_file"], 0)
-    assert private is not None
-    shared = secrets["key_file"].read_bytes().strip()
-    forms = [shared, base64.b64encode(shared), bytes.fromhex(shared.decode())]
-    for raw in (private.private_bytes_raw(), forms[-1]):
-        forms += [
-            raw,
-            raw.hex().encode(),
-            base64.b64encode(raw).rstrip(b"="),
-            base64.urlsafe_b64encode(raw).rstrip(b"="),
-        ]
+    forms = forms_of(secrets, 0)
     for name, data in left.items():
         assert not any(form in data for form in forms), name
-    assert any(show_public(private.public_key().public_bytes_raw()).encode() in data for data in left.values())
+    assert any(secrets["identities"][0][0].encode() in data for data in left.values())

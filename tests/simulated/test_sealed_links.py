@@ -246,17 +246,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("num_connections", [1, 3])
-@pytest.mark.parametrize("unproved", [0, -1])
+@pytest.mark.parametrize(("num_connections", "unproved"), [(1, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize("liar", [0, 1])
 def test_a_connection_without_proof_is_refused(
-    monkeypatch: pytest.MonkeyPatch, num_connections: int, unproved: int
+    monkeypatch: pytest.MonkeyPatch, num_connections: int, unproved: int, liar: int
 ) -> None:
-    """End 1 holds the key, but cannot prove it for one of its connections."""
+    """One end holds the key, but cannot prove it for one of its connections. It does not wait for who has left."""
     confirm = Agreement.confirm
 
     def wrong(part: Agreement, public: bytes) -> bytes:
         answer = confirm(part, public)
-        is_wrong = part._own == 1 and part._connection == unproved % num_connections
+        is_wrong = part._own == liar and part._connection == unproved
         return bytes(32) if is_wrong else answer
 
     monkeypatch.setattr(Agreement, "confirm", wrong)
@@ -265,7 +265,9 @@ def test_a_connection_without_proof_is_refused(
     def run(end: int) -> None:
         Connections(store, "0", end, 2, LOCALHOST, LONG, num_connections, key=KEY)
 
-    assert isinstance(try_islands(2, run)[0], ForgedError)
+    outcomes = try_islands(2, run)
+    assert isinstance(outcomes[1 - liar], ForgedError)
+    assert isinstance(outcomes[liar], IslandLostError)
 
 
 @pytest.mark.parametrize(
