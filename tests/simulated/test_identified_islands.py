@@ -16,8 +16,7 @@ from rich.console import Console
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.membership.decisions import Decisions
-from hf_diloco.membership.quorum import author_of
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord, author_of
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
 from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_LOST
