@@ -10,7 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_diloco.apps.vision.runfile import VisionRun, load_vision_run
+from hf_diloco.apps.common.load import read_run_file
+from hf_diloco.apps.vision.runfile import VisionRun
 
 TINY = {
     "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
@@ -31,7 +32,7 @@ TINY = {
 def run_of(folder: Path, *overrides: str) -> VisionRun:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**TINY, "output": str(folder / "runs")}))
-    return load_vision_run(path, overrides)
+    return read_run_file(VisionRun, path, overrides)
 
 
 def simulate(run: VisionRun) -> int:

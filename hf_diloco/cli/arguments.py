@@ -15,5 +15,5 @@ RunFileArgument = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="settings that beat the run file's, as in training.max_steps=20"),
+    typer.Argument(metavar="KEY=VALUE", help="overrides of the run file, as in training.max_steps=20"),
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.kinds import kind_of
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan
@@ -179,7 +179,7 @@ def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     if any(item.replace(" ", "").startswith(f"{island}=") for item in options.overrides):
         raise ConfigError(f"{island} on the command line: start one {kind.unit} with --{kind.unit} NUMBER")
     # Starting all islands, this one's number is of no interest, wherever it may come from.
-    run = load_run(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
+    run = read_run_file(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
     run.check()
     if trains_here:
         run.check_extras()

@@ -19,7 +19,7 @@ def estimate(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="settings that beat the run file's", show_default=False),
+        typer.Argument(metavar="[KEY=VALUE]...", help="overrides of the run file", show_default=False),
     ] = None,
     bandwidth: Annotated[
         str | None,

@@ -202,7 +202,7 @@ class Fragment:
         self.commit_feedback()
 
     def encode_alone(self, mean: torch.Tensor) -> None:
-        """Makes what one participant had, which went nowhere, what others would have read; else it counted twice."""
+        """Rounds the average of a single participant as its codec does; otherwise the residual is counted twice."""
         if self.feedback is not None:
             self.codec.round_trip(mean, mean)
 

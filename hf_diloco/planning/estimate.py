@@ -55,7 +55,7 @@ class Row:
         way: the way.
         bytes_sent, bytes_received: a round of the whole model.
         exchange_seconds: of one exchange: of a fragment, or of all.
-        stall_seconds: for which training stands still in a round of the whole model.
+        stall_seconds: during which training pauses in a round of the whole model.
         utilisation: share of the time in which the island computes.
         sync_every_for_target: the least steps between rounds that reach `TARGET`; None if none does.
         rate_for_target: the least bits a second that reach it with `sync_every` as it is; None if none does.

@@ -51,7 +51,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
     title = "Loss"
     train = {island.island: _train_losses(island.of(Train)) for island in run.islands}
     train = {island: points for island, points in train.items() if points}
-    outer, inner = _evaluations(run, "outer"), _evaluations(run, "inner")
+    outer, inner = evaluations(run, "outer"), evaluations(run, "inner")
     if not train and not outer and not inner:
         return Plot(title, "No loss was recorded.", None)
 
@@ -73,7 +73,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
     legend = _training_legend(list(train), noun)
     legend += [LegendEntry(f"evaluation, {weights}", css_colour(INK), "dot")] if outer else []
     legend += [LegendEntry("evaluation, inner weights", css_colour(INK), "ring")] if inner else []
-    rounds = "Upright lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
+    rounds = "Vertical lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
     longest = max((len(points) for points in train.values()), default=0)
     group = -(-longest // MAX_POINTS)
     mean = f" Each point of training is the mean of {group} records." if group > 1 else ""
@@ -180,14 +180,15 @@ def _train_losses(records: Iterable[Train]) -> list[tuple[float, float]]:
     return [(float(record.step), record.loss) for record in records if record.loss is not None]
 
 
-def _evaluations(run: Run, weights: str) -> list[tuple[float, float]]:
-    """Evaluation losses of one kind of weights by step: the mean over the islands that evaluated there."""
+def evaluations(run: Run, weights: str, name: str = "eval_loss") -> list[tuple[float, float]]:
+    """A figure of the evaluations of one kind of weights by step: the mean over the islands that evaluated there."""
     by_step: dict[int, list[float]] = {}
     for island in run.islands:
         for record in island.of(Eval):
-            if record.eval_loss is not None and record.weights == weights:
-                by_step.setdefault(record.step, []).append(record.eval_loss)
-    return [(float(step), sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
+            value = getattr(record, name)
+            if value is not None and record.weights == weights:
+                by_step.setdefault(record.step, []).append(value)
+    return [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
 
 
 def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:

@@ -12,11 +12,12 @@ from hf_diloco.report.figures import (
     Points,
     columns,
     cumulative,
+    evaluations,
     loss_plot,
     thinned,
 )
 from hf_diloco.report.read import Run
-from hf_diloco.report.records import Eval, Mix
+from hf_diloco.report.records import Mix
 from hf_diloco.report.summary import Report
 from hf_diloco.report.svg import colour, css_colour, draw
 from hf_diloco.utils import text
@@ -32,7 +33,7 @@ def plots(run: Run, report: Report) -> list[Plot]:
 
 def accuracy_plot(run: Run) -> Plot:
     """Accuracy of the mean of all nodes."""
-    points = _evaluated(run, "eval_accuracy")
+    points = evaluations(run, "outer", "eval_accuracy")
     if not points:
         return Plot("Accuracy", "No accuracy was recorded.", None)
     return Plot("Accuracy", "Of the mean of all nodes.", draw("accuracy", _line(points, "accuracy")))
@@ -40,7 +41,7 @@ def accuracy_plot(run: Run) -> Plot:
 
 def consensus_plot(run: Run) -> Plot:
     """How far the nodes are from their mean."""
-    points = [(step, value) for step, value in _evaluated(run, "consensus_distance") if value > 0]
+    points = [(step, value) for step, value in evaluations(run, "outer", "consensus_distance") if value > 0]
     if not points:
         return Plot("Consensus", "The nodes' distance from their mean was not recorded.", None)
     caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
@@ -86,14 +87,3 @@ def _line(points: Points, label: str, is_log: bool = False) -> Callable[[Axes], 
         axes.set(xlabel="step", ylabel=label)
 
     return paint
-
-
-def _evaluated(run: Run, name: str) -> list[tuple[float, float]]:
-    """A figure of the evaluations of the mean, by step: the mean over the nodes that recorded it."""
-    by_step: dict[int, list[float]] = {}
-    for island in run.islands:
-        for record in island.of(Eval):
-            value = getattr(record, name)
-            if value is not None and record.weights == "outer":
-                by_step.setdefault(record.step, []).append(value)
-    return [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]

@@ -92,4 +92,4 @@ def _time(shares: TimeSplit | None) -> str:
 def _consensus(report: Report) -> str:
     if report.consensus_distance is None:
         return text.MISSING
-    return f"nodes are {text.number(report.consensus_distance)} of its length from their mean"
+    return f"relative distance from the mean: {text.number(report.consensus_distance)}"

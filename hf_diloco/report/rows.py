@@ -123,15 +123,16 @@ def _time(shares: TimeSplit | None) -> str:
 
 def _rounds(report: Report) -> str:
     payload = f", {report.payload} payload" if report.payload else ""
-    return f"{report.num_rounds:,} {_every(report)}".strip() + payload
+    every = _every(report)
+    return f"{report.num_rounds:,}{f' ({every})' if every else ''}{payload}"
 
 
 def _every(report: Report) -> str:
-    """How many inner steps a round has: of several fragments, each every so many steps."""
+    """How often there is a round, in inner steps."""
     if not report.sync_every:
         return ""
     steps = f"{report.sync_every:,} {text.plural('step', report.sync_every)}"
-    return f"of {steps}" if report.num_fragments == 1 else f"of {report.num_fragments} fragments, each of {steps}"
+    return f"every {steps}" if report.num_fragments == 1 else f"{report.num_fragments} fragments, each every {steps}"
 
 
 def _hashes(report: Report) -> str:

@@ -122,7 +122,7 @@ class Recovery:
             self.outer.drop_progress(self.outer.fragment_of(later))
 
     def _give_up(self, planned: PlannedRound, part: Part) -> None:
-        """Takes what a round has used of this island's progress, and of which nothing is in the store, from it."""
+        """Subtracts progress that a committed round consumed and the store no longer holds."""
         own = planned.place_of(self.config.island)
         fragment = self.outer.fragment_of(planned.number)
         if part is Part.WHOLE and own is None:

@@ -33,7 +33,7 @@ class Pace:
     def align_to_others(self) -> None:
         """An island that joins in the middle of a round syncs with the others, if it has time for a step.
 
-        One that resumes further than they are keeps its time: what is heard may be of processes that are gone.
+        If it resumes ahead of them, it keeps its schedule: their heartbeats may be stale.
         """
         steps = self.island.on_leader(self._others_steps)
         if self.outer.steps < steps < self._length:

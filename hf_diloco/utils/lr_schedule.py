@@ -1,4 +1,4 @@
-"""The learning rate of who takes part in a run that has gone on without it."""
+"""Fast-forwards the learning-rate schedule of an island or node that joins late."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from hf_diloco.apps.common.kinds import kind_of
-from hf_diloco.apps.vision.runfile import VisionRun, load_vision_run
+from hf_diloco.apps.common.load import read_run_file
+from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.choco import with_payload
@@ -256,7 +257,7 @@ CONFIGS = sorted((ROOT / "configs" / "vision").glob("*.yaml"))
 def test_configs_are_run_files(path: Path) -> None:
     from hf_diloco.apps.common.arguments import check_training
 
-    run = load_vision_run(path)
+    run = read_run_file(VisionRun, path)
     run.check()
     check_training(run.training)
     assert run.gossip.num_nodes > 1

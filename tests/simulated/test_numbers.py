@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm import train as lm
 from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
 from hf_diloco.apps.vision import train as vision
@@ -64,7 +64,7 @@ def test_a_run_without_a_number_ends_before_anything_is_written(
     kind: Any, train: Any, unit: str, tmp_path: Path
 ) -> None:
     file = {RunFile: "configs/quickstart.yaml", VisionRun: "configs/vision/quickstart.yaml"}[kind]
-    run = load_run(kind, ROOT / file, [f"output={tmp_path}", f"{kind.meeting_name}.rendezvous={NOWHERE}"])
+    run = read_run_file(kind, ROOT / file, [f"output={tmp_path}", f"{kind.meeting_name}.rendezvous={NOWHERE}"])
     assert run.meeting.num_islands > 1
     numbers = rf"this one has no number.* from 0 to {run.meeting.num_islands - 1}"
     with pytest.raises(ConfigError, match=rf"{unit}s, and {numbers}"):

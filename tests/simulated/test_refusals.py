@@ -14,8 +14,9 @@ from accelerate.utils import ProjectConfiguration
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import load_run_file
-from hf_diloco.apps.vision.runfile import load_vision_run
+from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.arguments import check_arguments, check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS, Refusal, Where, refuse
@@ -69,7 +70,7 @@ def test_a_run_file_of_islands_refuses(refusal: Refusal) -> None:
 @pytest.mark.parametrize("override", ["training.fp16=true", "training.save_total_limit=1"])
 def test_a_run_file_of_nodes_refuses(override: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used: "):
-        load_vision_run(ROOT / "configs" / "vision" / "quickstart.yaml", [override])
+        read_run_file(VisionRun, ROOT / "configs" / "vision" / "quickstart.yaml", [override])
 
 
 def test_all_are_named_at_once() -> None:

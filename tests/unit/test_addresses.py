@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hf_diloco
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError
@@ -58,7 +58,7 @@ def test_settings_and_callbacks_refuse_every_interface(kind: str, settings: dict
 @pytest.mark.parametrize("setting", ["diloco.rendezvous=tcp://0.0.0.0:29400", "diloco.bind_address='::'"])
 def test_the_run_file_refuses_every_interface(setting: str) -> None:
     with pytest.raises(ConfigError, match="stands for every interface"):
-        load_run(RunFile, ROOT / "configs" / "quickstart.yaml", [setting])
+        read_run_file(RunFile, ROOT / "configs" / "quickstart.yaml", [setting])
 
 
 def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_diloco.apps.common.kinds import load_any_run
+from hf_diloco.apps.common.kinds import kind_of
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.shipped import find_run_file, shipped_files, shipped_names
+from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli.main import app
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
@@ -33,7 +35,8 @@ def test_all_that_the_repository_has_is_shipped() -> None:
 @pytest.mark.parametrize("name", ["quickstart", "recipes/slowmo", "vision/quickstart"])
 def test_a_name_is_the_file(name: str) -> None:
     assert find_run_file(name) == ROOT / "configs" / f"{name}.yaml"
-    assert load_any_run(name) == load_any_run(ROOT / "configs" / f"{name}.yaml")
+    kind = kind_of(name)
+    assert read_run_file(kind, name) == read_run_file(kind, ROOT / "configs" / f"{name}.yaml")
 
 
 def test_a_file_of_ones_own_wins_over_a_name() -> None:
@@ -76,7 +79,7 @@ def test_a_copy_works_where_it_is() -> None:
     written = configs("copy", "quickstart", "recipes/diloco", "--to", "mine")
     assert written == [f"mine/{name}" for name in ("deepspeed/zero1.json", "deepspeed/zero2.json", "quickstart.yaml",
                                                    "recipes/diloco.yaml")]  # fmt: skip
-    copied, shipped = (load_any_run(name) for name in ("mine/recipes/diloco.yaml", "recipes/diloco"))
+    copied, shipped = (read_run_file(RunFile, name) for name in ("mine/recipes/diloco.yaml", "recipes/diloco"))
     assert copied.deepspeed == str(Path("mine/deepspeed/zero1.json").resolve())
     assert copied.model_copy(update={"deepspeed": shipped.deepspeed}) == shipped
 

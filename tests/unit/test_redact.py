@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from hf_diloco import errors
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli.island import Island, IslandPlan
 from hf_diloco.errors import ConfigError, IslandLostError
-from hf_diloco.report import load_run as read_run, print_report, summarise, write_html
+from hf_diloco.report import load_run, print_report, summarise, write_html
 from hf_diloco.utils.redact import redact, redact_text
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_every_error_of_the_package_hides_them() -> None:
 def test_a_wrong_setting_with_a_secret_name_does_not_show_its_value(tmp_path: Path) -> None:
     for override in ("diloco.hub_token=s3cr3t", "diloco.rendezvous=s3://me:s3cr3t@bucket/run"):
         with pytest.raises(ConfigError) as caught:
-            load_run(RunFile, ROOT / "configs" / "quickstart.yaml", [override])
+            read_run_file(RunFile, ROOT / "configs" / "quickstart.yaml", [override])
         assert "***" in str(caught.value)
         assert "s3cr3t" not in str(caught.value)
 
@@ -87,7 +87,7 @@ def test_run_json_report_progress_and_log_hide_them(tmp_path: Path) -> None:
     from hf_diloco.trainer.progress import Progress
 
     overrides = [f"output={tmp_path}", "name=told", "training.hub_token=s3cr3t"]
-    run = load_run(
+    run = read_run_file(
         RunFile, ROOT / "configs" / "quickstart.yaml", [*overrides, "training.hub_model_id=http://u:s3cr3t@h"]
     )
     folder = run.island_folder()
@@ -97,7 +97,7 @@ def test_run_json_report_progress_and_log_hide_them(tmp_path: Path) -> None:
     Island(plan).kill(after=60)
     Progress(folder, 5).update(message="cannot reach https://u:s3cr3t@h")
     (folder / "metrics.jsonl").write_text("")
-    page = write_html(read_run(run.folder), tmp_path / "report.html")
+    page = write_html(load_run(run.folder), tmp_path / "report.html")
     for path in (run.folder / "run.json", folder / "progress.json", folder / "log.txt", page):
         assert "s3cr3t" not in path.read_text(), path
         assert "***" in path.read_text(), path
@@ -107,19 +107,19 @@ def test_a_report_of_an_older_run_hides_them(tmp_path: Path) -> None:
     (tmp_path / "island-0").mkdir()
     (tmp_path / "island-0" / "metrics.jsonl").write_text("")
     (tmp_path / "run.json").write_text(json.dumps({"training": {"hub_token": "s3cr3t"}}))
-    assert "s3cr3t" not in write_html(read_run(tmp_path), tmp_path / "report.html").read_text()
+    assert "s3cr3t" not in write_html(load_run(tmp_path), tmp_path / "report.html").read_text()
 
 
 def test_no_terminal_obeys_a_sample_a_name_or_a_warning(tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e<script>alert(1)</script>"
     (tmp_path / "island-0").mkdir()
     (tmp_path / "island-0" / "metrics.jsonl").write_text("")
-    report = summarise(read_run(tmp_path))
+    report = summarise(load_run(tmp_path))
     report = report.model_copy(update={"name": evil, "sample": evil, "warnings": [evil]})
     out = io.StringIO()
     print_report(report, Console(file=out, width=200))
     assert not [char for char in out.getvalue() if not char.isprintable() and char != "\n"]
     assert out.getvalue().count("owned") == 3
-    page = write_html(read_run(tmp_path), tmp_path / "report.html", report).read_text()
+    page = write_html(load_run(tmp_path), tmp_path / "report.html", report).read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page

@@ -47,7 +47,7 @@ def test_the_table(tmp_path: Path) -> None:
         "bytes exchanged 16.0 kB sent, 16.0 kB received",
         "per-step sync would have sent 32.0 kB: 2.0x as much",
         "computing 75.0 %, waiting 10.0 %, exchanging 10.0 %, applying 5.0 %",
-        "rounds 2 of 2 steps, fp32 payload",
+        "rounds 2 (every 2 steps), fp32 payload",
         "outer parameters equal on all islands after all 2 rounds",
         f"model {folder / 'model'}",
         "0 4 2.5000 2.0794 40 8.00 kB 65.0 % 20.0 % 10.0 %",
@@ -62,7 +62,7 @@ def test_rounds_of_fragments(tmp_path: Path) -> None:
     for island in range(2):
         first, *others = whole_record(island)
         write_island(folder, island, [{**first, "num_fragments": 2}, *others])
-    assert "rounds 2 of 2 fragments, each of 2 steps, fp32 payload" in flat(printed(folder, width=200))
+    assert "rounds 2 (2 fragments, each every 2 steps), fp32 payload" in flat(printed(folder, width=200))
 
 
 def test_the_table_fits_a_terminal(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.yaml_file import parse_override, read_yaml
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.errors import ConfigError
@@ -31,7 +31,7 @@ def test_what_would_exhaust_the_process_is_refused(text: str, message: str, tmp_
     path, begun = tmp_path / "run.yaml", time.monotonic()
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_run(RunFile, path)
+        read_run_file(RunFile, path)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
     assert time.monotonic() - begun < 20

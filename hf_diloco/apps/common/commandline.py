@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.load import VARIABLES, load_run
+from hf_diloco.apps.common.load import VARIABLES, read_run_file
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -39,7 +39,7 @@ def load_given(kind: type[R], given: Mapping[str, Any]) -> R:
     keys = {name: kind.setting(name) for name in VARIABLES}
     keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
     shorthands = [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
-    return load_run(kind, given["run_file"], [*given["overrides"], *shorthands])
+    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands])
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:

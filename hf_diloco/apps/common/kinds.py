@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import read_yaml
 
@@ -28,12 +26,3 @@ def kind_of(path: str | Path) -> type[BaseRun]:
     values, _ = read_yaml(find_run_file(path))
     lm, vision = kinds().values()
     return vision if vision.meeting_name in values else lm
-
-
-def load_any_run(path: str | Path, overrides: Sequence[str] = ()) -> BaseRun:
-    """`load_run` of the kind that the file is of.
-
-    Raises:
-        ConfigError: see `load_run`.
-    """
-    return load_run(kind_of(path), path, overrides)

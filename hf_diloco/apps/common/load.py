@@ -26,7 +26,7 @@ VARIABLES = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous":
 _COMMAND_LINE = "command line: "
 
 
-def load_run(kind: type[R], path: str | Path, overrides: Sequence[str] = ()) -> R:
+def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()) -> R:
     """Reads and checks a run file.
 
     Args:

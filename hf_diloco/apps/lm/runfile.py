@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.load import load_run
+from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.data.settings import DataBlock
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
@@ -188,9 +188,9 @@ class RunFile(BaseRun):
 
 
 def load_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
-    """Reads and checks a language model's run file; see `load_run`.
+    """Reads and checks a language model's run file; see `read_run_file`.
 
     Raises:
         ConfigError: naming each problem, its value and where it stands.
     """
-    return load_run(RunFile, path, overrides)
+    return read_run_file(RunFile, path, overrides)

@@ -48,7 +48,7 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
     Args:
         run_file: the YAML file, or the name of one that comes with the package.
         num_islands: how many.
-        overrides: `key.sub=value` items, which beat the file's.
+        overrides: `key.sub=value` items, instead of the file's.
 
     Returns:
         The record of the run, for `hf_diloco.report`.

@@ -5,15 +5,13 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.load import load_run
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.vision.settings import GossipBlock, ImageDataBlock, ImageModelBlock, ScheduleBlock
 from hf_diloco.trainer.refusals import Where
@@ -88,12 +86,3 @@ class VisionRun(BaseRun):
         if self.model.path is not None:
             yield partial(checkpoint_config, self.model.path)
         yield partial(find_dataset if self.data.source == "hub" else open_source, self.data)
-
-
-def load_vision_run(path: str | Path, overrides: Sequence[str] = ()) -> VisionRun:
-    """Reads and checks an image classifier's run file; see `load_run`.
-
-    Raises:
-        ConfigError: naming each problem, its value and where it stands.
-    """
-    return load_run(VisionRun, path, overrides)

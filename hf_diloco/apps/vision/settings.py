@@ -181,7 +181,7 @@ class ScheduleBlock(Block):
 class GossipBlock(GossipConfig):
     """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
 
-    __init__ = BaseModel.__init__  # errors rise to `load_run`, which knows their lines
+    __init__ = BaseModel.__init__  # errors rise to `read_run_file`, which knows their lines
 
     def _check_meeting(self) -> None:
         pass

@@ -45,7 +45,7 @@ LOOK_SECONDS = 0.5
 """How often neighbours look for those that were lost."""
 
 MAX_REST_SECONDS = 600.0
-"""A link that breaks again and again is let be for a second, two, four, and so on up to this."""
+"""A link that breaks again and again backs off for one second, doubling up to this limit."""
 
 Connect = Callable[[int, int, int, Callable[[], None]], Edge]
 """Makes the edge to a neighbour that was started so many times, and what else connects the two; 0, or which attempt
