@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
 
 from benchmarks.chaos import run_file
 from hf_diloco.apps.common.base import PushBlock
@@ -53,7 +52,7 @@ def test_one_rank_of_one_island_pushes_once(tmp_path: Path, hub: HubServer, env:
     model = tmp_path / "chaos" / "model"
     assert files == {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= files.keys()
-    assert "hf-diloco" in ModelCard(files["README.md"].decode()).data.tags
+    assert b"- hf-diloco\n" in files["README.md"]  # a tag
     assert output.count("published: ") == 1
 
 
