@@ -47,6 +47,13 @@ class Exchange(ABC):
     island: int
     num_islands: int
 
+    def expect(self, size: int, codec: Codec) -> None:
+        """Says that the next values to be prepared are so many, on all islands, whenever they come.
+
+        What the others send of them need not wait until this island has its own. Does not block; may be left out.
+        """
+        return
+
     def prepare(self, values: torch.Tensor, codec: Codec) -> None:
         """Says that `average` of these `values` is the next exchange on all islands, whenever it comes.
 

@@ -24,11 +24,18 @@ that its arithmetic takes longer than its way."""
 
 @dataclass
 class Chunk:
-    """What is in flight for one chunk of the values."""
+    """What is in flight for one chunk of the values.
 
-    values: torch.Tensor
+    Attributes:
+        size: how many values.
+        slot: which of the buffers it has.
+        values: themselves; none while it is only expected.
+    """
+
+    size: int
     slot: int
     is_averaged_by_all: bool
+    values: torch.Tensor = field(default_factory=torch.Tensor)
     tag: int = 0
     result_tag: int = 0
     code: torch.Tensor = field(default_factory=torch.Tensor)
@@ -61,6 +68,13 @@ def chunk_values(size: int, codec: Codec) -> int:
     """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
     fewer_bytes = 4 * codec.block_values // codec.block_bytes
     return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))
+
+
+def first_chunks(size: int, codec: Codec) -> list[int]:
+    """Values of each of the chunks that are in flight first, of `size`."""
+    most = chunk_values(size, codec)
+    sizes = [min(most, size - start) for start in range(0, max(1, size), most)]
+    return sizes[: num_chunks_in_flight(most, codec)]
 
 
 def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:

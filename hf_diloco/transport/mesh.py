@@ -32,6 +32,7 @@ from hf_diloco.transport.chunks import (
     bytes_to_send,
     chunk_values,
     cut,
+    first_chunks,
     length,
     num_chunks_in_flight,
 )
@@ -93,6 +94,7 @@ class MeshExchange(Exchange):
         self._with_checksums = with_checksums
         self._watch = watch
         self._damaged: set[int] = set()
+        self._expected: deque[Chunk] = deque()
         self._prepared: deque[Chunk] = deque()
         self._failure: ExchangeError | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -103,17 +105,28 @@ class MeshExchange(Exchange):
         )
         self._messages = Messages(self.links, self._peers)
 
-    def prepare(self, values: torch.Tensor, codec: Codec) -> None:
-        size = chunk_values(values.numel(), codec)
-        parts = values.split(size)[: num_chunks_in_flight(size, codec)]
+    def expect(self, size: int, codec: Codec) -> None:
         try:
-            for slot, part in enumerate(parts if self._peers else ()):
-                self._prepared.append(self._expect(slot, part, codec))
+            for slot, num_values in enumerate(first_chunks(size, codec) if self._peers else ()):
+                self._expected.append(self._expect(slot, num_values, codec))
+        except ExchangeError as error:
+            # `average` raises it: who waits for the others until then may learn more.
+            self._failure = error
+
+    def prepare(self, values: torch.Tensor, codec: Codec) -> None:
+        if not self._expected:
+            self.expect(values.numel(), codec)
+        if self._failure:
+            return
+        self._prepared, self._expected = self._expected, deque()
+        for chunk, part in zip(self._prepared, values.split(chunk_values(values.numel(), codec)), strict=False):
+            assert chunk.size == part.numel(), f"{chunk.size} values were expected, not {part.numel()}"
+            chunk.values = part
+        try:
             if self._rate_limit.bytes_per_second is None:  # else sending takes its time
                 for chunk in self._prepared:
                     self._scatter(chunk, codec)
         except ExchangeError as error:
-            # `average` raises it: who waits for the others until then may learn more.
             self._failure = error
 
     def average(
@@ -129,6 +142,7 @@ class MeshExchange(Exchange):
         traffic = Traffic()
         size = chunk_values(values.numel(), codec)
         num_slots = num_chunks_in_flight(size, codec)
+        first_slot = len(self._expected)  # those before are for another average, whose values may come meanwhile
         try:
             if self._failure:
                 raise self._failure
@@ -136,7 +150,8 @@ class MeshExchange(Exchange):
                 if len(pipeline) == num_slots:
                     traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
                 known = self._prepared.popleft() if self._prepared else None
-                chunk = known or self._expect(number % num_slots, part, codec)
+                chunk = known or self._expect(first_slot + number % num_slots, part.numel(), codec)
+                chunk.values = part
                 pipeline.append(chunk)
                 self._scatter(chunk, codec)
                 if len(pipeline) > num_slots // 2:
@@ -184,9 +199,10 @@ class MeshExchange(Exchange):
     def close(self) -> None:
         if self._prepared:
             self.links.wake()
-        for chunk in self._prepared:
+        for chunk in (*self._prepared, *self._expected):
             chunk.drop()
         self._prepared.clear()
+        self._expected.clear()
         self._messages.close()
         self.links.close()
 
@@ -204,17 +220,17 @@ class MeshExchange(Exchange):
 
     # One chunk's way: scatter, reduce, finish.
 
-    def _expect(self, slot: int, values: torch.Tensor, codec: Codec) -> Chunk:
+    def _expect(self, slot: int, size: int, codec: Codec) -> Chunk:
         """Starts receiving all that the others will send for a chunk.
 
         Before anything is sent: a sender that finds nobody receiving asks first, which takes a whole round trip.
         """
-        chunk = Chunk(values, slot, averaged_by_all(self.num_islands, codec))
+        chunk = Chunk(size, slot, averaged_by_all(self.num_islands, codec))
         chunk.tag = self._next_tag()
         if chunk.is_averaged_by_all:  # one trip instead of two
-            chunk.pieces = [slice(0, chunk.values.numel())] * self.num_islands
+            chunk.pieces = [slice(0, size)] * self.num_islands
         else:
-            chunk.pieces = cut_into_pieces(chunk.values.numel(), self.num_islands, codec)
+            chunk.pieces = cut_into_pieces(size, self.num_islands, codec)
         try:
             self._receive_all(chunk, codec)
         except ExchangeError:
@@ -230,7 +246,7 @@ class MeshExchange(Exchange):
             self.links.receive(received, peer, chunk.tag, chunk.transfers, self._with_checksums)
         if not chunk.is_averaged_by_all:
             chunk.result_tag = self._next_tag()
-            chunk.result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.values.numel()))
+            chunk.result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.size))
             for peer in self._peers:
                 piece = chunk.result_of(peer, codec)
                 self.links.receive(piece, peer, chunk.result_tag, chunk.results, self._with_checksums)
@@ -263,7 +279,7 @@ class MeshExchange(Exchange):
         """Puts the average in place of the chunk's values, block by block."""
         awaited = chunk.transfers if chunk.is_averaged_by_all else chunk.results
         traffic = chunk.traffic + self._wait(awaited, deadline)
-        for where in blocks(chunk.values.numel()):
+        for where in blocks(chunk.size):
             values = chunk.values[where]
             if chunk.is_averaged_by_all:
                 mean = self._mean(chunk, where, weights, codec)
@@ -297,7 +313,7 @@ class MeshExchange(Exchange):
     def _encode(self, chunk: Chunk, codec: Codec) -> torch.Tensor:
         if codec.is_exact:
             return chunk.values.view(torch.uint8)
-        code = self._buffer("code", chunk.slot, codec.num_bytes(chunk.values.numel()))
+        code = self._buffer("code", chunk.slot, codec.num_bytes(chunk.size))
         codec.encode(chunk.values, code)
         return code
 

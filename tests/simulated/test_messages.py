@@ -200,6 +200,7 @@ def test_who_waits_for_a_message_and_closes_leaves_nothing_open() -> None:
             if island < 2:
                 assert swap(exchange, b"second", seconds=0.2).keys() <= {0, 1}
                 exchange.prepare(torch.ones(1000), FP32)
+                exchange.expect(1000, FP32)
             exchange.close()
 
         run_islands(3, run)
@@ -224,11 +225,11 @@ def test_who_waits_for_a_message_and_closes_leaves_nothing_open() -> None:
 
 @pytest.mark.parametrize("num_islands", [2, 3])
 @pytest.mark.parametrize("payload", ["fp32", "int8", "topk"])
-@pytest.mark.parametrize("unprepared", [None, 0])
+@pytest.mark.parametrize(("unprepared", "is_expected"), [(None, False), (0, False), (None, True)])
 def test_what_leaves_early_comes_to_the_same_average(
-    num_islands: int, payload: str, unprepared: int | None, monkeypatch: pytest.MonkeyPatch
+    num_islands: int, payload: str, unprepared: int | None, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more chunks than are in flight at a time; also if one island leaves it out."""
+    """Of more chunks than are in flight at a time; if one island leaves it out; if other values come in between."""
     monkeypatch.setattr(chunks, "CHUNK_VALUES", 1 << 12)
     size, codec = 45 * (1 << 12) + 17, CODECS[payload]
 
@@ -236,6 +237,10 @@ def test_what_leaves_early_comes_to_the_same_average(
         averages = []
         for turn in range(2):
             values = torch.randn(size, generator=torch.Generator().manual_seed(10 * turn + island))
+            if is_expected:
+                exchange.expect(size, codec)
+                averages.append(between := values[:20_000] + 1)
+                exchange.average(between, [1.0] * num_islands, FP32)
             if island != unprepared:
                 exchange.prepare(values, codec)
             swap(exchange, b"ready")
@@ -259,6 +264,8 @@ def test_values_leave_before_the_average_unless_a_rate_is_set(rate: float | None
         group = NotingGroup(exchange.links.groups[0])
         exchange.links.groups = [group]  # type: ignore[list-item]
         values = torch.ones(100)
+        exchange.expect(100, FP32)
+        assert [kind for kind, _ in group.calls] == both
         exchange.prepare(values, FP32)
         kinds = [kind for kind, _ in group.calls]
         exchange.average(values, [1.0, 1.0], FP32)
@@ -268,7 +275,8 @@ def test_values_leave_before_the_average_unless_a_rate_is_set(rate: float | None
     assert run_islands(2, run) == [both if rate else [*both, "send", "send"]] * 2
 
 
-def test_a_broken_connection_is_told_by_the_average_and_not_before() -> None:
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_broken_connection_is_told_by_the_average_and_not_before(is_expected: bool) -> None:
     opened = in_mesh(2)
     has_closed = threading.Event()
 
@@ -283,6 +291,8 @@ def test_a_broken_connection_is_told_by_the_average_and_not_before() -> None:
         while not exchange.find_broken() and time.monotonic() < deadline:
             time.sleep(0.01)
         values = torch.ones(100)
+        if is_expected:
+            exchange.expect(100, FP32)
         exchange.prepare(values, FP32)
         with pytest.raises(IslandLostError) as caught:
             exchange.average(values, [1.0, 1.0], FP32)
