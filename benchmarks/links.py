@@ -34,12 +34,15 @@ class Links:
 
     Args:
         processes: where those that delay packets are started.
+        congestion: islands' TCP congestion control, of those in net.ipv4.tcp_allowed_congestion_control; default: the
+            machine's.
     """
 
     host = f"{_NETWORK}.254"
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, congestion: str | None = None) -> None:
         self._processes = processes
+        self._congestion = congestion
         self._pids: dict[int, int] = {}
         self._delays: dict[int, Process] = {}
         _run("ip link set lo up")
@@ -64,6 +67,8 @@ class Links:
             "link set lo up",
         ):
             self._inside(island, f"ip {command}")
+        if self._congestion:
+            self._inside(island, f"sysctl -qw net.ipv4.tcp_congestion_control={self._congestion}")
 
     def shape(self, island: int, rate: float, rtt: float = 0.0) -> None:
         """Gives an island's link a rate, in each direction.

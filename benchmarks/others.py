@@ -230,7 +230,7 @@ def bytes_sent(device: str) -> int:
 
 
 def synchronise(
-    islands: Sequence[Process], store: TCPStore, repeats: int, rtt: float, first: int = 0
+    islands: Sequence[Process], store: TCPStore, repeats: int, rtt: float, first: int = 0, pause: float = 0.0
 ) -> Iterator[tuple[float, int]]:
     """Seconds of each synchronisation but the first, and bytes that one island sent.
 
@@ -240,6 +240,7 @@ def synchronise(
         repeats: how many count.
         rtt: milliseconds.
         first: those that these islands did before.
+        pause: seconds at least before each.
     """
 
     def gather(topic: str) -> list[bytes]:
@@ -256,7 +257,7 @@ def synchronise(
     before = math.nan
     for count in range(first, first + 1 + repeats):
         gather(f"ready/{count}")
-        store.set(f"start/{count}", repr(time.monotonic() + 0.3 + 2e-3 * rtt))
+        store.set(f"start/{count}", repr(time.monotonic() + max(pause, 0.3 + 2e-3 * rtt)))
         answers = [json.loads(answer) for answer in gather(f"answer/{count}")]
         parameters = {answer["parameters"] for answer in answers}
         if len(parameters) > 1 or before in parameters:
@@ -282,7 +283,7 @@ def measure(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Measurem
                 process.wait_for("up")
                 links.join(island, process.pid)
                 links.shape(island, *link)
-            seconds, sent = zip(*synchronise(islands, store, args.repeats, link.rtt), strict=True)
+            seconds, sent = zip(*synchronise(islands, store, args.repeats, link.rtt, pause=args.pause), strict=True)
             links.clear()
             for process in islands:
                 process.kill()
@@ -345,6 +346,7 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=25_000_000, help="fp32 parameters")
     parser.add_argument("--layers", type=int, default=8, help="of 9 tensors each, beside 3 more")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each, after which TCP begins slowly")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
     parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

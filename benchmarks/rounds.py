@@ -1,13 +1,15 @@
 """How many round trips a synchronisation of little data takes, and how many seconds that is between far islands.
 
     python -m benchmarks.rounds
-    python -m benchmarks.rounds --islands 2 4 --rtt 10 100 --only tcp --json FILE
+    python -m benchmarks.rounds --islands 2 4 --rtt 10 100 --only "tcp://$" --json FILE
+    python -m benchmarks.rounds --islands 2 --rtt 100 --only ^tcp --pause 5 --congestion cubic
 
 Islands are processes with networks of their own (`benchmarks/links.py`) that synchronise `--values` fp32 parameters as
 in `benchmarks/others.py`, on links of `--rate` Mbit/s and several round-trip times, on which the payload's own way is
-next to nothing:
+next to nothing. TCP adds trips of its own: most kinds of congestion control begin slowly again after a rest of a few
+trips (RFC 2861), bbr does not. In a training rounds are minutes apart; `--pause` has them so many seconds apart:
 
-    tcp://     hf-diloco with the rendezvous at island 0
+    tcp://     hf-diloco with the rendezvous at island 0; also with `connections: 4`
     elastic    the same where islands may come and go (`min_islands` below `num_islands`), and all are there
     http://    hf-diloco at a server of `hf-diloco rendezvous`, which speaks S3's protocol and is as far from each
                island as the others are; pseudo-gradients travel through it
@@ -29,6 +31,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -67,6 +70,7 @@ def open_elastic(island: int, num_islands: int, model: nn.Module) -> Step:
 
 CANDIDATES: dict[str, Callable[[int, int, nn.Module], Step]] = {
     "tcp://": functools.partial(open_hf_diloco, payload="fp32"),
+    "tcp://, 4 connections": functools.partial(open_hf_diloco, payload="fp32", connections=4),
     "tcp:// elastic": open_elastic,
     STORE: open_in_store,
     TORCHFT: functools.partial(open_torchft, use_bucketization=True),
@@ -108,7 +112,7 @@ def enter_own_network() -> None:
 def measure(args: argparse.Namespace, names: list[str]) -> Iterator[Row]:
     """All rows, in the order of the table."""
     with Processes() as processes:
-        links = Links(processes)
+        links = Links(processes, args.congestion)
         for num_islands, name in itertools.product(args.islands, names):
             with tempfile.TemporaryDirectory() as folder:
                 server = processes.spawn([*SERVER, f"{Links.host}:{PORT}", "--folder", folder])
@@ -138,7 +142,7 @@ def measure_row(
     for position, rtt in enumerate(sorted(args.rtt)):
         for number in range(num_islands):
             links.shape(number, args.rate, 2 * rtt if name == STORE else rtt)
-        rounds = synchronise(islands, store, args.repeats, rtt, first=position * (1 + args.repeats))
+        rounds = synchronise(islands, store, args.repeats, rtt, position * (1 + args.repeats), args.pause)
         yield rtt, [seconds for seconds, _ in rounds]
     links.clear()
     for island in islands:
@@ -165,9 +169,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s in each direction")
     parser.add_argument("--rtt", type=float, nargs="+", default=[10, 50, 100, 200], help="milliseconds")
     parser.add_argument("--islands", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--only", nargs="*", default=[], help="run only rows whose names hold one of these words")
+    parser.add_argument("--only", nargs="*", default=[], help="run only rows whose names hold one of these patterns")
     parser.add_argument("--values", type=int, default=100_000, help="fp32 parameters")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each, after which TCP begins slowly")
+    parser.add_argument("--congestion", metavar="NAME", help="islands' TCP congestion control, as cubic")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
     parser.add_argument("--layers", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
@@ -177,7 +183,7 @@ def main() -> None:
         enter_own_network()
         run_island(args, CANDIDATES[args.only[0]])
         return
-    names = [name for name in CANDIDATES if not args.only or any(word in name for word in args.only)]
+    names = [name for name in CANDIDATES if not args.only or any(re.search(word, name) for word in args.only)]
     if not names:
         parser.error(f"no row holds {' or '.join(args.only)}; there are {', '.join(CANDIDATES)}")
     enter_network("benchmarks.rounds", sys.argv[1:])

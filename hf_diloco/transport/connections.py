@@ -39,9 +39,9 @@ from hf_diloco.utils.listening import GlooListener
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
 
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 20
-"""What is sent at a time is cut into at least one part a connection, if they are not too small, and into more where
-they would be so large that a rate limit lets through one burst after the other."""
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 14, 1 << 20
+"""What is sent at a time is cut into at least one part a connection, unless the parts would be smaller than what TCP
+sends at once after a rest, and into more where a rate limit would let through one burst after the other."""
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
@@ -134,10 +134,10 @@ class Connections:
             tag: tells transfers apart; the same at both ends.
             transfers: counts it.
             with_checksum: whether a checksum goes behind it, where there is no key; the same at both ends.
-            as_it_is: the caller seals; the same at both ends.
+            as_it_is: the caller seals, and it goes whole, also into a longer buffer; the same at both ends.
         """
-        for connection, part in self.spread(tensor, tag):
-            sealer = None if as_it_is else self._sealer
+        sealer = None if as_it_is else self._sealer
+        for connection, part in self.spread(tensor, tag, as_it_is):
             num_bytes = part.nbytes
             for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 self._rate_limit.take(wire.nbytes)
@@ -158,8 +158,8 @@ class Connections:
     ) -> None:
         """Starts receiving; see `send`. The tensor is whole once the transfer has been waited for; with a key or a
         checksum it is then what was sent, or 0 and `peer` is in `Transfers.damaged`."""
-        for connection, part in self.spread(tensor, tag):
-            sealer = None if as_it_is else self._sealer
+        sealer = None if as_it_is else self._sealer
+        for connection, part in self.spread(tensor, tag, as_it_is):
             num_bytes = part.nbytes
             for wire in sealer.expect(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 transfers.add(self._start("recv", wire, peer, tag, connection), received=num_bytes)
@@ -201,7 +201,7 @@ class Connections:
         self._waiter.end()
         self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
-    def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def spread(self, tensor: torch.Tensor, tag: int, as_it_is: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """Parts of `tensor`, each with the number of its connection; the same at both ends.
 
         So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
@@ -209,7 +209,7 @@ class Connections:
         """
         if tensor.numel():
             fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
-            num_parts = max(fewest, min(self.num_connections, most))
+            num_parts = 1 if as_it_is else max(fewest, min(self.num_connections, most))
             for number, part in enumerate(tensor.tensor_split(num_parts)):
                 yield (tag + number) % self.num_connections, part
 
