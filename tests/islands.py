@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
+
+from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -46,3 +48,17 @@ def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int
     unfinished = [island for island in range(num_islands) if island not in outcomes]
     assert not unfinished, f"islands {unfinished} still run after {timeout} s; the others: {outcomes}"
     return outcomes
+
+
+class CountingStore:
+    """A store that counts the round trips that an island waits for."""
+
+    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "multi_get": 2, "get": 2}
+
+    def __init__(self, store: Store) -> None:
+        self.trips = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.trips += self.TRIPS.get(name, 0)
+        return getattr(self._store, name)

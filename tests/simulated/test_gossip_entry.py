@@ -19,7 +19,7 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Calls
+from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.rejoin import greeting_key
 from hf_diloco.gossip.mesh.store import Board
@@ -208,11 +208,11 @@ def test_a_node_that_dies_before_it_connects_costs_its_next_start_nothing() -> N
 
     def call_and_die() -> None:
         board = ring.board()
-        calls = Calls(board, leaver, board.count(f"starts/{leaver}", 1))
+        calls = Discovery(board, leaver, board.count(f"starts/{leaver}", 1))
         deadline = time.monotonic() + LONG
         while not all(board.has(f"greet/{leaver}/2/{peer}") for peer in (0, 2)):
             assert time.monotonic() < deadline
-            calls.say([0, 2], is_in=False)
+            calls.announce([0, 2], is_in=False)
             time.sleep(0.1)
 
     def live(node: int) -> MeshNeighbours:
@@ -308,6 +308,6 @@ def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, ther
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))
     later.start()
-    greetings = Greetings(board, Calls(board, 2, 2), 2, 2, {1: 1, 3: 1})
+    greetings = Greetings(board, Discovery(board, 2, 2), 2, 2, {1: 1, 3: 1})
     assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
     later.cancel()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from hf_diloco.cli.status import render
 from hf_diloco.errors import RendezvousError
 from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord, author_of
@@ -22,7 +23,6 @@ from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_LOST
 from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
-from hf_diloco.status.tables import render
 from hf_diloco.store.credentials import find_credentials, make_identity
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hf_diloco.cli.status import render
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.status import IslandStatus, Observer, RunStatus
-from hf_diloco.status.tables import render
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
 from tests.clocks import StillClock

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -29,7 +29,7 @@ from hf_diloco.membership.records import (
 from hf_diloco.store.rendezvous import connect_store, find_address
 from hf_diloco.utils.timeouts import call_within
 from tests.clocks import AT_ONCE, FastClock
-from tests.islands import run_islands, try_islands
+from tests.islands import CountingStore, run_islands, try_islands
 
 Stores = Callable[[int], Store]
 
@@ -121,25 +121,11 @@ def test_rounds_that_go_well(stores: Stores, num_islands: int) -> None:
     run_islands(num_islands, run)
 
 
-class Counting:
-    """A store that notes what waits for its answer, and in how many round trips."""
-
-    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "multi_get": 2, "get": 2}
-
-    def __init__(self, store: Store) -> None:
-        self.trips = 0
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        self.trips += self.TRIPS.get(name, 0)
-        return getattr(self._store, name)
-
-
 @pytest.mark.parametrize("num_islands", [2, 16])
 def test_a_round_without_links_takes_as_few_round_trips_with_many_islands_as_with_two(
     stores: Stores, num_islands: int
 ) -> None:
-    store: Any = Counting(stores(0))
+    store: Any = CountingStore(stores(0))
     book = Ledger(store, 0, num_islands)
     for other in range(1, num_islands):
         stores(1).set(f"round/1/arrived/{other}", json.dumps({"weight": 1}))

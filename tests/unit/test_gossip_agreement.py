@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from hf_diloco.errors import IslandLostError, PayloadError
 from hf_diloco.gossip.mesh import agreement
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
-from hf_diloco.gossip.mesh.discovery import Call, Calls
+from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
 from hf_diloco.gossip.mesh.store import Board
 
 ASKING, ASKED = 0, 1
@@ -89,19 +89,19 @@ def test_too_far_apart() -> None:
 def test_only_what_changes_is_heard() -> None:
     """What a node said before it was lost is there for good."""
     board = Board(HashStore(), "test")
-    ours, theirs = Calls(board, 0, 1), Calls(board, 1, 3)
-    assert ours.hear(1, 3) is None
-    theirs.say([0, 2], is_in=True)
-    assert ours.hear(1, 3) is None, "it may be gone: nobody knows how old this is"
-    assert ours.hear(1, 3) is None
-    theirs.say([0, 2], is_in=True)
-    assert ours.hear(1, 3) == Call(3, True, frozenset({0, 2}))
-    assert ours.hear(1, 3) is None
-    Calls(board, 1, 4).say([], is_in=False)
-    assert ours.hear(1, 3) == Call(4, False, frozenset())
-    again = Calls(board, 0, 1)
-    assert again.hear(1, 3) == Call(4, False, frozenset()), "it was not there before"
-    assert Calls(board, 0, 1).hear(1, 4) is None
+    ours, theirs = Discovery(board, 0, 1), Discovery(board, 1, 3)
+    assert ours.announcement_of(1, 3) is None
+    theirs.announce([0, 2], is_in=True)
+    assert ours.announcement_of(1, 3) is None, "it may be gone: nobody knows how old this is"
+    assert ours.announcement_of(1, 3) is None
+    theirs.announce([0, 2], is_in=True)
+    assert ours.announcement_of(1, 3) == Announcement(3, True, frozenset({0, 2}))
+    assert ours.announcement_of(1, 3) is None
+    Discovery(board, 1, 4).announce([], is_in=False)
+    assert ours.announcement_of(1, 3) == Announcement(4, False, frozenset())
+    again = Discovery(board, 0, 1)
+    assert again.announcement_of(1, 3) == Announcement(4, False, frozenset()), "it was not there before"
+    assert Discovery(board, 0, 1).announcement_of(1, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> Non
     board = Board(HashStore(), "test")
     board.put("calls/1", record)
     with pytest.raises(PayloadError, match="node 1"):
-        Calls(board, 0, 1).hear(1, 0)
+        Discovery(board, 0, 1).announcement_of(1, 0)
 
 
 @pytest.mark.parametrize("record", [{}, {"round": 1}, {"round": 1, "step": "soon"}, {"round": None, "step": 3}])

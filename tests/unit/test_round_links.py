@@ -7,36 +7,22 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 
 from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import ledger
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.transport.memory import MemoryNetwork
-from tests.islands import run_islands, try_islands
+from tests.islands import CountingStore, run_islands, try_islands
 
 
 def ok(digest: str = "ab") -> dict[str, Any]:
     return {"ok": True, "digest": digest}
-
-
-class Counting:
-    """A store that counts the round trips that an island waits for."""
-
-    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "multi_get": 2, "get": 2}
-
-    def __init__(self, store: Store) -> None:
-        self.trips = 0
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        self.trips += self.TRIPS.get(name, 0)
-        return getattr(self._store, name)
 
 
 class Links:
@@ -68,7 +54,7 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
     network, store = MemoryNetwork(num_islands), HashStore()
 
     def run(island: int) -> None:
-        counting: Any = Counting(store)
+        counting: Any = CountingStore(store)
         links = Links(network, island)
         book = Ledger(counting, island, num_islands, links=[links])
         for number in (1, 2, 3):

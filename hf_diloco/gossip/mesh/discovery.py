@@ -16,7 +16,7 @@ from hf_diloco.gossip.records import Record, whole_number
 
 
 @dataclass(frozen=True)
-class Call:
+class Announcement:
     """What a node says of itself.
 
     Attributes:
@@ -30,7 +30,7 @@ class Call:
     misses: frozenset[int]
 
 
-class Calls:
+class Discovery:
     """One node's, and what it hears of its neighbours'.
 
     Args:
@@ -46,13 +46,13 @@ class Calls:
         self._number = 0
         self._heard: dict[int, Record] = {}
 
-    def say(self, misses: Collection[int], is_in: bool) -> None:
+    def announce(self, misses: Collection[int], is_in: bool) -> None:
         """This node is there, and looks for others."""
         self._number += 1
         record = {"start": self._start, "is_in": is_in, "misses": sorted(misses), "number": self._number}
         self._board.put(f"calls/{self._node}", record)
 
-    def hear(self, peer: int, start: int) -> Call | None:
+    def announcement_of(self, peer: int, start: int) -> Announcement | None:
         """What a neighbour says, if it is there.
 
         Args:
@@ -67,16 +67,16 @@ class Calls:
         if record is None or record == before:
             return None
         self._heard[peer] = record
-        call = _read_call(record, peer)
-        is_known_to_be_there = call.start > start or (before is not None and call.start == start)
-        return call if is_known_to_be_there else None
+        said = _read_announcement(record, peer)
+        is_known_to_be_there = said.start > start or (before is not None and said.start == start)
+        return said if is_known_to_be_there else None
 
 
-def _read_call(record: Record, peer: int) -> Call:
+def _read_announcement(record: Record, peer: int) -> Announcement:
     misses = record.get("misses")
     if not isinstance(misses, list) or not all(isinstance(node, int) for node in misses):
         raise PayloadError(
             f"node {peer} shows no list of nodes that it misses ({record}): give all nodes the same version, and the "
             "rendezvous a port of its own"
         )
-    return Call(whole_number(record, "start", peer), record.get("is_in") is True, frozenset(misses))
+    return Announcement(whole_number(record, "start", peer), record.get("is_in") is True, frozenset(misses))

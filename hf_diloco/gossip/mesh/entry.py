@@ -1,6 +1,6 @@
 """How a node comes back while the others go on: its own side. `returning` has its neighbours', and what is said.
 
-Here all take their steps together; `free_entry` is for nodes that do not.
+Here all take their steps together; `FreeEntry` is for nodes that do not.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.agreement import FIRST_MARGIN, MAX_ROUNDS, decide
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Calls
+from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.rejoin import LOOK_SECONDS, company_key, entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
-from hf_diloco.gossip.mesh.straggler_timeout import Patience
+from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.records import whole_number
 from hf_diloco.transport.connections import PROBE_SECONDS
 from hf_diloco.transport.transfers import Transfers
@@ -33,15 +33,15 @@ class Greetings:
 
     Args:
         board: the mesh's.
-        calls: how this node says that it waits for them.
+        discovery: how this node says that it waits for them.
         node: this node.
         start: which of its starts this is.
         starts: how often each neighbour was started, as far as is known.
     """
 
-    def __init__(self, board: Board, calls: Calls, node: int, start: int, starts: Mapping[int, int]) -> None:
+    def __init__(self, board: Board, discovery: Discovery, node: int, start: int, starts: Mapping[int, int]) -> None:
         self._board = board
-        self._calls = calls
+        self._discovery = discovery
         self._node = node
         self._start = start
         self._starts = starts
@@ -69,7 +69,7 @@ class Greetings:
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
                 looked = now
-                self._calls.say(list(self._starts), is_in=False)
+                self._discovery.announce(list(self._starts), is_in=False)
                 self._hear()
             absent = self._absent()
             if self._greeted:
@@ -89,9 +89,9 @@ class Greetings:
 
     def _hear(self) -> None:
         for peer, start in self._starts.items():
-            call = self._calls.hear(peer, start)
-            if call is not None:
-                (self._waiting.discard if call.is_in else self._waiting.add)(peer)
+            announcement = self._discovery.announcement_of(peer, start)
+            if announcement is not None:
+                (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
 
     def _is_away(self, peer: int) -> bool:
         """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
@@ -107,7 +107,7 @@ class Entry:
         node: this node.
         start: which of its starts this is.
         edges: to the neighbours that are there; whoever goes is taken out.
-        patience: with those that do not come; it tells those who wait for this node.
+        straggler_timeout: how long it waits for those that do not come; it tells those who wait for this node.
         timeout: seconds that a step of the neighbours may take.
         lose: is told whom the node has lost, and why.
     """
@@ -118,7 +118,7 @@ class Entry:
         node: int,
         start: int,
         edges: dict[int, Edge],
-        patience: Patience,
+        straggler_timeout: StragglerTimeout,
         timeout: float,
         lose: Callable[[int, str], None],
     ) -> None:
@@ -126,7 +126,7 @@ class Entry:
         self._node = node
         self._start = start
         self._edges = edges
-        self._patience = patience
+        self._straggler_timeout = straggler_timeout
         self._timeout = timeout
         self._lose = lose
 
@@ -168,7 +168,7 @@ class Entry:
 
     def _ask(self, topic: str, field: str) -> dict[int, int]:
         """What neighbours say, as soon as all have; who does not within two exchanges' time is lost."""
-        self._patience.begin_other("returning", 2 * self._timeout)
+        self._straggler_timeout.begin_other("returning", 2 * self._timeout)
         return self._await(lambda peer: self._hear(peer, topic, field))
 
     def _await_step(self, step: int) -> None:
@@ -178,14 +178,14 @@ class Entry:
         step may take two exchanges' time.
         """
         at: dict[int, int] = {}
-        self._patience.begin_other("returning", self._timeout)
-        self._patience.renew(2)
+        self._straggler_timeout.begin_other("returning", self._timeout)
+        self._straggler_timeout.renew(2)
 
         def look(peer: int) -> int | None:
             now = self._hear(peer, "at", "step") or 0
             if now != at.get(peer):
                 at[peer] = now
-                self._patience.renew(1 if max(at.values()) >= step else 2)
+                self._straggler_timeout.renew(1 if max(at.values()) >= step else 2)
             return now if now >= step else None
 
         self._await(look)
@@ -209,18 +209,18 @@ class Entry:
             try:
                 self._edges[peer].check()
                 if peer in missing[:1]:
-                    self._patience.watch(peer)()
+                    self._straggler_timeout.watch(peer)()
             except IslandLostError:
                 self._drop(peer)
 
     def _transfer(self, peer: int, begin: Callable[[Edge, Transfers], None]) -> bool:
         """Sends to a neighbour, or receives; returns whether it was there, or else it is lost."""
         edge = self._edges[peer]
-        self._patience.begin_other("returning", self._timeout)
+        self._straggler_timeout.begin_other("returning", self._timeout)
         try:
             transfers = edge.begin()
             begin(edge, transfers)
-            edge.wait(transfers, self._patience.limit, self._patience.watch(peer))
+            edge.wait(transfers, self._straggler_timeout.limit, self._straggler_timeout.watch(peer))
         except IslandLostError:
             self._drop(peer)
             return False
@@ -229,8 +229,8 @@ class Entry:
     def _drop(self, peer: int) -> None:
         """Loses a neighbour, as it is late or its connection broke."""
         self._edges.pop(peer).close()
-        self._lose(peer, self._patience.reason)
-        self._patience.renew()
+        self._lose(peer, self._straggler_timeout.reason)
+        self._straggler_timeout.renew()
 
     def _hear(self, peer: int, topic: str, field: str) -> int | None:
         """What a neighbour says on a topic, if it does."""
@@ -246,3 +246,35 @@ class Entry:
 
     def _key(self, what: str) -> str:
         return f"{entry_prefix(self._node, self._start)}/{what}"
+
+
+class FreeEntry(Entry):
+    """Of nodes that each step at their own pace: takes what neighbours give, from one after the other.
+
+    Each gives at the beginning of its own next step.
+
+    `timeout` is how long a neighbour may take to get there. Who waits is this node: a neighbour sends when it has been
+    asked, and is asked when this node is ready to receive.
+    """
+
+    def take(self, x: torch.Tensor) -> int:
+        """Overwrites `x`, in host memory, with the mean of what neighbours gave; returns the largest of their steps.
+
+        With a smaller one this node would come to averages over all nodes that they have already had.
+        """
+        total, received, step = torch.zeros_like(x), torch.empty_like(x), torch.empty(1, dtype=torch.int64)
+        steps: list[int] = []
+        for peer in sorted(self._edges):
+
+            def ask(edge: Edge, transfers: Transfers) -> None:
+                edge.receive(step, transfers)
+                edge.receive(received, transfers)
+                self._board.put(self._key(f"asks/{edge.peer}"), {})
+
+            if self._transfer(peer, ask):
+                steps.append(int(step))
+                total.add_(received)
+        self._check_company()
+        torch.mul(total, 1.0 / len(steps), out=x)
+        self._board.remove(lost_key(self._node))
+        return max(steps)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch.distributed import Store
 
-from hf_diloco.gossip.mesh.discovery import Calls
+from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.edges import Edge, broken_off, connect_edges, edge_life, not_connected
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
@@ -45,7 +45,7 @@ class Joining:
     Attributes:
         start: which of this node's starts this is, from 1.
         starts: how often each neighbour was started when they met.
-        calls: how this node says that it misses others.
+        discovery: how this node says that it misses others.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Joining:
         self._rate_limit = rate_limit
         self.start = board.count(starts_key(node), 1)
         self.starts: dict[int, int] = {}
-        self.calls = Calls(board, node, self.start)
+        self.discovery = Discovery(board, node, self.start)
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours, or where others go on to those that are there.
@@ -102,7 +102,7 @@ class Joining:
         return edges
 
     def _return(self) -> dict[int, Edge]:
-        greetings = Greetings(self._board, self.calls, self._node, self.start, self.starts)
+        greetings = Greetings(self._board, self.discovery, self._node, self.start, self.starts)
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._exchange_timeout / 2)
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)

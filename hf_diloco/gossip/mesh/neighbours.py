@@ -18,14 +18,13 @@ from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLost
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
 from hf_diloco.gossip.mesh.edges import edge_peers
-from hf_diloco.gossip.mesh.entry import Entry
-from hf_diloco.gossip.mesh.free_entry import FreeEntry
+from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
 from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board
-from hf_diloco.gossip.mesh.straggler_timeout import Patience
+from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.pieces import Piece
@@ -125,10 +124,10 @@ class MeshNeighbours(Neighbours):
         )
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
-        self._patience = Patience(self._board, node, self.num_nodes, exchange_timeout, self._notes)
+        self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._reception = Reception(
             self._board,
-            self._joining.calls,
+            self._joining.discovery,
             node,
             self._joining.start,
             self.num_nodes,
@@ -136,13 +135,13 @@ class MeshNeighbours(Neighbours):
             lambda peer, start, attempt, meanwhile: self._joining.connect_again(
                 peer, start, attempt, self._published, meanwhile
             ),
-            self._patience,
+            self._straggler_timeout,
         )
         for peer in self.peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
         self._buffers = Buffers()
-        self._swapping = Swapping(self._edges, self._patience, self._lose, self._buffers)
+        self._swapping = Swapping(self._edges, self._straggler_timeout, self._lose, self._buffers)
         self._group = GroupAverage(
             store,
             self._board,
@@ -188,7 +187,7 @@ class MeshNeighbours(Neighbours):
             return Traffic()
         before = self._group.members
         traffic = self._group.average(vector)
-        self._patience.extend()
+        self._straggler_timeout.extend()
         if self._group.members != before:
             self._note_members(before)
         return traffic
@@ -265,7 +264,9 @@ class MeshNeighbours(Neighbours):
         if not is_in_step:
             timeout += self._connect_timeout  # a step may take its time
         kind = Entry if is_in_step else FreeEntry
-        entry = kind(self._board, self.node, self._joining.start, self._edges, self._patience, timeout, self._lose)
+        entry = kind(
+            self._board, self.node, self._joining.start, self._edges, self._straggler_timeout, timeout, self._lose
+        )
         with self._is_swapping:
             step = entry.take(host)
         if host is not x:
@@ -280,7 +281,7 @@ class MeshNeighbours(Neighbours):
 
     def close(self) -> None:
         self._is_closed = True
-        self._patience.give_up()
+        self._straggler_timeout.give_up()
         with self._is_swapping:  # lets go of its edges one after the other
             for edge in self._edges.values():
                 edge.close()

@@ -35,10 +35,10 @@ import torch
 from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Call, Calls
+from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
 from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.gossip.mesh.straggler_timeout import Patience
+from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.transport.transfers import Transfers
 
 LOOK_SECONDS = 0.5
@@ -94,13 +94,13 @@ class Reception:
 
     Args:
         board: the mesh's.
-        calls: how this node says that it looks for them.
+        discovery: how this node says that it looks for them.
         node: this node.
         start: which of its starts this is.
         num_nodes: n.
         starts: how often each neighbour was started when its edge was made.
         connect: see `Connect`; called in a thread for each neighbour.
-        patience: with those who are let in.
+        straggler_timeout: how long this node waits for those who are let in.
 
     Attributes:
         is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
@@ -109,23 +109,23 @@ class Reception:
     def __init__(
         self,
         board: Board,
-        calls: Calls,
+        discovery: Discovery,
         node: int,
         start: int,
         num_nodes: int,
         starts: dict[int, int],
         connect: Connect,
-        patience: Patience,
+        straggler_timeout: StragglerTimeout,
     ) -> None:
         self.is_given_up = False
         self._board = board
-        self._calls = calls
+        self._discovery = discovery
         self._node = node
         self._start = start
         self._num_nodes = num_nodes
         self._starts = starts
         self._connect = connect
-        self._patience = patience
+        self._straggler_timeout = straggler_timeout
         self._lock = threading.Lock()
         self._lost: dict[int, float] = {}  # and when they may be connected to again
         self._num_again = dict.fromkeys(starts, 0)  # how often each was connected to again
@@ -207,7 +207,7 @@ class Reception:
                 lost = sorted(self._lost)
             try:
                 self.is_given_up = self._board.has(lost_key(self._node))
-                self._calls.say(lost, is_in=True)
+                self._discovery.announce(lost, is_in=True)
                 for peer in lost:
                     with self._lock:  # `_connect_one` moves a peer out of both at once
                         if peer in self._connecting or peer not in self._lost:
@@ -219,15 +219,15 @@ class Reception:
             time.sleep(LOOK_SECONDS)
 
     def _look_for_one(self, peer: int) -> None:
-        call = self._calls.hear(peer, self._starts[peer])
-        if call is not None:
-            self._starts[peer] = call.start
-        if call is not None and not call.is_in:
-            self._greet(peer, call.start)
+        announcement = self._discovery.announcement_of(peer, self._starts[peer])
+        if announcement is not None:
+            self._starts[peer] = announcement.start
+        if announcement is not None and not announcement.is_in:
+            self._greet(peer, announcement.start)
         elif peer in self._greeted:
             self._join(peer, self._greeted[peer])
         else:
-            self._meet_again(peer, call)
+            self._meet_again(peer, announcement)
 
     def _greet(self, peer: int, start: int) -> None:
         """Tells a neighbour that waits to be let in that this node is there."""
@@ -249,13 +249,13 @@ class Reception:
             answers = Answers(self._board, entry_prefix(peer, start), self._node, peer)
             self._connect_to(peer, 0, answers)
 
-    def _meet_again(self, peer: int, call: Call | None) -> None:
+    def _meet_again(self, peer: int, announcement: Announcement | None) -> None:
         """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
         low, high = sorted((self._node, peer))
         attempts = f"again/{low}-{high}/{edge_life({self._node: self._start, peer: self._starts[peer]})}"
         agreement: Answers | Proposals
         if self._node == low:
-            if call is None or self._node not in call.misses or time.monotonic() < self._lost[peer]:
+            if announcement is None or self._node not in announcement.misses or time.monotonic() < self._lost[peer]:
                 return
             attempt = self._board.count(attempts, 1)
             agreement = Proposals(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)
@@ -324,8 +324,8 @@ class Reception:
 
     def _wait(self, edge: Edge, transfers: Transfers) -> None:
         """Says so meanwhile: neighbours, and the node that is let in, may have to wait for this one."""
-        self._patience.begin_other(f"letting node {edge.peer} in")
-        edge.wait(transfers, self._patience.limit, self._patience.watch(edge.peer))
+        self._straggler_timeout.begin_other(f"letting node {edge.peer} in")
+        edge.wait(transfers, self._straggler_timeout.limit, self._straggler_timeout.watch(edge.peer))
 
     # At the beginning of a step, where each node takes its own.
 

@@ -16,7 +16,7 @@ from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils.waiting import WaitNotes
 
 
-class Patience:
+class StragglerTimeout:
     """One node's, for one exchange, or one other wait, at a time.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.straggler_timeout import Patience
+from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.pieces import Piece
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.transfers import Transfers
@@ -58,23 +58,27 @@ class Swapping:
 
     Args:
         edges: the node's, by neighbour; whoever is lost is taken out.
-        patience: with those that do not come.
+        straggler_timeout: how long this node waits for those that do not come.
         lose: is told whom the node has lost, and why, in words.
         buffers: for what comes.
     """
 
     def __init__(
-        self, edges: dict[int, Edge], patience: Patience, lose: Callable[[int, str], None], buffers: Buffers
+        self,
+        edges: dict[int, Edge],
+        straggler_timeout: StragglerTimeout,
+        lose: Callable[[int, str], None],
+        buffers: Buffers,
     ) -> None:
         self._edges = edges
-        self._patience = patience
+        self._straggler_timeout = straggler_timeout
         self._lose = lose
         self._buffers = buffers
         self._pipeline: deque[_Flight] = deque()
 
     def run(self, pieces: Sequence[Piece]) -> Traffic:
         """Sends each piece, and has it use what comes."""
-        self._patience.begin()
+        self._straggler_timeout.begin()
         self._pipeline.clear()
         traffic = Traffic()
         num_slots = _num_in_flight(pieces)
@@ -110,8 +114,8 @@ class Swapping:
         for peer, transfers in flight.transfers.items():
             if peer in self._edges:
                 with self._unless_lost(peer):
-                    edge, look = self._edges[peer], self._patience.watch(peer)
-                    traffic += edge.wait(transfers, self._patience.limit, look)
+                    edge, look = self._edges[peer], self._straggler_timeout.watch(peer)
+                    traffic += edge.wait(transfers, self._straggler_timeout.limit, look)
             traffic += transfers.take_traffic()  # of those who are lost
         self._pipeline.popleft()
         flight.piece.finish({peer: taken for peer, taken in flight.received.items() if peer in self._edges})
@@ -123,13 +127,13 @@ class Swapping:
         try:
             yield
         except IslandLostError:
-            reason = self._patience.reason
+            reason = self._straggler_timeout.reason
             self._edges.pop(peer).close()
             for flight in self._pipeline:
                 if peer in flight.transfers:
                     flight.transfers[peer].drop()  # or they would keep the sockets open
             self._buffers.forget(peer)
-            self._patience.renew()
+            self._straggler_timeout.renew()
             self._lose(peer, reason)
 
 
