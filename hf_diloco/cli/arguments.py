@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""What several commands have in common."""
 
 from __future__ import annotations
 
@@ -17,3 +17,15 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="overrides of the run file, as in training.max_steps=20"),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def group(help: str) -> typer.Typer:
+    """Commands under one name, as `hf-diloco keys`, without arguments their help."""
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )

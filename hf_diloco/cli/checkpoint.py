@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_diloco.cli.arguments import AsJson, group
+
 if TYPE_CHECKING:
     from hf_diloco.outer.checkpoint import OuterIndex
 
-checkpoint_app = typer.Typer(
-    help="Look into a checkpoint with outer state, or make a model of it. Needs no GPU.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+checkpoint_app = group("Look into a checkpoint with outer state, or make a model of it. Needs no GPU.")
 
 Checkpoint = Annotated[
     Path,
@@ -29,15 +26,10 @@ Checkpoint = Annotated[
 ]
 
 
-@checkpoint_app.callback()
-def checkpoint_options() -> None:
-    """Options of all commands on checkpoints."""
-
-
 @checkpoint_app.command()
 def inspect(
     checkpoint: Checkpoint,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: round, steps, method, fragments, ranks, sizes.
 

@@ -11,14 +11,10 @@ from typing import Annotated
 
 import typer
 
+from hf_diloco.cli.arguments import group
 from hf_diloco.errors import ConfigError
 
-configs_app = typer.Typer(
-    help="List, show and copy the run files that come with hf-diloco.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+configs_app = group("List, show and copy the run files that come with hf-diloco.")
 
 
 @configs_app.command("ls")

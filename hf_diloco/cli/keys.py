@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 
-keys_app = typer.Typer(
-    help="Make keys and identities, and show public keys.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+from hf_diloco.cli.arguments import group
+
+keys_app = group("Make keys and identities, and show public keys.")
 
 
 @keys_app.command("make")

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from hf_diloco import __version__
 from hf_diloco.cli import planning
-from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, group
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.compare import compare
 from hf_diloco.cli.configs import configs_app
@@ -23,14 +23,7 @@ from hf_diloco.cli.keys import keys_app
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
-app = typer.Typer(
-    name="hf-diloco",
-    help="Train one model on several islands of accelerators with little traffic between them (DiLoCo).",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = group("Train one model on several islands of accelerators with little traffic between them (DiLoCo).")
 
 StoreArgument = Annotated[
     str,
@@ -275,21 +268,11 @@ def rendezvous(
 app.command()(compare)
 app.command()(dashboard)
 
-store_app = typer.Typer(
-    help="Look after the store in which the islands of a run meet.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+store_app = group("Look after the store in which the islands of a run meet.")
 app.add_typer(store_app, name="store")
 app.add_typer(configs_app, name="configs")
 app.add_typer(keys_app, name="keys")
 app.add_typer(checkpoint_app, name="checkpoint")
-
-
-@store_app.callback()
-def store_options() -> None:
-    """Options of all commands on stores."""
 
 
 @store_app.command("check")
@@ -302,7 +285,7 @@ def store_check(
     deep: Annotated[
         bool, typer.Option("--deep", help="Read all values too, and compare them with their digests.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
     key_file: KeyFileOption = None,
 ) -> None:
     """List what is damaged, forged or left behind in the store of a run, and names that no island gives.
@@ -346,7 +329,7 @@ def topology(
     picture: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument
 
 _PANEL = "without RUN.yaml"
 
@@ -47,7 +47,7 @@ def estimate(
     picture: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE", help="Draw utilisation over bit rate: .png, .svg or .pdf.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a run will cost on its link, before it starts: bytes, seconds, utilisation, memory.
 
@@ -92,7 +92,7 @@ def doctor(
         int | None, typer.Option(min=1, max=65535, help="See whether this machine can listen on a port.")
     ] = None,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs write.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look for what would keep a run from working on this machine; each finding comes with its remedy.
 
@@ -115,7 +115,7 @@ def doctor(
     raise typer.Exit(run_doctor(store, peer, port, folder, as_json) if listen is None else answer(listen))
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+def env(as_json: AsJson = False) -> None:
     """Show versions, devices and settings of the environment, for a report of a bug. Secrets are left out.
 
     [bold]Examples[/bold]
@@ -135,7 +135,7 @@ def validate(
         typer.Option("--island", "--node", min=0, help="The one that starts here. Default: all, on this machine."),
     ] = None,
     rendezvous: Annotated[str | None, typer.Option(metavar="URL", help="Where the islands meet.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a run without starting it: settings, model, data, memory, disk and store; and say what was not tried.
 
