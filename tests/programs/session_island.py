@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,10 +46,9 @@ def train(config: DiLoCoConfig, transport: Transport | None = None, num_steps: i
     return hashes
 
 
-def settings(island: int, num_islands: int, rendezvous: str, payload: str) -> DiLoCoConfig:
-    return DiLoCoConfig(
-        island=island, num_islands=num_islands, rendezvous=rendezvous, payload=payload, sync_every=3, join_timeout=60
-    )
+def settings(island: int, num_islands: int, rendezvous: str, payload: str, **more: Any) -> DiLoCoConfig:
+    common = {"num_islands": num_islands, "rendezvous": rendezvous, "sync_every": 3, "join_timeout": 60}
+    return DiLoCoConfig(island=island, payload=payload, **common, **more)
 
 
 if __name__ == "__main__":

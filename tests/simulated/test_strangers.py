@@ -15,19 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing import LinkKey, Roster, Signer
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
+from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.islands import try_islands
 
 KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
+PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
+PUBLIC = [show_public(private.public_key().public_bytes_raw()) for private in PRIVATE]
+LISTED = {0: [PUBLIC[0]], 1: [PUBLIC[1], f"{PUBLIC[3]} until 3"], 2: [PUBLIC[2]]}
 LOCALHOST = "127.0.0.1"
 Attack = Callable[[tuple[str, int], int], list[socket.socket]]
 
@@ -150,7 +155,33 @@ def test_strangers_stop_no_meeting(name: str, number: int) -> None:
     assert time.monotonic() - began < meeting.STRANGER_SECONDS + number / 100
 
 
-def test_who_has_another_key_cannot_take_an_ends_place() -> None:
+def link_key(island: int, private: Ed25519PrivateKey) -> LinkKey:
+    """Of an island with an identity, or who claims to be it."""
+    own = show_public(private.public_key().public_bytes_raw())
+    listed = LISTED if own in LISTED[island] else LISTED | {island: [own]}
+    return LinkKey(KEY.secret, signer=Signer(private, island, Roster(listed)))
+
+
+@pytest.mark.parametrize(
+    ("ends", "impostors", "told"),
+    [
+        ([KEY, KEY], OTHER_KEY, "does not hold the run's key"),
+        (
+            [link_key(0, PRIVATE[0]), link_key(1, PRIVATE[1])],
+            link_key(1, PRIVATE[2]),
+            f"island 1 shows the identity {PUBLIC[2]}, which is not listed for it here",
+        ),
+        (
+            [link_key(0, PRIVATE[0]), link_key(1, PRIVATE[1])],
+            link_key(1, PRIVATE[3]),
+            f"island 1 shows the identity {PUBLIC[3]}, which counts until round 3 only",
+        ),
+    ],
+    ids=["another key", "identity of another island", "revoked identity"],
+)
+def test_who_has_another_key_cannot_take_an_ends_place(
+    ends: list[LinkKey], impostors: LinkKey, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It calls first, under the number of an end that comes later."""
     store = HashStore()
 
@@ -160,11 +191,11 @@ def test_who_has_another_key_cannot_take_an_ends_place() -> None:
             impostor = HashStore()
             for end in (0, 1):
                 impostor.set(f"mesh/lane/at/{end}", store.get("mesh/lane/at/0").decode())
-            MeshExchange(impostor, "lane", 1, 2, LOCALHOST, 2.0, OTHER_KEY)
+            MeshExchange(impostor, "lane", 1, 2, LOCALHOST, 2.0, impostors)
         if island == 1:
             store.wait(["mesh/lane/at/0"])
             time.sleep(1)
-        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, KEY)
+        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, ends[island])
         values = torch.full((10,), float(island))
         mesh.average(values, [1.0, 1.0], CODECS["fp32"])
         mesh.close()
@@ -175,6 +206,8 @@ def test_who_has_another_key_cannot_take_an_ends_place() -> None:
     for outcome in (first, second):
         assert isinstance(outcome, torch.Tensor), outcome
         assert torch.equal(outcome, torch.full((10,), 0.5))
+    assert "which claims to be peer 1 of lane" in caplog.text
+    assert told in caplog.text
 
 
 # Gloo's own port
