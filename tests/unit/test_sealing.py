@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import random
 import secrets
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,7 +14,6 @@ from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, ValueSeal, 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"0123456789abcdeg"
 PLACE = 7, 2
-NUM_MUTATED = 100_000
 MODES = pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "authenticated"])
 
 
@@ -60,52 +57,6 @@ def test_no_nonce_is_used_twice(encrypt: bool) -> None:
     here, _ = channels(encrypt)
     counters = [here.seal((n % 3, 0), b"x")[-8:] for n in range(1000)]
     assert len(set(counters)) == len(counters)
-
-
-def mutations(
-    sealed: list[bytes], places: list[tuple[int, int]], count: int
-) -> Iterator[tuple[tuple[int, int], bytes]]:
-    """What an attacker may hand over instead of messages that it has seen, and what place it is taken for."""
-    draw = random.Random(5)
-    for number in range(count):
-        at = draw.randrange(len(sealed))
-        place, original = places[at], sealed[at]
-        changed = bytearray(original)
-        kind = number % 8
-        if kind == 0:  # a bit
-            changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-        elif kind == 1:  # several bytes
-            for _ in range(draw.randrange(2, 20)):
-                changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
-        elif kind == 2:  # cut short
-            del changed[draw.randrange(len(changed)) :]
-        elif kind == 3:  # longer
-            where = draw.randrange(len(changed) + 1)
-            changed[where:where] = draw.randbytes(draw.randrange(1, 40))
-        elif kind == 4:  # one that was sent for another place: replayed, reordered, of another round
-            changed = bytearray(sealed[(at + draw.randrange(1, len(sealed))) % len(sealed)])
-        elif kind == 5:  # halves of two
-            half = draw.randrange(1, len(changed))
-            changed[half:] = sealed[(at + 1) % len(sealed)][half:]
-        elif kind == 6:  # another counter
-            changed[-8:] = draw.randrange(2**64).to_bytes(8, "big")
-        else:  # made up
-            changed = bytearray(draw.randbytes(draw.randrange(200)))
-        if bytes(changed) != original:
-            yield place, bytes(changed)
-
-
-@MODES
-def test_no_altered_message_is_accepted(encrypt: bool) -> None:
-    here, there = channels(encrypt)
-    places = [(tag, number) for tag in range(1, 9) for number in range(4)]
-    sealed = [here.seal(place, secrets.token_bytes(64)) for place in places]
-    tried = 0
-    for place, changed in mutations(sealed, places, NUM_MUTATED + 5000):
-        assert there.open(place, changed) is None, (place, changed)
-        tried += 1
-    assert tried >= NUM_MUTATED
-    assert all(there.open(place, one) is not None for place, one in zip(places, sealed, strict=True))
 
 
 # Key agreement
@@ -209,18 +160,3 @@ def test_a_value_opens_for_its_key_and_run_alone(encrypt: bool) -> None:
             other.open(path, sealed)
     with pytest.raises(ForgedError):
         ValueSeal(KEY, "run 1", not encrypt).open("claim/1", sealed)
-
-
-@MODES
-def test_no_altered_value_is_accepted(encrypt: bool) -> None:
-    seal, draw = ValueSeal(KEY, "run 1", encrypt), random.Random(6)
-    sealed = seal.wrap("claim/1", b"a value of some bytes").encode()
-    for _ in range(1000):
-        changed = bytearray(sealed)
-        if draw.random() < 0.5:
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-        else:
-            del changed[draw.randrange(len(changed)) :]
-        if changed != sealed:
-            with pytest.raises(ForgedError):
-                seal.open("claim/1", bytes(changed))
