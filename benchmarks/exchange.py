@@ -20,7 +20,11 @@ connecting     seconds to set up the connections
 With `--compare-checksums` each payload has a second row, "fp32, bare" and so on, for the same exchange without the
 checksums that go behind its pieces. With `--compare-sealing` there are rows for the same exchange with a key: "fp32,
 sealed", where each piece is encrypted and authenticated instead, and "fp32, signed", where it is only authenticated.
-All take turns. A `--link` of 40000,0 is as fast as the machine is.
+All take turns. A `--link` of 40000,0 is as fast as the machine is. Two columns more then say what a key costs:
+
+slower   than with checksums: the median over all turns of the time that the exchange took, over that of the one with
+         checksums in the same turn
+target   at most 3 % on a link, and 15 % where a link is as fast as the machine is; and whether that is met
 
 Needs what `benchmarks/links.py` needs. TCP's congestion control and its buffers are the machine's; the program prints
 them. Islands share the machine's processors, as they would not elsewhere: with few of them codecs may set the pace.
@@ -32,6 +36,7 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import os
 import statistics
 import sys
@@ -52,7 +57,11 @@ from tests.processes import Process, Processes
 BASELINE = "all_reduce"
 CHECKED, BARE, SEALED, SIGNED = GUARDS = ("checksums", "bare", "sealed", "signed")
 """What protects pieces on their way."""
+KEYED = (SEALED, SIGNED)
 TCP_SHARE = 1448 / 1514
+LINK_LIMIT, MACHINE_LIMIT = 0.03, 0.15
+"""By how much a key may slow an exchange down: on links, and where these are as fast as the machine is."""
+MACHINE_RATE = 40_000.0  # Mbit/s; a link of this rate or more is as fast as the machine is
 TIMEOUT = 600.0
 _TCP = Path("/proc/sys/net/ipv4")
 
@@ -102,6 +111,15 @@ class Measurement:
         """Of what TCP could do at best."""
         return self.bytes_sent * 8 / (TCP_SHARE * self.rate * 1e6) / self.best
 
+    def slower(self, checked: Measurement) -> float:
+        """By which share of the time with checksums; the two took turns."""
+        return statistics.median(map(operator.truediv, self.seconds, checked.seconds)) - 1
+
+    @property
+    def limit(self) -> float:
+        """Of `slower`, for a key."""
+        return MACHINE_LIMIT if self.rate >= MACHINE_RATE else LINK_LIMIT
+
 
 # One island's process
 
@@ -145,7 +163,7 @@ class Island:
                 islands,
                 address,
                 TIMEOUT,
-                LinkKey(b"of a benchmark", guard == SEALED) if guard in (SEALED, SIGNED) else None,
+                LinkKey(b"of a benchmark", guard == SEALED) if guard in KEYED else None,
                 num_connections=connections,
                 with_checksums=guard == CHECKED,
             )
@@ -283,11 +301,15 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
         table.add_column(column, justify="left" if column == "payload" else "right")
     table.add_column("MB sent", justify="right")
     table.add_column("connecting", justify="right")
+    has_key = any(row.guard in KEYED for row in measurements)
+    for column in ("slower", "target") if has_key else ():
+        table.add_column(column, justify="right")
 
     def place(row: Measurement) -> tuple[float, ...]:
         return row.rate, row.rtt, row.islands, row.connections
 
     fp32 = {place(row): row.best for row in measurements if row.label == "fp32"}
+    checked = {(place(row), row.payload): row for row in measurements if row.guard == CHECKED}
     for row in measurements:
         table.add_row(
             f"{row.rate:g}, {row.rtt:g}",
@@ -300,8 +322,16 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
             f"{fp32.get(place(row), math.nan) / row.best:.2f}",
             f"{row.bytes_sent / 1e6:.1f}",
             "" if row.payload == BASELINE else f"{row.seconds_connecting:.2f}",
+            *(_judge(row, checked[place(row), row.payload]) if has_key else ()),
         )
     return table
+
+
+def _judge(row: Measurement, checked: Measurement) -> tuple[str, str]:
+    if row.guard not in KEYED:
+        return "", ""
+    slower = row.slower(checked)
+    return f"{slower:+.1%}", f"{row.limit:.0%}: {'met' if slower <= row.limit else 'not met'}"
 
 
 def describe_machine() -> str:
@@ -346,7 +376,7 @@ def main() -> None:
         print(f"{measurement.label}: {measurement.best:.3f} s", file=sys.stderr, flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(each) for each in measurements], indent=1) + "\n")
-    Console(width=119).print(make_table(measurements))
+    Console(width=150).print(make_table(measurements))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def read(source: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def have_64_bytes_in_common(seen: bytes, secret: bytes) -> bool:
+def have_64_bytes_in_common(seen: bytes | bytearray, secret: bytes) -> bool:
     """Whether a run of so many bytes of the secret was seen; or of 32, if these begin at a multiple of that."""
     blocks = {secret[start : start + 32] for start in range(0, len(secret) - 31, 32)}
     return any(bytes(seen[start : start + 32]) in blocks for start in range(len(seen) - 31))

@@ -95,7 +95,7 @@ def _run_island(island: int, order: dict[str, Any]) -> None:
             records.append(record.getMessage())
 
     logging.getLogger("hf_diloco").addHandler(Log())
-    Channel.seal_into = tapped  # type: ignore[method-assign]
+    Channel.seal_into = tapped  # type: ignore[method-assign,assignment]
     connections.MAX_PART_BYTES = PART_BYTES
     meeting.FORGED_SECONDS = LONG
     torch.set_num_threads(1)
