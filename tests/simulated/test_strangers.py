@@ -206,7 +206,7 @@ def test_who_has_another_key_cannot_take_an_ends_place(
     for outcome in (first, second):
         assert isinstance(outcome, torch.Tensor), outcome
         assert torch.equal(outcome, torch.full((10,), 0.5))
-    assert "which claims to be peer 1 of lane" in caplog.text
+    assert "which claims to be island 1 of lane" in caplog.text
     assert told in caplog.text
 
 
