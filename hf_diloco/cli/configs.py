@@ -94,13 +94,13 @@ def _file_of(name: str) -> str:
     Raises:
         ConfigError: there is none.
     """
-    from hf_diloco.apps.common.shipped import shipped_files
+    from hf_diloco.apps.common.shipped import shipped_files, where_names_are
 
     files = shipped_files()
     for file in (name, f"{name}.yaml"):
         if file in files:
             return file
-    raise ConfigError(f"{name}: no such file comes with hf-diloco; `hf-diloco configs ls` lists them")
+    raise ConfigError(f"{name}: no such file comes with hf-diloco ({where_names_are(name)})")
 
 
 def _with_named(file: str) -> list[str]:

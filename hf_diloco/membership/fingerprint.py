@@ -83,7 +83,7 @@ def check_folders(records: Sequence[JoinRecord]) -> None:
         if other != island:
             raise RendezvousError(
                 f"islands {other} and {island} both write to {record.folder} on {record.host} and would overwrite "
-                "each other's checkpoints: give each its own output_dir"
+                "each other's checkpoints: give each its own output_dir, with DiLoCoConfig().island in its name"
             )
 
 

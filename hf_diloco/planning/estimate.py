@@ -175,7 +175,7 @@ def estimate_row(scenario: Scenario, way: Way) -> Row:
         bytes_sent=sent,
         bytes_received=way.num_fragments * exchange.bytes_received,
         exchange_seconds=exchange.seconds,
-        stall_seconds=computing * (1 / share - 1),
+        stall_seconds=max(0.0, computing * (1 / share - 1)),
         utilisation=share,
         sync_every_for_target=_sync_every_for_target(scenario, way),
         rate_for_target=least_rate(TARGET, partial(_utilisation_at, scenario, way), *_RATES),

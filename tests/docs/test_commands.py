@@ -215,17 +215,18 @@ def stand_ins(folder: Path) -> dict[str, Any]:
     """What the pages' Python takes for granted: a model, arguments, data, and what Accelerate makes of them."""
     import torch
     from accelerate import Accelerator
+    from datasets import Dataset
     from torch.utils.data import DataLoader
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     tokens = torch.randint(64, (80, 16), generator=torch.Generator().manual_seed(1))
-    ds = [{"input_ids": row, "labels": row} for row in tokens]
+    ds = Dataset.from_dict({name: tokens.tolist() for name in ("input_ids", "labels")}).with_format("torch")
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     args = TrainingArguments(str(folder), max_steps=10, report_to=[], use_cpu=True, disable_tqdm=True, save_steps=5)
     accelerator = Accelerator(cpu=True)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **shape))
     optimizer = torch.optim.AdamW(model.parameters())
-    loader: DataLoader[Any] = DataLoader(ds, batch_size=8)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(ds, batch_size=8)
     prepared = accelerator.prepare(model, optimizer, loader)
     names = ("model", "optimizer", "loader")
     return {

@@ -49,6 +49,8 @@ def test_a_file_of_ones_own_wins_over_a_name() -> None:
     [
         ("quikstart", "did you mean quickstart"),
         ("nothing-like-it", "hf-diloco configs ls"),
+        ("my_script.py", "`hf-diloco launch --islands 2 -- python my_script.py`"),
+        ("sh", "put `--` before a command"),
         ("configs/quickstart.yaml", "`hf-diloco configs copy quickstart`"),
         ("quickstart.yaml", "quickstart \\(without .yaml\\)"),
     ],

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import given_checkpoint
-from hf_diloco.errors import UnsupportedError
+from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 
@@ -43,6 +43,25 @@ def find_checkpoint(run: BaseRun, callback: Agreeing) -> Path | None:
     checkpoint = given_checkpoint(run.launch.resume, run.meeting.island)
     callback.check_checkpoint(checkpoint)
     return checkpoint
+
+
+@contextmanager
+def loading(checkpoint: Path | None) -> Iterator[None]:
+    """Where a Trainer loads the checkpoint, and trains on.
+
+    Raises:
+        CheckpointError: the checkpoint's weights do not fit the model.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = str(error).splitlines()[-1].strip().rstrip(".")
+        raise CheckpointError(
+            f"{checkpoint} is of another model than the run file's ({reason}): give another name for a new run, or "
+            "train this one anew with --resume never"
+        ) from error
 
 
 def step_of(checkpoint: Path) -> int:

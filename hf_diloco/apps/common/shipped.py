@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from pathlib import Path
 
 from hf_diloco.errors import ConfigError
@@ -36,9 +37,14 @@ def find_run_file(given: str | Path) -> Path:
     A file of the user's wins over a name. A path to another missing file is returned as it is.
 
     Raises:
-        ConfigError: it is neither, and the name of a file that comes with the package is close.
+        ConfigError: it is a script or a program; or neither, and the name of a file that comes with the package is
+            close.
     """
     path, names = Path(given), shipped_names()
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is a script, not a run file: `hf-diloco launch --islands 2 -- python {path}` starts islands of it"
+        )
     if path.exists():
         return path
     if path.as_posix() in names:
@@ -49,11 +55,20 @@ def find_run_file(given: str | Path) -> Path:
             f"{path}: no such file; {meant} (without .yaml) names the one that comes with hf-diloco, and "
             f"`hf-diloco configs copy {meant}` copies it to configs/"
         )
-    if not path.suffix:
-        close = difflib.get_close_matches(meant, names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+    if path.as_posix() == path.name and shutil.which(path.name):
         raise ConfigError(
-            f"{path}: neither a file nor the name of a run file that comes with hf-diloco "
-            f"({hint}`hf-diloco configs ls` lists them)"
+            f"{path} is a program, not a run file: put `--` before a command of your own, as in `hf-diloco launch "
+            f"--islands 2 -- {path} ...`"
+        )
+    if not path.suffix:
+        raise ConfigError(
+            f"{path}: neither a file nor the name of a run file that comes with hf-diloco ({where_names_are(meant)})"
         )
     return path
+
+
+def where_names_are(meant: str) -> str:
+    """How to find the name of a run file that comes with the package; with the closest to what a user meant."""
+    close = difflib.get_close_matches(meant, shipped_names(), n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}`hf-diloco configs ls` lists them"

@@ -79,11 +79,14 @@ def train_island(
 
 
 def _train(island: Island, progress: Progress) -> int:
+    from hf_diloco.apps.common.resume import loading
+
     run, trainer = island.run, island.trainer
     if is_leader() and island.speaks:
         _print_plan(island)
     try:
-        trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
+        with loading(island.checkpoint):
+            trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
     except ValidationError as error:  # by which DeepSpeed refuses its configuration
         raise ConfigError(f"deepspeed: {error}") from error
     if island.callback.stopped:

@@ -73,10 +73,13 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
 
 
 def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
+    from hf_diloco.apps.common.resume import loading
+
     run, trainer = node.run, node.trainer
     if speaks:
         _print_plan(node)
-    trainer.train(resume_from_checkpoint=str(node.checkpoint) if node.checkpoint else None)
+    with loading(node.checkpoint):
+        trainer.train(resume_from_checkpoint=str(node.checkpoint) if node.checkpoint else None)
     if node.callback.stopped:
         step = trainer.state.global_step
         if speaks:
