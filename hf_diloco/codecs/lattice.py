@@ -74,7 +74,7 @@ class LatticeCodec:
         return (self._q - 1) * self.step / 2
 
     def num_bytes(self, num_values: int) -> int:
-        """Of the payload of so many values."""
+        """The size of the payload of `num_values` values."""
         return _num_checks(num_values) * _CHECK_BYTES + num_values * self.code_bytes
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ class LatticeCodec:
         return integers.copy_(scaled)
 
     def _digests(self, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Of the integers that were made last."""
+        """Digests of the integers that `_integers` made last, one a block."""
         data = self._workspace.take("integers", num_values, torch.int64, torch.device("cpu")).numpy()
         blocks = (data[low : low + CHECK_VALUES] for low in range(0, num_values, CHECK_VALUES))
         return np.fromiter((xxhash.xxh3_64_intdigest(block.data, self._seed) for block in blocks), np.uint64)

@@ -136,7 +136,7 @@ def _two_means(magnitudes: NDArray[np.float64]) -> tuple[float, float, int]:
 
 @compiled
 def _round_to_bf16(value: float) -> np.float32:
-    """To nearest, ties to even; what is too large to the largest, and NaN to NaN."""
+    """Rounds to nearest, ties to even; clamps what is too large; keeps NaN."""
     if value != value:
         return np.float32(np.nan)
     bits = np.int64(np.float32(min(value, LARGEST_MAGNITUDE)).view(np.int32))

@@ -14,6 +14,7 @@ from hf_diloco.config.kinds import (
     Identities,
     OuterMomentum,
     OuterRate,
+    OwnAddress,
     Payload,
     list_methods,
     tell_of_auto,
@@ -21,7 +22,6 @@ from hf_diloco.config.kinds import (
 )
 from hf_diloco.errors import RendezvousError
 from hf_diloco.methods.outer import find_method
-from hf_diloco.utils.addresses import check_specific
 from hf_diloco.utils.urls import check_store_url, is_object_store, split_tcp_url
 
 
@@ -177,7 +177,7 @@ class DiLoCoConfig(StrictModel):
         description="with a key: public keys of each island, as 0: ed25519:…; nobody else takes part. A list of "
         "several, or `KEY until ROUND`, replaces a key (docs/security.md)",
     )
-    bind_address: str | None = Field(
+    bind_address: OwnAddress | None = Field(
         default=None,
         description="local address for traffic between islands; default: the one that reaches the rendezvous",
     )
@@ -244,11 +244,6 @@ class DiLoCoConfig(StrictModel):
                 raise ValueError(str(error)) from None
         split_tcp_url(url)
         return url
-
-    @field_validator("bind_address")
-    @classmethod
-    def _check_bind_address(cls, address: str | None) -> str | None:
-        return address and check_specific(address)
 
     @model_validator(mode="after")
     def _check_exchange(self) -> DiLoCoConfig:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator
 
 from hf_diloco.methods.outer import METHODS
+from hf_diloco.utils.addresses import check_specific
 from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.public_keys import parse_public
 
@@ -34,6 +35,9 @@ def _check_key(text: str) -> str:
     parse_public(text)
     return text.strip()
 
+
+OwnAddress = Annotated[str, AfterValidator(check_specific)]
+"""An address of this machine that others can reach."""
 
 PublicKey = Annotated[str, AfterValidator(_check_key)]
 Identities = Annotated[

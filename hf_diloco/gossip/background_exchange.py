@@ -91,7 +91,7 @@ class _Exchange:
 
     @property
     def seconds_hidden(self) -> float:
-        """From its begin until it ended, or until somebody waited for it."""
+        """Seconds from its begin until it ended, or until somebody waited for it."""
         asked = self._ended if self._asked is None else self._asked
         return max(0.0, min(self._ended, asked) - self._begun)
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: whose checkpoint it is, and what must be equal where it is gone on from."""
+    """The contents of `gossip.json`: whose checkpoint it is, and what must be equal to resume from it."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -158,7 +158,7 @@ class CodedNeighbours(Neighbours):
         self._inner.close()
 
     def _weights_of(self, topology: Topology) -> dict[int, float]:
-        """Of the neighbours, who are the same in every exchange: each has replicas of the others."""
+        """Weights of the neighbours: the same in every exchange, as each keeps replicas of the others."""
         if not topology.is_static or topology.neighbours(self.node) != self._peers:
             raise UnsupportedError(
                 f"payload={self._codec.name} goes with one graph only, and not with pairs that are drawn: set payload "
@@ -184,13 +184,13 @@ class CodedNeighbours(Neighbours):
 
 @dataclass
 class _Replicas:
-    """Of one vector: its own, as the others know it, and each neighbour's; fp32, of the vector's size."""
+    """Replicas of one vector: this node's, as the others know it, and each neighbour's; fp32, of its size."""
 
     own: torch.Tensor
     others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def part(self, where: slice) -> _Replicas:
-        """Of some of the values."""
+        """The replicas of some of the values."""
         return _Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
 
 

@@ -16,9 +16,8 @@ from hf_diloco.config import (
     StrictModel,
     from_env,
 )
-from hf_diloco.config.kinds import Identities
+from hf_diloco.config.kinds import Identities, OwnAddress
 from hf_diloco.methods.outer.base import Buffers
-from hf_diloco.utils.addresses import check_specific
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import is_object_store, split_tcp_url
 
@@ -114,7 +113,7 @@ class GossipConfig(StrictModel):
         default_factory=from_env(ENV_RENDEZVOUS, None),
         description=f"where the nodes meet: tcp://HOST:PORT, where HOST is node 0 [{ENV_RENDEZVOUS}]",
     )
-    bind_address: str | None = Field(
+    bind_address: OwnAddress | None = Field(
         default=None,
         description="local address for traffic between nodes; default: the one that reaches the rendezvous",
     )
@@ -177,11 +176,6 @@ class GossipConfig(StrictModel):
         if url is not None:
             split_tcp_url(url)
         return url
-
-    @field_validator("bind_address")
-    @classmethod
-    def _check_bind_address(cls, address: str | None) -> str | None:
-        return address and check_specific(address)
 
     @model_validator(mode="after")
     def _check_nodes(self) -> GossipConfig:

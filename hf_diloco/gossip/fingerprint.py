@@ -32,7 +32,7 @@ def _identify_graph(config: GossipConfig, topology: Topology) -> str:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Of all trainable parameters' bits."""
+    """A digest of the bits of all trainable parameters."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -207,7 +207,7 @@ class _Meeting:
             return missing
 
     def leave(self) -> None:
-        """Nobody waits any more for those who have not come."""
+        """Ends the wait for nodes that have not come."""
         with self._changed:
             self._end()
 

@@ -1,4 +1,4 @@
-"""Where nodes that are all started again go on from, and how those enter who lack that checkpoint.
+"""Chooses the step that restarted nodes resume from, and how nodes without that checkpoint enter.
 
 Nodes that were lost before a run ended hold older checkpoints than the others, or none. All nodes are here when they
 agree, so no two parts of them can choose differently.
@@ -63,7 +63,7 @@ def choose_step(steps: Sequence[Collection[int]]) -> Resumption | None:
 
 
 def choose_own(steps: Sequence[Collection[int]]) -> Resumption | None:
-    """Of a method whose nodes are not in step: each begins with its own newest; who has none, at the largest step.
+    """For a method whose nodes are not in step: each resumes from its newest; nodes without one at the largest step.
 
     Args:
         steps: see `choose_step`.

@@ -1,4 +1,4 @@
-"""Which way of training has written a checkpoint of the Trainer, as its files show."""
+"""Tells from the files of a Trainer's checkpoint how the model was sharded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SETTINGS = {
     "onebit_adam": _OF_ONE_BIT,
     "muon": _OF_MUON,
 }
-"""Which settings an optimizer has."""
+"""The settings of each optimizer."""
 
 
 class OptimizerBlock(Block):

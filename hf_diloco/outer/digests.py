@@ -13,7 +13,7 @@ from hf_diloco.inner.partition import Partition
 
 
 def digest_vector(vector: torch.Tensor, partition: Partition, island: IslandGroup) -> str:
-    """The digest of a vector of which each rank has the part that `partition` gives it. Collective in the island.
+    """The digest of a vector that `partition` cuts over the ranks. Collective in the island.
 
     Lanes are the same on all islands, so equal numbers have equal digests on islands with other shards.
     """

@@ -218,7 +218,7 @@ class OuterState:
         self.num_begun = max(self.num_begun, round_number)
 
     def shrink(self, fragment: Fragment, num_steps: int) -> None:
-        """Takes inner steps that a round has used, but whose values are gone, from this island's own progress.
+        """Subtracts inner steps that a round consumed, and whose values are gone, from this island's progress.
 
         What they amount to can only be estimated: their share of it.
         """

@@ -59,7 +59,7 @@ def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
 
 
 def _with_connections(scenario: Scenario) -> Scenario:
-    """With as many connections as fill the link, where the run chooses their number."""
+    """The scenario with as many connections as fill the link, if their number can be chosen."""
     if scenario.way == "bucket":
         return scenario
     return replace(scenario, link=replace(scenario.link, connections=scenario.link.useful_connections))

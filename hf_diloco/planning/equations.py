@@ -36,7 +36,7 @@ WINDOW_BYTES = 2.75e6
 carry at 1 Gbit/s and 100 ms (docs/benchmarks.md, "An exchange over a link")."""
 
 FIRST_WINDOW_BYTES = 10 * 1448
-"""With which a TCP connection begins, also after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
+"""The window of a new TCP connection, or after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
 
 DIRECT_TRIPS = 3
 """Round trips that follow one another in a round over tcp://, measured as 2.4 to 3.5 (docs/benchmarks.md)."""
@@ -45,7 +45,7 @@ STORE_TRIPS = 15
 """Requests that follow one another in a round in a store, counted as 13 to 17 (docs/benchmarks.md)."""
 
 OUTER_BYTES = 4
-"""Of one fp32 vector, a parameter."""
+"""Bytes a parameter of one fp32 vector."""
 
 FEEDBACK_BYTES = 8
 CHUNK_BUFFERS = 40e6
@@ -112,7 +112,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its end."""
+        """How long it takes."""
         return self.link_seconds + self.latency
 
 

@@ -22,7 +22,7 @@ TARGET = 0.95
 """The utilisation that is looked for."""
 
 STREAMING_FRAGMENTS, STREAMING_DELAY = 8, 5
-"""Of rows that stream, where the run does not: up to 5 steps cost next to no quality (arXiv 2501.18512)."""
+"""What streaming rows assume if the run does not stream: 5 steps cost next to no quality (arXiv 2501.18512)."""
 
 _MOST_STEPS = 100_000
 _RATES = (1e5, 1e15)
@@ -186,7 +186,7 @@ def estimate_row(scenario: Scenario, way: Way) -> Row:
 
 
 def memory_of(scenario: Scenario) -> Memory:
-    """Of a rank of the run as it is."""
+    """The memory that one rank of the run needs."""
     from hf_diloco.methods.outer import make_method
 
     diloco, size = scenario.diloco, scenario.num_parameters
@@ -215,5 +215,5 @@ def _sync_every_for_target(scenario: Scenario, way: Way) -> int | None:
 
 
 def _price(scenario: Scenario, bytes_sent: float) -> float | None:
-    """Of what all islands send."""
+    """The price of what all islands send."""
     return None if scenario.price is None else bytes_sent * scenario.num_islands * scenario.price / 1e9

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 FORWARD_SHARE = 1 / 3
-"""Of a step: a backward pass computes twice as much, gradients of activations and of parameters."""
+"""The forward pass's share of a step: a backward pass computes gradients of activations and of parameters."""
 
 _MEASURED_PERIODS = 2
 _MEASURED_STEPS = 10
@@ -59,7 +59,7 @@ class Schedule:
 
     @cached_property
     def positions(self) -> list[int]:
-        """Of each fragment, the step of a period after which it is exchanged, from 1 to `sync_every`."""
+        """The step of a period, from 1 to `sync_every`, after which each fragment is exchanged."""
         return [self.sync_every * (number + 1) // self.num_fragments for number in range(self.num_fragments)]
 
     def next_exchange(self, step: int) -> tuple[int, int]:

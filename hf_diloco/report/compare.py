@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float | None:
-        """Of training, of the slowest island."""
+        """How long the slowest island trained."""
         return self.at_time(float(self.report.steps or 0))
 
     def at_seen(self, step: float) -> float | None:

@@ -287,7 +287,7 @@ def _section_seconds(section: Section) -> TimeSplit | None:
 
 
 def _mixing_seconds(section: Section) -> TimeSplit | None:
-    """Of a node that exchanges in every step: what it waits for others in an exchange counts as exchanging."""
+    """Time of a node that exchanges in every step; waiting for others counts as exchanging."""
     whole, exchanging = _section_elapsed(section), _spent(mix.stalled_exchanging for mix in section.of(Mix))
     if whole is None or exchanging is None:
         return None

@@ -44,7 +44,7 @@ class ArrivedRound:
 
     @property
     def participants(self) -> dict[int, float]:
-        """Those that are not left out, with their weights."""
+        """The islands that are not left out, with their weights."""
         return {island: weight for island, weight in enumerate(self.weights) if weight > 0}
 
 

@@ -117,7 +117,7 @@ class LaneStats(AverageStats):
 
     @property
     def digests(self) -> list[str]:
-        """Of the lanes, in their order."""
+        """The digest of each lane, in order."""
         return [digest.hexdigest() for digest in self._digests]
 
 

@@ -88,7 +88,7 @@ class Contribution:
 
     @property
     def norm(self) -> float:
-        """Of the whole island's pseudo-gradient; not a number where some value is not finite."""
+        """The norm of the island's pseudo-gradient; NaN if a value is not finite."""
         return math.sqrt(self.square) if self.is_finite else math.nan
 
     def give_back(self) -> None:

@@ -53,6 +53,6 @@ class ModelDescription:
 
 
 def _class_name(model: nn.Module) -> str:
-    """Of the model's own class: `fully_shard` derives one from it, whose name has FSDP before it."""
+    """The name of the model's class, without the FSDP that `fully_shard` puts before it."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return next(name for name in names if not name.startswith("FSDP"))

@@ -56,7 +56,7 @@ class HasOuterWeights(ABC):
     """What trains with an outer loop, by a Trainer or by hand."""
 
     NOT_BEGUN: ClassVar[str]
-    """Said to who asks for something of it too soon."""
+    """The error for a call before training has begun."""
 
     def __init__(self) -> None:
         self._session: BaseSession | None = None

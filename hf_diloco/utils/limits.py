@@ -6,7 +6,7 @@ import contextlib
 import resource
 
 MAX_FILES = 1 << 16
-"""To so many the limit of open files is raised, if it may be: some programs walk through all that are possible."""
+"""The highest limit of open files to ask for: some programs walk through all that are possible."""
 
 
 def raise_file_limit() -> int:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 
 class IslandStore(TCPStore):
-    """As torch's, but who keeps it listens on the address of `host_name` alone, if that is one of this machine."""
+    """As torch's, but its host listens on the address of `host_name` alone, if that is one of this machine."""
 
     def __init__(
         self,

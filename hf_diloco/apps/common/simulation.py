@@ -23,7 +23,7 @@ R = TypeVar("R", bound=BaseRun)
 
 
 class Simulation(ABC, Generic[R]):
-    """Trains all of them, of which one computes at a time.
+    """Trains all islands, or nodes; one computes at a time.
 
     Args:
         runs: the run as each of them has it.

@@ -40,7 +40,7 @@ class DataPositionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Notes the step at which the stream begins. Comes before who records what a checkpoint holds."""
+        """Notes the step at which the stream begins, before the callback that records a checkpoint's contents."""
         self._first_step = state.global_step
         move_before_trackers(self)
 

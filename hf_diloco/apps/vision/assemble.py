@@ -115,14 +115,14 @@ def _training_data(
 
 
 class _Nothing(IterableDataset[Any]):
-    """Of which the Trainer makes no step."""
+    """No examples: the Trainer takes no step."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
 
 def _quiet(is_simulated: bool, config: GossipConfig) -> dict[str, Any]:
-    """Of nodes in one process only the first shows a progress bar."""
+    """Arguments by which only the first of several nodes in a process shows a progress bar."""
     return {"disable_tqdm": True} if is_simulated and config.node else {}
 
 

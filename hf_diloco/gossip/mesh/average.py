@@ -35,7 +35,7 @@ MAX_ATTEMPTS = 5
 """Groups that a node tries to form for one average."""
 
 SUSPECT_SECONDS = 2.0
-"""How long those who meet wait for a node that somebody has lost: it may be only a link that is gone."""
+"""How long nodes that meet wait for one that another has lost: perhaps only a link broke."""
 
 
 class GroupAverage:
@@ -151,7 +151,7 @@ class GroupAverage:
         self._group.average(torch.zeros(1), [1.0] * len(self._group_members), _FP32)
 
     def _give_up(self, error: ExchangeError) -> None:
-        """Lets go of the group; whose connection broke is not waited for any longer than a moment."""
+        """Leaves the group; waits only a moment for nodes whose connection broke."""
         is_late = time.monotonic() - self._exchange_begun >= self._timeout
         is_back = self._board.count("returned") != self._num_returned
         if isinstance(error, IslandLostError) and not is_late and not is_back:
@@ -270,7 +270,7 @@ class GroupAverage:
         return any(record and record.get("average") == self._num_averages for record in records)
 
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
-        """Those of the absent whom this node, or another one, has lost."""
+        """The absent nodes that this node, or another one, has lost."""
         suspects = self._suspects | set(self._find_lost())
         return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
 
@@ -285,12 +285,12 @@ class GroupAverage:
 
 
 def _done_key(node: int) -> str:
-    """Where a node says which average it has had last."""
+    """The key under which a node says which average it had last."""
     return f"averaged/{node}"
 
 
 def lost_key(node: int) -> str:
-    """Where nodes note that they have lost another one."""
+    """The key under which nodes note that they have lost another one."""
     return f"lost/{node}"
 
 

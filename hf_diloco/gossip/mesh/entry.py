@@ -249,9 +249,9 @@ class Entry:
 
 
 class FreeEntry(Entry):
-    """Of nodes that each step at their own pace: takes what neighbours give, from one after the other.
+    """For nodes that each step at their own pace: takes what neighbours give, from one after the other.
 
-    Each gives at the beginning of its own next step.
+    Each neighbour gives at the beginning of its own next step.
 
     `timeout` is how long a neighbour may take to get there. Who waits is this node: a neighbour sends when it has been
     asked, and is asked when this node is ready to receive.

@@ -53,22 +53,22 @@ this is of two that both go on; and what is called now and then, and raises if t
 
 
 def starts_key(node: int) -> str:
-    """Where it is counted how often a node was started."""
+    """The key that counts how often a node was started."""
     return f"starts/{node}"
 
 
 def greeting_key(node: int, start: int, peer: int) -> str:
-    """Where `peer` says that it has seen `node`'s start."""
+    """The key under which `peer` says that it has seen `node`'s start."""
     return f"greet/{node}/{start}/{peer}"
 
 
 def company_key(node: int, start: int) -> str:
-    """Where `node` says, for one of its starts, to which neighbours it connects."""
+    """The key under which `node` says which neighbours it connects to after one of its starts."""
     return f"{entry_prefix(node, start)}/company"
 
 
 def entry_prefix(node: int, start: int) -> str:
-    """Of the keys with which `node` and its neighbours agree on the step at which it enters."""
+    """The prefix of the keys by which `node` and its neighbours agree on the step at which it enters."""
     return f"entry/{node}/{start}"
 
 
@@ -139,13 +139,13 @@ class Reception:
         self._is_closed = False
 
     def begin(self) -> None:
-        """This node takes steps: from now on it connects to those who return."""
+        """Begins to connect to nodes that return, as this node takes steps now."""
         if not self._has_begun:
             self._has_begun = True
             self.look_for([])
 
     def look_for(self, peers: Collection[int]) -> None:
-        """From now on these are looked for, too."""
+        """Begins to look for these too."""
         now = time.monotonic()
         with self._lock:
             self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
@@ -159,7 +159,7 @@ class Reception:
         return bool(self._arrivals)
 
     def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
-        """Talks to those who are back.
+        """Lets nodes that came back take part.
 
         Args:
             x: this node's parameters.
@@ -183,13 +183,13 @@ class Reception:
         return entered
 
     def turn_away(self, peers: Collection[int]) -> None:
-        """Those of them who are connected, but do not take part yet, have to come again."""
+        """Disconnects those that do not take part yet; they have to come again."""
         for peer in set(peers) & self._arrivals.keys():
             self._arrivals.pop(peer).edge.close()
             self.look_for([peer])
 
     def close(self) -> None:
-        """Looks for nobody any more."""
+        """Stops looking."""
         with self._lock:
             self._is_closed = True
             arrivals, self._arrivals = self._arrivals, {}

@@ -68,7 +68,7 @@ class StragglerTimeout:
         self._is_extended = True
 
     def give_up(self) -> None:
-        """Nobody is waited for any more. May be called from another thread; an exchange under way then ends soon."""
+        """Stops waiting for anybody. May be called from another thread; an exchange under way then ends soon."""
         self._has_given_up = True
 
     @property

@@ -143,7 +143,7 @@ class SwarmSGD(MomentumOptimizer):
         self._has_published = False
 
     def partner(self, number: int) -> int:
-        """With whose model this node averages, not blocking.
+        """The node whose model this one averages with, in the form that does not block.
 
         Args:
             number: of the average, from 0.

@@ -1,4 +1,4 @@
-"""Which weights may be averaged with."""
+"""Checks that averaging with given weights works."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(topology: Topology, path: Path) -> None:
-    """Draws a graph: arrows from who sends to who receives, plain lines where both do; the wider, the more weight.
+    """Draws a graph: arrows from sender to receiver, plain lines where both do; the wider, the more weight.
 
     Args:
         topology: what is drawn; of weights that change, the first 4 steps.

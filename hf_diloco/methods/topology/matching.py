@@ -60,7 +60,7 @@ class RandomMatching(Topology):
 
 
 class RandomEdgeMatching(Topology):
-    """As `RandomMatching`, of neighbours in a graph only: who finds no free neighbour keeps its vector.
+    """As `RandomMatching`, of neighbours in a graph only: a node without a free neighbour keeps its vector.
 
     The links of the graph are sorted by a hash of `seed`, the step and their ends, and each is taken whose ends are
     free yet. So no two neighbours are both left over, yet more nodes may be than need be. Links count both ways, also
