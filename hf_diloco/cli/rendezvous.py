@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 from pathlib import Path
 
 from hf_diloco.cli.listening import listen, url_of
@@ -25,9 +27,8 @@ def run_rendezvous(address: str, folder: Path, allow_public_address: bool) -> in
         ConfigError: the address is none, or the folder cannot be used.
         RendezvousError: the address is public or not this machine's, or the port is in use.
     """
-    from aiohttp import web
-
     from hf_diloco.store.server import StoreServer
+    from hf_diloco.store.serving import Serving
 
     listener = listen(address, "the islands", allow_public_address)
     url = url_of(listener)
@@ -47,8 +48,14 @@ def run_rendezvous(address: str, folder: Path, allow_public_address: bool) -> in
             url,
         )
 
-    def tell(_: str) -> None:  # called once it serves, and Ctrl-C ends it as it should
+    async def serve() -> None:
+        stopped, serving = asyncio.Event(), Serving(app, listener)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        await serving.begin()
         print(f"islands meet at {url}/NAME, kept in {folder}; Ctrl-C ends this", flush=True)
+        await stopped.wait()
+        await serving.end()
 
-    web.run_app(app, sock=listener, print=tell, access_log=None, shutdown_timeout=5)
+    asyncio.run(serve())
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 _RUN = "run"
-_END_SECONDS = 5.0
 
 
 def url_of(rendezvous: str) -> str:
@@ -58,9 +56,8 @@ class StoreHost:
     """
 
     def __init__(self, config: Place, folder: Path) -> None:
-        from aiohttp import web
-
         from hf_diloco.store.server import StoreServer
+        from hf_diloco.store.serving import Serving
 
         host, port = _checked(config)
         raise_file_limit()
@@ -75,19 +72,16 @@ class StoreHost:
                 f"({error.strerror or error}): choose another output_dir, with space for a few copies of the model"
             ) from None
         self._loop = asyncio.new_event_loop()
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS)
-        self._thread = threading.Thread(target=self._serve, args=(listener,), name="hf-diloco-store", daemon=True)
+        self._serving = Serving(app, listener)
+        self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
         self._thread.start()
         logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
 
-    def _serve(self, listener: socket.socket) -> None:
-        from aiohttp import web
-
+    def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._runner.setup())
-        self._loop.run_until_complete(web.SockSite(self._runner, listener).start())
+        self._loop.run_until_complete(self._serving.begin())
         self._loop.run_forever()
-        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.run_until_complete(self._serving.end())
         self._loop.close()
 
     def close(self) -> None:

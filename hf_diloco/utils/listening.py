@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroupGloo
@@ -137,7 +137,7 @@ class GlooListener:
             self.door.close()
 
 
-def keep_door(door: Door, owner: object) -> None:
+def keep_door(door: Door, owner: object) -> Callable[[], object]:
     """Has a port stop answering while the process has few files left, as long as `owner` lives.
 
     A reserve is held from the start, and given back when the door is shut: connections that come faster than anybody
@@ -146,6 +146,9 @@ def keep_door(door: Door, owner: object) -> None:
     Args:
         door: of the port.
         owner: who accepts.
+
+    Returns:
+        What ends it before.
     """
     ended = threading.Event()
     size = min(RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
@@ -155,9 +158,10 @@ def keep_door(door: Door, owner: object) -> None:
         ended.set()
         door.close()  # at once, or the port would stay taken
 
-    weakref.finalize(owner, end)
+    finish = weakref.finalize(owner, end)
     args = (door, "{}:{}".format(*door.address), ended, size)
     threading.Thread(target=_keep, args=args, name="hf-diloco-door", daemon=True).start()
+    return finish
 
 
 def _keep(door: Door, address: str, ended: threading.Event, size: int) -> None:

@@ -11,15 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
+from hf_diloco.config import DiLoCoConfig
 from hf_diloco.sealing import LinkKey, Roster, Signer
+from hf_diloco.store import serving
+from hf_diloco.store.host import StoreHost, url_of
+from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.mesh import MeshExchange
@@ -208,6 +214,59 @@ def test_who_has_another_key_cannot_take_an_ends_place(
         assert torch.equal(outcome, torch.full((10,), 0.5))
     assert "which claims to be island 1 of lane" in caplog.text
     assert told in caplog.text
+
+
+# The store that island 0 keeps
+
+REQUEST = b"PUT /runs/run/x HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+
+REQUESTS: dict[str, Attack] = {
+    "silent": say(lambda _: b""),
+    "garbage": say(lambda count: random.Random(count).randbytes(100)),
+    "half a request": say(lambda _: REQUEST[:40]),
+    "oversized header": say(lambda _: b"GET /" + bytes(20_000).replace(b"\0", b"x")),
+    "oversized request": say(lambda _: REQUEST % (1 << 40)),
+    "request that never ends": say(lambda _: REQUEST % 1000),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("number", [100, pytest.param(1500, marks=pytest.mark.slow)])
+def test_strangers_stop_no_store(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_port: int,
+    name: str,
+    number: int,
+) -> None:
+    for limit in ("STRANGER_SECONDS", "BODY_SECONDS"):
+        monkeypatch.setattr(serving, limit, 1.0)
+    monkeypatch.setattr(serving, "MAX_STRANGERS", 20)
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
+    try:
+        strangers = REQUESTS[name]((LOCALHOST, free_port), number)
+        store = open_object_store(url_of(rendezvous))
+        for count in range(10):
+            store.put(f"{count}", b"value")
+            assert store.get(f"{count}", 100) == b"value"
+        deadline = time.monotonic() + LONG
+        while num_connected(free_port) > 2:  # those of the store's own
+            assert time.monotonic() < deadline, "some are kept"
+            time.sleep(0.1)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+    assert not [record for record in caplog.records if record.name == "hf_diloco.serving"]
+    socket.create_server((LOCALHOST, free_port)).close()
+
+
+def num_connected(port: int) -> int:
+    """Connections that are open on the side of who listens at a port of this process."""
+    connections = psutil.Process().net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in connections)
 
 
 # Gloo's own port

@@ -1,0 +1,104 @@
+"""Serves a web application at a port that strangers may reach: who asks nothing is not kept for long.
+
+A connection may take `STRANGER_SECONDS` until its first request has come, and `MAX_STRANGERS` may take them at a
+time: beyond that the oldest makes room. What a request carries has `BODY_SECONDS` to come; how much that may be is the
+application's to limit. The port stops answering while the process has few files left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import http_exceptions, web
+
+from hf_diloco.utils.listening import Door, keep_door
+
+logger = logging.getLogger("hf_diloco.serving")
+
+STRANGER_SECONDS = 10.0
+MAX_STRANGERS = 256
+BODY_SECONDS = 300.0
+"""Parts of objects have at most a few megabytes, and links may be slow."""
+_END_SECONDS = 5.0
+_LINGER_SECONDS = 1.0  # for the rest of what was refused
+_MOMENT = 0.01
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Serving:
+    """One application at one port, in the event loop that runs now.
+
+    Args:
+        app: what answers; it has not begun to.
+        listener: the port; closed with this.
+    """
+
+    def __init__(self, app: web.Application, listener: socket.socket) -> None:
+        self._strangers: dict[asyncio.Protocol, asyncio.TimerHandle] = {}  # in the order of their coming
+        app.middlewares.append(self._note)
+        logger.addFilter(_is_worth_a_line)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=logger, shutdown_timeout=_END_SECONDS, lingering_time=_LINGER_SECONDS
+        )
+        self._listener = listener
+        self._server: asyncio.Server | None = None
+        self._let_door_go: Callable[[], object] = lambda: None
+
+    async def begin(self) -> None:
+        """Answers from now on."""
+        await self._runner.setup()
+        self._server = await asyncio.get_running_loop().create_server(self._receive, sock=self._listener)
+        if sys.platform == "linux":
+            self._let_door_go = keep_door(Door(self._listener.fileno()), self)
+
+    async def end(self) -> None:
+        """Answers what has been asked, and nothing else; then the port is free."""
+        self._let_door_go()
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+    def _receive(self) -> asyncio.Protocol:
+        """Who answers a new connection."""
+        assert self._runner.server is not None
+        answering = self._runner.server()
+        loop = asyncio.get_running_loop()
+        self._strangers[answering] = loop.call_later(STRANGER_SECONDS, self._send_away, answering)
+        loop.call_later(_MOMENT, self._make_room)  # not now: many may come before the first of them has a transport
+        return answering
+
+    def _make_room(self) -> None:
+        if len(self._strangers) > MAX_STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+
+    def _send_away(self, answering: Any) -> None:
+        self._strangers.pop(answering).cancel()
+        if answering.transport is not None:
+            answering.transport.abort()
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who has asked something is no stranger any more; it is answered when all of that is there."""
+        timer = self._strangers.pop(request.protocol, None)
+        if timer is not None:
+            timer.cancel()
+        if request.can_read_body:
+            if (request.content_length or 0) > request.client_max_size:
+                raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    await request.read()
+            except (TimeoutError, RuntimeError):  # the latter if the connection has been closed
+                raise web.HTTPRequestTimeout from None
+        return await handler(request)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what strangers say that makes no sense: they could fill the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError))
