@@ -228,6 +228,7 @@ class Life:
         self._beat_at = world.now
         self.round, self.state = disk.round, disk.state
         self._num_averages: dict[str, int] = {}
+        self._is_connected = False  # with the last round's participants: then it does not look before it offers
 
     def run(self) -> None:
         while True:
@@ -257,12 +258,16 @@ class Life:
     def _stand(self, phase: str) -> None:
         self._members.standing.phase = phase  # type: ignore[assignment]
         self._members.standing.round = self.round
-        self._beat()
+        if phase == "syncing" and self.round % 2:  # the sign of life may come behind the offer
+            self._beat_at = -BEAT
+        else:
+            self._beat()
 
     def _try_round(self) -> None:
         self._stand("syncing")
+        has_looked, self._is_connected = not self._is_connected, False
         try:
-            attempt = self._council.current(self.round + 1)
+            attempt = self._council.current(self.round + 1) if has_looked else Attempt(self.round + 1, 0)
             if attempt.plan is None:
                 attempt = self._council.convene(attempt, self._offer())
             self._carry_out(attempt)
@@ -298,7 +303,7 @@ class Life:
             return
         assert {offer.state for offer in offers} == {self.state}
         mean = _hash("".join(participant.offer for participant in plan.participants))
-        outcome = attempt.outcome
+        outcome, is_connected = attempt.outcome, False
         if world.rules.needs_presence and outcome is None:
             if (self._island, self._members.claim) not in {(offer.island, offer.claim) for offer in offers}:
                 try:
@@ -309,11 +314,12 @@ class Life:
             lost = self._exchange(attempt, offers)
             if lost is not None:
                 outcome = self._council.abort(attempt, plan.participants[lost].offer, "lost")
+            is_connected = lost is None
         if outcome is None and world.faults(self._island, attempt):
             outcome = self._council.abort(attempt, plan.participants[-1].offer, "unreadable")
         count = self._num_averages[attempt.path] = self._num_averages.get(attempt.path, -1) + 1
         own = _hash(f"{mean} {self._island} {count}") if world.wrong(self._island, attempt, count) else mean
-        outcome = outcome or self._council.commit(attempt, own)
+        outcome = outcome or self._council.commit(attempt, offers, own)
         decision = outcome.model_dump_json(include={"kind", "mean"})
         world.decided.setdefault(f"{attempt.path}/outcome", set()).add(decision)
         if outcome.kind == "abort":
@@ -327,6 +333,7 @@ class Life:
             world.unverified.add(attempt.round)
             mean = outcome.mean
         self._council.remember(attempt.round, plan)
+        self._is_connected = is_connected
         self.round += 1
         self.state = _hash(self.state + mean)
         world.states.setdefault(self.round, set()).add(self.state)

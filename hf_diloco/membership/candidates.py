@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_diloco.errors import ExchangeError
@@ -94,11 +94,21 @@ class Candidates:
         return {island: made for island, made in offers.items() if self.waits(island, made[1], alive)}
 
     def waits(self, island: int, offer: OfferRecord, alive: Mapping[int, BeatRecord]) -> bool:
-        """Whether the process that has made an offer is there, and waits for the round."""
+        """Whether the process that has made an offer is there, and waits for the round.
+
+        Its last heartbeat may be from before the offer: then it is the offer that says so.
+        """
         if island == self._members.island:
             return offer.claim == self._members.claim
-        is_here = island in alive and alive[island].phase == "syncing"
+        beat = alive.get(island)
+        is_here = beat is not None and (beat.phase == "syncing" or beat.count <= offer.beat)
         return is_here and self._members.claim_of(island) == offer.claim
+
+    def at_it(self, offers: Sequence[OfferRecord]) -> set[int]:
+        """Islands whose offers a plan takes and that are carrying it out, also as another process than offered."""
+        alive = self._members.alive()
+        syncing = {island for island, beat in alive.items() if beat.phase == "syncing"}
+        return {offer.island for offer in offers if offer.island in syncing or self.waits(offer.island, offer, alive)}
 
     def awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord], waited: float) -> set[int]:
         """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.

@@ -254,6 +254,14 @@ class Members:
         except StoreError as error:
             logger.info("left without a last word: %s", error)
 
+    @property
+    def num_beats(self) -> int:
+        """How many signs of life this process has given: a later one has a higher count.
+
+        Read without the lock, under which one may be on its way to the store.
+        """
+        return self._count
+
     # All islands
 
     def look(self) -> dict[int, BeatRecord]:

@@ -71,7 +71,7 @@ class Council:
         self._candidates = Candidates(log, members, rules)
         self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, clock)
-        self._voting = Voting(log, self._decisions, members, rules, should_stop, clock)
+        self._voting = Voting(log, self._decisions, self._candidates, members.island, rules, should_stop, clock)
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
@@ -169,6 +169,7 @@ class Council:
         """Offers, and says what to ask until there is a plan."""
         prefixes = [attempt.path, "beats", f"claims/{self._members.island}"]
         awaited = self._rules.awaits(plan_path(attempt.path))
+        offer = offer.model_copy(update={"beat": self._members.num_beats})
         return self._log.watch(prefixes, self._clock, offer_path(attempt, offer), offer, awaited)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
@@ -202,15 +203,17 @@ class Council:
             raise PayloadError(fault.reason, fault.offer)
         return None
 
-    def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
-        """Votes for an average, and commits it if more than half of those who vote agree; returns what was decided.
+    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord:
+        """Votes for an average of some offers, and commits it if more than half of those who vote agree.
+
+        Returns:
+            What was decided.
 
         Raises:
             StoreError: see `Decisions.decide`.
         """
-        assert attempt.plan is not None
         wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
-        verdict = self._voting.vote(attempt.path, attempt.plan.islands, mean, wait)
+        verdict = self._voting.vote(attempt.path, offers, mean, wait)
         if isinstance(verdict, OutcomeRecord):
             return verdict
         if verdict is Verdict.AGREED:

@@ -29,6 +29,7 @@ class OfferRecord(Record):
             exchange directly, which range of it the rank owns.
         links: names the direct connections that this island holds.
         rates: the inner learning rate of each parameter group at its last step, where the method wants them.
+        beat: count of the island's last heartbeat before it: a later one says whether the island still waits.
     """
 
     island: int = Field(ge=0)
@@ -41,6 +42,7 @@ class OfferRecord(Record):
     objects: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     links: str = ""
     rates: list[Rate] = Field(default_factory=list)
+    beat: int = Field(default=0, ge=0)
 
 
 class Participant(Record):

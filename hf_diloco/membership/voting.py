@@ -17,17 +17,16 @@ find two winners:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
 from pydantic import Field
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.candidates import Candidates, Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
-from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.round_records import OutcomeRecord
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait
@@ -80,7 +79,8 @@ class Voting:
     Args:
         log: of the run.
         decisions: of the run.
-        members: this island and the others.
+        candidates: the islands that take part, and which of them are at it.
+        island: this island's number.
         rules: say how long to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
         clock: by which it waits.
@@ -90,19 +90,21 @@ class Voting:
         self,
         log: RunLog,
         decisions: Decisions,
-        members: Members,
+        candidates: Candidates,
+        island: int,
         rules: Rules,
         should_stop: Callable[[], bool],
         clock: Clock = REAL,
     ) -> None:
         self._log = log
         self._decisions = decisions
-        self._members = members
+        self._candidates = candidates
+        self._island = island
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
 
-    def vote(self, folder: str, participants: Collection[int], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
+    def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
         """Says that this island holds an average, if it has a vote; returns the outcome, or what this one may write.
 
         Others that have not voted are waited for while they are at it and the grace lasts; where islands exchange
@@ -110,27 +112,29 @@ class Voting:
 
         Args:
             folder: of the attempt.
-            participants: islands whose pseudo-gradients are in it; they have a vote.
+            offers: that are in it; their islands have a vote.
             mean: digest of the average.
             wait: says for whom this waits.
 
         Raises:
             StoreError: the store does not answer.
         """
-        own = self._members.island
+        own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
         awaited = self._rules.awaits(outcome_path(folder))
         watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace
         while True:
-            votes, at_it = watch.ask(partial(self._look, folder, participants, mean), self._at_it)
+            votes, at_it = watch.ask(
+                partial(self._look, folder, participants, mean), partial(self._candidates.at_it, offers)
+            )
             if self._should_stop() or self._clock.now() >= deadline:
                 at_it = set()
             if isinstance(votes, OutcomeRecord):
                 return votes
             at_it.discard(own)
             won_by = winner(participants, votes)
-            silent = set(participants) - votes.keys()
+            silent = participants - votes.keys()
             if won_by is None and not silent & at_it:
                 for island in silent:
                     self._place(folder, island, _ABSTENTION)
@@ -142,7 +146,7 @@ class Voting:
                     return Verdict.SPLIT
                 if not any(votes.get(island) == won_by for island in at_it):
                     return Verdict.OUTVOTED
-            others = set(participants) - {own}
+            others = participants - {own}
             wait.look(silent & others or others)
 
     def refuse_commit(self, folder: str, participants: Collection[int], mean: str) -> bool:
@@ -182,9 +186,6 @@ class Voting:
     def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
         return {vote.island: vote.mean for path, vote in votes.items() if path == _vote_path(folder, vote.island)}
-
-    def _at_it(self) -> set[int]:
-        return {island for island, beat in self._members.alive().items() if beat.phase == "syncing"}
 
 
 def _vote_path(folder: str, island: int) -> str:

@@ -43,6 +43,7 @@ from hf_diloco.rounds.open import open_engines
 from hf_diloco.rounds.pace import Pace
 from hf_diloco.rounds.presence import Presence
 from hf_diloco.rounds.round import Contribution, RoundPassed
+from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.blocks import BlockSeal
@@ -281,7 +282,7 @@ class ElasticSession(BaseSession):
         try:
             self.rounds.rescue_average()
             report = self.rounds.carry_out(own)
-            self.rounds.write_snapshot_if_due()
+            self.rounds.archive.write_snapshot_if_due()
             return report
         finally:
             self._stand("training")
@@ -300,12 +301,12 @@ class ElasticSession(BaseSession):
         clock = SyncClock(self._background.last_end)
         round_before = self.outer.round
         report = None
+        is_known = self.rounds.goes_on and not self._has_last_round
+        if is_known:
+            self.rounds.plans.presume_open()
         while True:
-            with clock.counts("waiting"), self._looking_once():
-                planned = self.rounds.find()
-                is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
-                if planned is None and not is_over:
-                    self.rounds.rescue_average()
+            planned, is_over = (None, False) if is_known else self._look(clock, round_before)
+            is_known = False
             if is_over:
                 if report is None:
                     raise MissedRoundError(
@@ -320,8 +321,17 @@ class ElasticSession(BaseSession):
             report = self.rounds.follow(planned, clock, own=own) or report
             self.outer.rest(fragment)
             if report is not None and not fragment.steps:
-                self.rounds.write_snapshot_if_due()
+                self.rounds.archive.write_snapshot_if_due()
                 return report
+
+    def _look(self, clock: SyncClock, round_before: int) -> tuple[PlannedRound | None, bool]:
+        """The next round, if it has a plan; and whether this island has nothing to bring to it."""
+        with clock.counts("waiting"), self._looking_once():
+            planned = self.rounds.find()
+            is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
+            if planned is None and not is_over:
+                self.rounds.rescue_average()
+        return planned, is_over
 
     def _looking_once(self) -> AbstractContextManager[None]:
         """What the leader asks before a round is answered by one request, where the store can."""

@@ -21,10 +21,10 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Council
-from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.archive import Archive
 from hf_diloco.rounds.catch_up import Recovery
 from hf_diloco.rounds.doubts import Doubts
 from hf_diloco.rounds.engines import Engine
@@ -58,7 +58,7 @@ class ElasticRounds(Rounds[PlannedRound]):
     Attributes:
         plans: of rounds, and what is decided.
         recovery: where a round cannot be carried out.
-        last: that this process has completed, and how it was decided.
+        archive: what is left in the store of rounds that are over.
         refused: islands whose contributions did not count in rounds of this process, with the last reason.
     """
 
@@ -80,9 +80,10 @@ class ElasticRounds(Rounds[PlannedRound]):
         self.recovery = Recovery(config, outer, island, engines, snapshots, clock)
         self._offers = Offers(config, outer, island, engines, claim)
         self._doubts = Doubts(island.is_leader)
-        self.last: tuple[PlannedRound, OutcomeRecord] | None = None
+        self.archive = Archive(config, outer, island, engines, snapshots, council)
         self.refused: dict[int, str] = {}
         self._num_lost = 0
+        self._links_at_look = ""
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
     # Which round
@@ -95,10 +96,26 @@ class ElasticRounds(Rounds[PlannedRound]):
         """
         while True:
             number = self.outer.round + 1
+            self._links_at_look = self._engine_of(number).links
             try:
                 return self.plans.find()
             except PayloadError as error:
                 self.recovery.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nothing need be looked up before this island offers for the next round.
+
+        It has taken the last round over connections that stood before, so the same processes are likely to take the
+        next one; where others have planned that without this island, it sees the plan when it has offered. Who was to
+        put the last average into the store looks whether it is there.
+        """
+        number = self.outer.round + 1
+        links, last = self._engine_of(number).links, self.archive.last
+        if not links or links != self._links_at_look or last is None or self._offers.has_offered(number):
+            return False
+        planned, outcome = last
+        return planned.number == self.outer.round and outcome.by != self.config.island
 
     def agree(self, own: Contribution) -> PlannedRound:
         """Offers what this island has, and waits for the plan."""
@@ -254,7 +271,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         engine.settled(plan, outcome, mean)
         self._num_lost = 0
         self.refused |= plan.left_out
-        self.last = plan, outcome
+        self.archive.complete(plan, outcome)
         self.plans.remember(plan)
         return True
 
@@ -341,37 +358,7 @@ class ElasticRounds(Rounds[PlannedRound]):
             self._num_lost = 0
             raise IslandLostError(f"{MAX_LOST} attempts failed one after the other: {error}")
 
-    # Snapshots
-
-    def write_snapshot(self) -> None:
-        """Writes this island's outer state into the store."""
-        states = self.outer.states
-        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
-
-    def write_snapshot_if_due(self) -> None:
-        """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
-        assert self.last is not None
-        planned, _ = self.last
-        if planned.number % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
-            self._snapshots.write_behind(
-                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
-            )
-
     def rescue_average(self) -> None:
-        """Where nobody has put the last average into the store, a snapshot takes its place."""
+        """See `Archive.rescue_average`."""
         self.rest()
-        if self.island.on_leader(self._is_average_missing):
-            logger.info("the average of round %d is not in the store: writing a snapshot", self.outer.round)
-            self._snapshots.wait()
-            self.write_snapshot()
-
-    def _is_average_missing(self) -> bool:
-        """Whether nobody can catch up with the last round, and it is on this island, of those left, to change that."""
-        if self.last is None or not self._engines[0].needs_presence:
-            return False
-        planned, outcome = self.last
-        alive = self.plans.council.processes()
-        left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.claim}
-        if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
-            return False
-        return not self._engine_of(planned.number).has_average(planned)
+        self.archive.rescue_average()

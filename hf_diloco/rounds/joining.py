@@ -121,7 +121,7 @@ class Joining:
 
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
-        self._rounds.write_snapshot()
+        self._rounds.archive.write_snapshot()
         self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
 
     def _find_snapshot(self) -> str | None:

@@ -70,7 +70,9 @@ class Plans:
         self.outer = outer
         self.island = island
         self._council = council
-        self._open: Attempt | None = None  # had no plan when `find` looked; others may have written one since
+        self._open: Attempt | None = (
+            None  # had no plan when `find` looked; others may have written one since, and more
+        )
 
     @property
     def council(self) -> Council:
@@ -95,6 +97,10 @@ class Plans:
         number = self.outer.round + 1
         raw = self.island.on_leader(find)
         return self._load(raw) if raw else None
+
+    def presume_open(self) -> None:
+        """Takes it that nobody has planned the next round yet: `convene` then asks no more than it must."""
+        self._open = Attempt(self.outer.round + 1, 0)
 
     def convene(self, offer: OfferRecord) -> PlannedRound:
         """Offers, and waits for the plan of the next round."""
@@ -126,7 +132,7 @@ class Plans:
 
     def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
         """Votes for an average, and waits for what is decided."""
-        return self._decide(planned, lambda attempt: self.council.commit(attempt, digest))
+        return self._decide(planned, lambda attempt: self.council.commit(attempt, planned.offers, digest))
 
     def refuse_commit(self, planned: PlannedRound, mean: str) -> bool:
         """See `Council.refuse_commit`."""

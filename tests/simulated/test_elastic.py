@@ -849,7 +849,7 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
     for member in islands:
         member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2))
-    _, outcome = islands[0].session.rounds.last or (None, None)
+    _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
     lost = islands[outcome.by]
     lost.die()
@@ -874,6 +874,49 @@ def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> No
     assert first == ["00000001-00"] * 2
     run_islands(2, lambda island: islands[island].train(4))
     assert [member.session.engines[0].links for member in islands] == first
+
+
+@only("mesh")
+def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_without_it(
+    tmp_path: Path, fast_clock: FastClock
+) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    islands = run_islands(3, lambda island: meeting.island(island).train(4))
+    _, outcome = islands[0].session.rounds.archive.last or (None, None)
+    assert outcome is not None
+    late = islands[2 if outcome.by != 2 else 1]
+    others = [member for member in islands if member is not late]
+    run_islands(2, lambda which: others[which].train(2))
+    assert others[0].reports[-1].participants == [member.number for member in others]
+    assert late.session.rounds.goes_on, "it looks nothing up"
+    late.train(2)
+    assert late.session.outer.round == 3
+    assert len({member.hash for member in islands}) == 1
+    assert late.session.outer.steps == 2, "what it has done goes into the next round"
+    run_islands(3, lambda which: islands[which].train_to(4))
+    assert islands[0].reports[-1].participants == [0, 1, 2]
+    assert len({member.hash for member in islands}) == 1
+
+
+@only("mesh")
+def test_an_average_that_was_not_kept_is_missed_also_a_round_later(tmp_path: Path, fast_clock: FastClock) -> None:
+    """Those who are still connected do not look for it before the next round."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, snapshot_every=100)
+    islands = run_islands(3, lambda island: meeting.island(island).train(4))
+    for member in islands:
+        member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+    run_islands(3, lambda island: islands[island].train(2))
+    _, outcome = islands[0].session.rounds.archive.last or (None, None)
+    assert outcome is not None
+    islands[outcome.by].die()
+    left = [member for member in islands if member.number != outcome.by]
+    assert all(member.session.rounds.goes_on for member in left)
+    for member in left:
+        del member.session.engines[0].settled
+    run_islands(2, lambda which: left[which].train(4))
+    assert [member.session.outer.round for member in left] == [5, 5]
+    written = {path.split("/")[1] for path, _ in left[0].session.store.list("snapshots")}
+    assert "00000004" in written, "whoever needs the average of round 3 goes on from there"
 
 
 class BrokenStore:
