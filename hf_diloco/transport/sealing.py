@@ -59,19 +59,24 @@ class Sealer:
 
 
 class _Staging:
-    """Host memory by size, used again: fresh memory costs eight times what used memory does."""
+    """Host memory, used again for whatever fits: fresh memory costs eight times what used memory does.
+
+    Each piece has the next power of two of bytes. What nobody has written to takes no memory, and the last chunk of
+    every fragment has a length of its own.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """So many bytes, and what gives them back: not to be called while a transfer may still use them."""
-        free = self._free[num_bytes] if num_bytes >= _MIN_KEPT_BYTES else []
+        size = 1 << (num_bytes - 1).bit_length()
+        free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
         try:
             taken = free.pop()
         except IndexError:
-            taken = torch.empty(num_bytes, dtype=torch.uint8)
-        return taken, partial(free.append, taken)
+            taken = torch.empty(size, dtype=torch.uint8)
+        return taken[:num_bytes], partial(free.append, taken)
 
 
 def _verify(channel: Channel, place: tuple[int, int], part: torch.Tensor, signature: torch.Tensor) -> bool:

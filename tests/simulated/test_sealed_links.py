@@ -18,7 +18,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.sealing import Agreement, LinkKey, Roster, Signer
+from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
@@ -91,6 +91,23 @@ def test_broadcasts_and_messages_are_sealed_too() -> None:
     for island, (values, said) in enumerate(run_islands(2, run)):
         assert torch.equal(values, make_values(1, 1000))
         assert said == {1 - island: b"from %d" % (1 - island)}
+
+
+def test_memory_of_a_message_serves_the_next_though_that_has_another_length() -> None:
+    end = End(1, 0)
+    sealer = Sealer({end: Channel(bytes(32), bytes(32))})
+
+    def seal(num_values: int) -> tuple[torch.Tensor, Transfers]:
+        transfers = Transfers()
+        (sealed,) = sealer.seal(torch.ones(num_values), end, 1, transfers)
+        assert len(sealed) == 4 * num_values + OVERHEAD
+        return sealed, transfers
+
+    first, under_way = seal(20_000)
+    second, _ = seal(20_000)
+    assert second.data_ptr() != first.data_ptr(), "the first may still be read"
+    under_way.check()
+    assert seal(30_000)[0].data_ptr() == first.data_ptr()
 
 
 class Wire:
