@@ -19,7 +19,7 @@ _NOISE = re.compile(
     | ^\[rank\d+\]:\[[WI]\d{4}                                 # torch's C++ warnings
     | ^\[?[WI]\d{4}\s[\d:.]+\s                                 # torch's Python warnings
     | Warning:\s                                               # Python's warnings, and the source line below them
-    | ^\s+(return|warnings\.warn|warn|self\.|super\(|logger\.)\b
+    | ^\s+((return|warnings\.warn|warn)\b|self\.|super\(|logger\.)
     | ^\*{10,}$
     | ^\s*\d+%\|                                               # tqdm
     | \|\s\d+/\d+\s\[                                          # tqdm

@@ -150,6 +150,7 @@ def test_noise_is_dropped_and_messages_stay() -> None:
         "[2026-11-20 14:17:23,610] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.",
         "/site-packages/torch/distributed/c10d_logger.py:83: FutureWarning: `torch.distributed.x` is deprecated.",
         "  return func(*args, **kwargs)",
+        "  super().__init__(loader)",
         "[rank0]:[W1120 14:17:46.065798222 reducer.cpp:1529] Warning: find_unused_parameters=True was specified",
         "{'loss': '4.626', 'grad_norm': '3.471', 'learning_rate': '5e-05', 'epoch': '0.125'}",
         "{'train_runtime': '0.0675', 'train_samples_per_second': '59.26', 'epoch': '0.25'}",
