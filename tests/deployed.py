@@ -33,3 +33,9 @@ def progress(island: Path) -> dict[str, object]:
     file = island / "progress.json"
     found: dict[str, object] = json.loads(file.read_text()) if file.exists() else {"state": "", "round": 0, "step": 0}
     return found
+
+
+def starts(island: Path) -> list[str]:
+    """How each process of an island began: "anew", or "resumed" from a checkpoint."""
+    records = [json.loads(line) for line in (island / "metrics.jsonl").read_text().splitlines()]
+    return ["resumed" if record["resumed"] else "anew" for record in records if record["event"] == "start"]

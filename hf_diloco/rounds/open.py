@@ -57,13 +57,13 @@ def open_session(
     if config.meets_in_store:
         from hf_diloco.rounds.elastic import ElasticSession
 
-        given = config
-        config, host = (
-            _meet_at_island_0(config, island, folder or Path()) if config.meets_at_island_0 else (config, None)
-        )
-        linger = _LINGER_SECONDS if given.meets_at_island_0 and given.island else 0.0
-        own = next_training(config, after.config) if after else config
-        return ElasticSession(own, island, should_stop, host=host, linger=linger)
+        host, linger = None, 0.0
+        if config.meets_at_island_0:
+            linger = _LINGER_SECONDS if config.island else 0.0
+            config, host = _meet_at_island_0(config, island, folder or Path())
+        if after:
+            config = next_training(config, after.config)
+        return ElasticSession(config, island, should_stop, host=host, linger=linger)
     transport = after.transport.again() if isinstance(after, FixedSession) else None
     return FixedSession(config, island, should_stop, transport)
 

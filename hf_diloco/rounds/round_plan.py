@@ -70,9 +70,7 @@ class Plans:
         self.outer = outer
         self.island = island
         self._council = council
-        self._open: Attempt | None = (
-            None  # had no plan when `find` looked; others may have written one since, and more
-        )
+        self._open: Attempt | None = None  # had no plan when `find` looked; since then others may have written one
 
     @property
     def council(self) -> Council:

@@ -62,7 +62,7 @@ class GlooAddresses(Store):
                 self._values.setdefault(str(key), bytes.fromhex(value))
                 self._num_heard[peer] = self.num_heard(peer) + 1
                 self._changed.notify_all()
-        except TypeError:
+        except (TypeError, RecursionError):
             raise ValueError(f"no address: {message[:80]!r}") from None
 
     def num_heard(self, peer: int) -> int:

@@ -178,7 +178,7 @@ class Meeting:
             record = json.loads(shown)
             version, way = record["version"], record["way"]
             place = Place(str(ipaddress.ip_address(record["host"])), int(record["port"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
         if version != VERSION:
             raise self._other_version(peer, f"protocol {version}, where this one has {VERSION}")
