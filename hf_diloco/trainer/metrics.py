@@ -85,7 +85,7 @@ class RunTotals:
             self._sums[name] += getattr(report, name)
 
     def as_event(self, rounds: int, steps_since_sync: int, on_boundary: bool) -> dict[str, Any]:
-        """The values of the record\'s "end" event."""
+        """The values of the record's "end" event."""
         total = time.monotonic() - self._begin
         idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"] - self._sums["seconds_hidden"]
         return {
