@@ -1,6 +1,6 @@
 """Islands as threads that a schedule runs one store operation at a time, in virtual time, and kills where it likes.
 
-What runs is the package's own `Members` and `Council`; only the payload is left out: an island's outer state is a hash
+What runs is the package's own `Members` and `Quorum`; only the payload is left out: an island's outer state is a hash
 of the plans that it has carried out.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, PayloadError, StoreError
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, PlanRecord
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -224,7 +224,7 @@ class Life:
         self._disk = disk
         self._log = RunLog(ScheduledStore(world.store, turn), Seal(b"", "run"))  # type: ignore[arg-type]
         self._members = Members(self._log, island, lease=LEASE, clock=WorldClock(world, turn.sleep))
-        self._council = Council(self._log, self._members, world.rules, clock=WorldClock(world, self._sleep))
+        self._quorum = Quorum(self._log, self._members, world.rules, clock=WorldClock(world, self._sleep))
         self._beat_at = world.now
         self.round, self.state = disk.round, disk.state
         self._num_averages: dict[str, int] = {}
@@ -267,9 +267,9 @@ class Life:
         self._stand("syncing")
         has_looked, self._is_connected = not self._is_connected, False
         try:
-            attempt = self._council.current(self.round + 1) if has_looked else Attempt(self.round + 1, 0)
+            attempt = self._quorum.current(self.round + 1) if has_looked else Attempt(self.round + 1, 0)
             if attempt.plan is None:
-                attempt = self._council.convene(attempt, self._offer())
+                attempt = self._quorum.convene(attempt, self._offer())
             self._carry_out(attempt)
         except PayloadError:  # a decision that is damaged: the others' state is in a snapshot
             self._world.num_skipped += 1
@@ -298,7 +298,7 @@ class Life:
         assert plan is not None
         world.decided.setdefault(f"{attempt.path}/plan", set()).add(plan.model_dump_json())
         assert plan.state == self.state
-        offers = self._council.offers_of(attempt, self.state)
+        offers = self._quorum.offers_of(attempt, self.state)
         if offers is None:
             return
         assert {offer.state for offer in offers} == {self.state}
@@ -307,19 +307,19 @@ class Life:
         if world.rules.needs_presence and outcome is None:
             if (self._island, self._members.claim) not in {(offer.island, offer.claim) for offer in offers}:
                 try:
-                    self._council.await_outcome(attempt, offers, patience=20.0)
+                    self._quorum.await_outcome(attempt, offers, patience=20.0)
                 except IslandLostError:
                     world.num_missed += 1
                 return
             lost = self._exchange(attempt, offers)
             if lost is not None:
-                outcome = self._council.abort(attempt, plan.participants[lost].offer, "lost")
+                outcome = self._quorum.abort(attempt, plan.participants[lost].offer, "lost")
             is_connected = lost is None
         if outcome is None and world.faults(self._island, attempt):
-            outcome = self._council.abort(attempt, plan.participants[-1].offer, "unreadable")
+            outcome = self._quorum.abort(attempt, plan.participants[-1].offer, "unreadable")
         count = self._num_averages[attempt.path] = self._num_averages.get(attempt.path, -1) + 1
         own = _hash(f"{mean} {self._island} {count}") if world.wrong(self._island, attempt, count) else mean
-        outcome = outcome or self._council.commit(attempt, offers, own)
+        outcome = outcome or self._quorum.commit(attempt, offers, own)
         decision = outcome.model_dump_json(include={"kind", "mean"})
         world.decided.setdefault(f"{attempt.path}/outcome", set()).add(decision)
         if outcome.kind == "abort":
@@ -332,7 +332,7 @@ class Life:
         if outcome.mean != mean:
             world.unverified.add(attempt.round)
             mean = outcome.mean
-        self._council.remember(attempt.round, plan)
+        self._quorum.remember(attempt.round, plan)
         self._is_connected = is_connected
         self.round += 1
         self.state = _hash(self.state + mean)
@@ -365,9 +365,9 @@ class Stranger(Life):
         self.state = "ff"
         while self.round < self._world.target:
             self._stand("training")
-            attempt = self._council.current(self.round + 1)
+            attempt = self._quorum.current(self.round + 1)
             if attempt.plan is None:
-                self._council.offer(attempt, self._offer())
+                self._quorum.offer(attempt, self._offer())
             if attempt.outcome is not None:
                 self.round += 1
             self._turn.sleep(0.5)

@@ -41,7 +41,7 @@ MAX_ABORTED = 16
 _POLL_SECONDS = 0.25
 
 
-class Council:
+class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.engines import Engine
@@ -26,7 +26,7 @@ class Archive:
         island: the ranks of this island.
         engines: how values get from island to island, one a fragment.
         snapshots: of the run.
-        council: says who is there; on the island's leader only.
+        quorum: says who is there; on the island's leader only.
 
     Attributes:
         last: the round that this process has completed last, and how it was decided.
@@ -39,14 +39,14 @@ class Archive:
         island: IslandGroup,
         engines: Sequence[Engine],
         snapshots: Snapshots,
-        council: Council | None,
+        quorum: Quorum | None,
     ) -> None:
         self.config = config
         self.outer = outer
         self.island = island
         self._engines = engines
         self._snapshots = snapshots
-        self._council = council
+        self._quorum = quorum
         self.last: tuple[PlannedRound, OutcomeRecord] | None = None
         self._before: tuple[PlannedRound, OutcomeRecord] | None = None
 
@@ -84,8 +84,8 @@ class Archive:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
         if self.last is None or not self._engines[0].needs_presence:
             return False
-        assert self._council is not None
-        alive = self._council.processes()
+        assert self._quorum is not None
+        alive = self._quorum.processes()
         left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.claim}
         return any(self._is_missing(*one, left) for one in (self._before, self.last) if one)
 

@@ -29,7 +29,7 @@ from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import make_fingerprint
 from hf_diloco.membership.heartbeats import Members, Phase
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import author_of
 from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
@@ -83,13 +83,13 @@ class ElasticSession(BaseSession):
         store: where the islands meet.
         rounds: offers and carries them out; this and the next since `join`.
         engines: how values get from island to island, one a fragment.
-        council: decides rounds; this and the next on the leader.
+        quorum: decides rounds; this and the next on the leader.
         members: the islands.
     """
 
     rounds: ElasticRounds
     engines: list[Engine]
-    council: Council | None = None
+    quorum: Quorum | None = None
     members: Members | None = None
     _presence: Presence | None = None
     _log: RunLog | None = None  # the leader's: its signs of life say what it refuses there
@@ -199,7 +199,7 @@ class ElasticSession(BaseSession):
             self._presence = Presence(self.members, self.outer, self.island.size, self.tokens_per_step or 0)
             self._presence.refresh()
             self.members.start_beating(self._presence.refresh)
-            self.council = Council(
+            self.quorum = Quorum(
                 log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
             )
             return run.model_dump(), is_new, self.members.claim, is_late
@@ -213,7 +213,7 @@ class ElasticSession(BaseSession):
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
         self.rounds = ElasticRounds(
-            self.config, self.outer, self._talk, self.engines, self._snapshots, self.council, claim, self._clock
+            self.config, self.outer, self._talk, self.engines, self._snapshots, self.quorum, claim, self._clock
         )
         self._pace = Pace(self.config, self.outer, self.members)
         return is_new

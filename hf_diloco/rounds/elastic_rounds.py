@@ -20,7 +20,7 @@ import torch
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState
@@ -51,7 +51,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
         engines: how values get from island to island, one a fragment.
         snapshots: of the run.
-        council: decides rounds; on the island's leader only.
+        quorum: decides rounds; on the island's leader only.
         claim: of this process.
         clock: by which it waits.
 
@@ -69,18 +69,18 @@ class ElasticRounds(Rounds[PlannedRound]):
         island: IslandGroup,
         engines: Sequence[Engine],
         snapshots: Snapshots,
-        council: Council | None,
+        quorum: Quorum | None,
         claim: int,
         clock: Clock = REAL,
     ) -> None:
         super().__init__(config, outer, island)
         self._engines = engines
         self._snapshots = snapshots
-        self.plans = Plans(outer, island, council)
+        self.plans = Plans(outer, island, quorum)
         self.recovery = Recovery(config, outer, island, engines, snapshots, clock)
         self._offers = Offers(config, outer, island, engines, claim)
         self._doubts = Doubts(island.is_leader)
-        self.archive = Archive(config, outer, island, engines, snapshots, council)
+        self.archive = Archive(config, outer, island, engines, snapshots, quorum)
         self.refused: dict[int, str] = {}
         self._num_lost = 0
         self._links_at_look = ""

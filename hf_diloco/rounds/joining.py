@@ -156,13 +156,13 @@ class Joining:
             while self._pace.others_convene() and self._clock.now() < deadline:
                 if self._pace.members.standing.phase != "passing":
                     self._stand("passing")
-                if self._plans.council.current(self.outer.round + 1).plan:
+                if self._plans.quorum.current(self.outer.round + 1).plan:
                     return True
                 if self._should_stop():
                     raise StopRequested
                 note.look("the others, which begin it without this island")
                 self._clock.sleep(LOOK_SECONDS)
-            return self._plans.council.current(self.outer.round + 1).plan is not None  # they were faster
+            return self._plans.quorum.current(self.outer.round + 1).plan is not None  # they were faster
 
         while self.island.on_leader(wait):
             self._catch_up()

@@ -1,4 +1,4 @@
-"""Plans of rounds among islands that come and go, as all ranks of an island see them: the leader asks the council."""
+"""Plans of rounds among islands that come and go, as all ranks of an island see them: the leader asks the `Quorum`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.outer.state import OuterState
 from hf_diloco.store.log import Record
@@ -44,7 +44,7 @@ class PlannedRound(Record):
 
     @property
     def as_attempt(self) -> Attempt:
-        """As the council knows it."""
+        """As the `Quorum` knows it."""
         return Attempt(self.number, self.attempt, self.plan)
 
     @property
@@ -63,20 +63,20 @@ class Plans:
     Args:
         outer: this rank's outer state: plans are of its next round.
         island: the ranks of this island.
-        council: decides rounds; on the island's leader only.
+        quorum: decides rounds; on the island's leader only.
     """
 
-    def __init__(self, outer: OuterState, island: IslandGroup, council: Council | None) -> None:
+    def __init__(self, outer: OuterState, island: IslandGroup, quorum: Quorum | None) -> None:
         self.outer = outer
         self.island = island
-        self._council = council
+        self._quorum = quorum
         self._open: Attempt | None = None  # had no plan when `find` looked; since then others may have written one
 
     @property
-    def council(self) -> Council:
+    def quorum(self) -> Quorum:
         """Asked by the leader only."""
-        assert self._council is not None
-        return self._council
+        assert self._quorum is not None
+        return self._quorum
 
     def find(self) -> PlannedRound | None:
         """The next round, if it has a plan already.
@@ -86,7 +86,7 @@ class Plans:
         """
 
         def find() -> dict[str, Any] | None:
-            while (attempt := self.council.current(number)).plan:
+            while (attempt := self.quorum.current(number)).plan:
                 if planned := self._with_offers(attempt):
                     return planned.model_dump()
             self._open = attempt
@@ -106,9 +106,9 @@ class Plans:
         def convene() -> dict[str, Any]:
             while True:
                 known, self._open = self._open, None
-                attempt = known if known and known.round == number else self.council.current(number)
+                attempt = known if known and known.round == number else self.quorum.current(number)
                 if attempt.plan is None:
-                    attempt = self.council.convene(attempt, offer)
+                    attempt = self.quorum.convene(attempt, offer)
                 if planned := self._with_offers(attempt):
                     return planned.model_dump()
 
@@ -122,23 +122,23 @@ class Plans:
         """Offers, unless the next round has a plan already, and waits for nothing."""
 
         def leave() -> None:
-            attempt = self.council.current(self.outer.round + 1)
+            attempt = self.quorum.current(self.outer.round + 1)
             if attempt.plan is None:
-                self.council.offer(attempt, offer)
+                self.quorum.offer(attempt, offer)
 
         self.island.on_leader(leave)
 
     def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
         """Votes for an average, and waits for what is decided."""
-        return self._decide(planned, lambda attempt: self.council.commit(attempt, planned.offers, digest))
+        return self._decide(planned, lambda attempt: self.quorum.commit(attempt, planned.offers, digest))
 
     def refuse_commit(self, planned: PlannedRound, mean: str) -> bool:
-        """See `Council.refuse_commit`."""
-        return self.island.on_leader(lambda: self.council.refuse_commit(planned.as_attempt, mean))
+        """See `Quorum.refuse_commit`."""
+        return self.island.on_leader(lambda: self.quorum.refuse_commit(planned.as_attempt, mean))
 
     def abort(self, planned: PlannedRound, offer: str, reason: str) -> OutcomeRecord:
-        """See `Council.abort`."""
-        return self._decide(planned, lambda attempt: self.council.abort(attempt, offer, reason))
+        """See `Quorum.abort`."""
+        return self._decide(planned, lambda attempt: self.quorum.abort(attempt, offer, reason))
 
     def await_outcome(self, planned: PlannedRound, timeout: float) -> None:
         """Returns when an attempt that this island has no part in is decided.
@@ -146,18 +146,18 @@ class Plans:
         Raises:
             IslandLostError: that takes longer than `timeout` seconds.
         """
-        self.island.on_leader(lambda: self.council.await_outcome(planned.as_attempt, planned.offers, timeout))
+        self.island.on_leader(lambda: self.quorum.await_outcome(planned.as_attempt, planned.offers, timeout))
 
     def remember(self, planned: PlannedRound) -> None:
-        """See `Council.remember`."""
-        self.island.on_leader(lambda: self.council.remember(planned.number, planned.plan))
+        """See `Quorum.remember`."""
+        self.island.on_leader(lambda: self.quorum.remember(planned.number, planned.plan))
 
     def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:
         raw = self.island.on_leader(lambda: call(planned.as_attempt).model_dump())
         return OutcomeRecord.model_validate(raw)
 
     def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
-        offers = self.council.offers_of(attempt, self.outer.outer_hash)
+        offers = self.quorum.offers_of(attempt, self.outer.outer_hash)
         if attempt.plan is None or offers is None:
             return None
         return PlannedRound(

@@ -689,7 +689,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=1.0, width=WIDE, payload="topk", **FEDAVG)
     islands = run_islands(2, lambda island: meeting.island(island).train(4))
     deaf = islands[1]
-    council = deaf.session.council
+    quorum = deaf.session.quorum
 
     def fail(*_: Any) -> None:
         raise StoreError("the store is away")
@@ -703,7 +703,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
         expected[which] = member.next_residual
         if which == 1:
             with monkeypatch.context() as patch:
-                patch.setattr(council, "commit", fail)
+                patch.setattr(quorum, "commit", fail)
                 member.sync()
         else:
             member.sync()

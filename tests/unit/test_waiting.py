@@ -14,7 +14,7 @@ from hf_diloco.errors import IslandLostError, RendezvousError
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import ClaimRecord, Members
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.membership.quorum import Council
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.log import RunLog
@@ -138,10 +138,10 @@ def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, cap
         member.standing.phase = "training"
         member.beat()
     members[0].look()
-    council = Council(log, members[0], Rules(min_islands=2, patience=5), clock=clock)
+    quorum = Quorum(log, members[0], Rules(min_islands=2, patience=5), clock=clock)
     offer = OfferRecord(island=0, claim=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
     with pytest.raises(IslandLostError):
-        council.convene(council.current(1), offer)
+        quorum.convene(quorum.current(1), offer)
     assert caplog.messages == ["island 0: round 1: waiting for island 1 (3 s of 5 s)"]
 
 
