@@ -3,6 +3,9 @@
 When a node stops, its neighbours wait for it until their time is over; but their own neighbours have been waiting for
 them as long, and would give them up at the same moment. So whoever waits says so in the store every half second, and
 is given as much time again by those who wait for it.
+
+A process may stand still itself: it is stopped, swapped out, or asks a slow name service. Who comes back from that must
+not give up its neighbours at once, so such a pause is no part of the time that they have.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils.waiting import WaitNotes
 
+PAUSE_SECONDS = 1.0
+"""Between two looks, which follow each other twice as fast: a longer pause says that this process stood still."""
+
 
 class StragglerTimeout:
     """One node's, for one exchange, or one other wait, at a time.
@@ -24,7 +30,7 @@ class StragglerTimeout:
         node: this node.
         num_nodes: n.
         seconds: that an exchange may take.
-        notes: say for whom this node waits.
+        notes: say for whom this node waits, and have the clock by which it does.
 
     Attributes:
         seconds: that the wait which began last may take.
@@ -32,6 +38,7 @@ class StragglerTimeout:
 
     def __init__(self, board: Board, node: int, num_nodes: int, seconds: float, notes: WaitNotes) -> None:
         self._notes = notes
+        self._clock = notes.clock
         self._step_seconds = seconds
         self._board = board
         self._node = node
@@ -82,12 +89,13 @@ class StragglerTimeout:
         Args:
             factor: by which the time that is given is longer.
         """
-        self._deadline = Deadline(factor * self.seconds)
+        self._looked_at = self._clock.now()
+        self._ends_at = self._looked_at + factor * self.seconds
 
     @property
     def reason(self) -> str:
         """Why a neighbour was lost that was waited for, in words."""
-        return f"it did not come within {self.seconds:g} s" if self._deadline.is_over else "its connection broke"
+        return f"it did not come within {self.seconds:g} s" if self._is_over else "its connection broke"
 
     def watch(self, peer: int) -> Callable[[], None]:
         """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
@@ -95,14 +103,25 @@ class StragglerTimeout:
         def look() -> None:
             if self._has_given_up:
                 raise IslandLostError(f"node {peer} is waited for no more", [peer])
+            self._leave_out_own_pause()
             self._wait.look([peer])
             self._say(peer)
             if peer not in self._seen:
                 self._seen[peer] = self._read(peer)
-            elif self._deadline.is_over and not self._is_excused(peer):
+            elif self._is_over and not self._is_excused(peer):
                 raise IslandLostError(f"node {peer} did not come within {self.seconds:g} s", [peer])
 
         return look
+
+    @property
+    def _is_over(self) -> bool:
+        return self._clock.now() >= self._ends_at
+
+    def _leave_out_own_pause(self) -> None:
+        now = self._clock.now()
+        if (pause := now - self._looked_at) > PAUSE_SECONDS:
+            self._ends_at += pause
+        self._looked_at = now
 
     def _is_excused(self, peer: int) -> bool:
         """Whether `peer` said meanwhile that it waits for another one; then it is given as much time again."""
