@@ -77,14 +77,14 @@ def describe_crowding(unit: str, num_islands: int, num_processes: int, threads: 
     )
 
 
-def free_ports(num_ports: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(num_ports: int) -> list[int]:
     """TCP ports, all different, that nothing listens on.
 
     They lie below those that the system gives to outgoing connections (from 32768 on, on Linux): one of these may be
     taken by any connection of the machine before its user comes to listen.
     """
     candidates = random.sample(_PORTS, len(_PORTS))
-    return list(islice((port for port in candidates if _is_free(host, port)), num_ports))
+    return list(islice((port for port in candidates if _is_free("127.0.0.1", port)), num_ports))
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -25,11 +26,16 @@ class BlockCodec(Codec):
     operations for values on an accelerator, or where Numba is not installed.
 
     Args:
-        loops: what codes on a processor; None: PyTorch's operations there, too.
+        compiled: False: PyTorch's operations on a processor, too.
+
+    Attributes:
+        loops: what codes on a processor.
     """
 
-    def __init__(self, loops: Loops | None) -> None:
-        self._loops = loops
+    loops: ClassVar[Loops]
+
+    def __init__(self, compiled: bool = True) -> None:
+        self._loops = self.loops if compiled else None
         self._workspace = Workspace()
 
     @abstractmethod

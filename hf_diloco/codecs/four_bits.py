@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.compiled import Loops
 
 BF16_BITS = np.int32(~0xFFFF)
 
@@ -24,9 +24,10 @@ class FourBitCodec(BlockCodec):
     block_values = 128
     block_bytes = 2 + 64
 
-    def __init__(self, loops: Loops | None, levels: Sequence[float]) -> None:
-        super().__init__(loops)
-        self._levels = levels
+    levels: ClassVar[Sequence[float]]
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__(compiled)
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     @abstractmethod
@@ -61,7 +62,7 @@ class FourBitCodec(BlockCodec):
     def _table(self, device: torch.device) -> torch.Tensor:
         """The two levels of each of the 256 bytes."""
         if device not in self._tables:
-            levels = torch.tensor(self._levels, dtype=torch.float32)
+            levels = torch.tensor(self.levels, dtype=torch.float32)
             pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)
             self._tables[device] = torch.view_as_complex(pairs).to(device)
         return self._tables[device]

@@ -54,9 +54,6 @@ def _level(code: np.int32) -> np.float32:
     return np.int32(magnitude | (code & 8) << 28).view(np.float32)
 
 
-_LOOPS = Loops(_encode, _decode)
-
-
 class Fp4Codec(FourBitCodec):
     """v ~ +-scale x m, m = 0 or 2^-6 to 2^0; scale = max |v|, cut to bf16.
 
@@ -67,9 +64,8 @@ class Fp4Codec(FourBitCodec):
     """
 
     name = "fp4"
-
-    def __init__(self, loops: Loops | None = _LOOPS) -> None:
-        super().__init__(loops, MAGNITUDES + [-magnitude for magnitude in MAGNITUDES])
+    loops = Loops(_encode, _decode)
+    levels = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
 
     def _scales(self, largest: torch.Tensor) -> None:
         largest.view(torch.int32).bitwise_and_(int(BF16_BITS))

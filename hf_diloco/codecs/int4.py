@@ -40,9 +40,6 @@ def _decode(code: Bytes, values: Values) -> None:
             row[2 * i + 1] = np.float32((pair >> 4) - 8) * scale
 
 
-_LOOPS = Loops(_encode, _decode)
-
-
 class Int4Codec(FourBitCodec):
     """v ~ scale x (code - 8); scale = max |v| / 7, cut to bf16; code = 8 + round(v / scale), 1 to 15.
 
@@ -51,9 +48,8 @@ class Int4Codec(FourBitCodec):
     """
 
     name = "int4"
-
-    def __init__(self, loops: Loops | None = _LOOPS) -> None:
-        super().__init__(loops, [float(level) for level in range(-8, 8)])
+    loops = Loops(_encode, _decode)
+    levels = tuple(float(level) for level in range(-8, 8))
 
     def _scales(self, largest: torch.Tensor) -> None:
         largest.mul_(float(SCALE_OF_LARGEST)).view(torch.int32).bitwise_and_(int(BF16_BITS))

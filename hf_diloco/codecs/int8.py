@@ -39,9 +39,6 @@ def _decode(code: Bytes, values: Values) -> None:
             row[i] = np.float32(np.int8(codes[i])) * scale
 
 
-_LOOPS = Loops(_encode, _decode)
-
-
 class Int8Codec(BlockCodec):
     """v ~ scale x code; scale = max |v| / 127, code = round(v / scale), 8.125 bits a value.
 
@@ -55,9 +52,7 @@ class Int8Codec(BlockCodec):
     name = "int8"
     block_values = 256
     block_bytes = 4 + 256
-
-    def __init__(self, loops: Loops | None = _LOOPS) -> None:
-        super().__init__(loops)
+    loops = Loops(_encode, _decode)
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         quotients = self._scratch("values", values, torch.float32, self.block_values)

@@ -41,9 +41,6 @@ def _decode(code: Bytes, values: Values) -> None:
         fill_signs(code[block, 4:], read_fp32(code[block]), values[block])
 
 
-_LOOPS = Loops(_encode, _decode)
-
-
 class SignBits:
     """Signs as bits, by PyTorch's operations: a set bit for v < 0; value i of a row is bit i % 8 of byte i // 8."""
 
@@ -94,8 +91,10 @@ class SignCodec(BlockCodec):
     block_bytes = 4 + block_values // 8
     needs_feedback = True
 
-    def __init__(self, loops: Loops | None = _LOOPS) -> None:
-        super().__init__(loops)
+    loops = Loops(_encode, _decode)
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__(compiled)
         self._bits = SignBits()
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:

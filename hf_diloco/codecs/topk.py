@@ -154,9 +154,6 @@ def _pack(entries: NDArray[np.int64], out: Bytes) -> None:
             out[7 * word + place] = np.uint8(bits >> 8 * place)
 
 
-_LOOPS = Loops(_encode, _decode)
-
-
 class _Constants(NamedTuple):
     from_end: torch.Tensor  # 4095, 4094, ..., 0
     counts: torch.Tensor  # 0, 1, ..., 63
@@ -180,8 +177,10 @@ class TopKCodec(BlockCodec):
     block_bytes = 4 + KEPT * ENTRY_BITS // 8
     needs_feedback = True
 
-    def __init__(self, loops: Loops | None = _LOOPS) -> None:
-        super().__init__(loops)
+    loops = Loops(_encode, _decode)
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__(compiled)
         self._constants: dict[torch.device, _Constants] = {}
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:

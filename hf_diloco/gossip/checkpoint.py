@@ -26,6 +26,7 @@ from hf_diloco.outer.manifest import (
 from hf_diloco.utils.files import telling, write_whole
 
 _INDEX = "gossip.json"
+_NUM_READ = 2  # sound checkpoints, the newest first; older ones are taken for sound
 
 logger = logging.getLogger("hf_diloco")
 
@@ -96,7 +97,7 @@ def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
     return found
 
 
-def sound_checkpoints(output_dir: Path, ranks: IslandGroup, num_read: int = 2) -> dict[int, Path]:
+def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     """The whole checkpoints of a node by step, without those of the newest that are damaged, which are told.
 
     Collective over the node's ranks; all get the leader's.
@@ -104,7 +105,6 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup, num_read: int = 2) -
     Args:
         output_dir: where they are.
         ranks: of the node, who share the reading.
-        num_read: how many sound ones are read, the newest first; what is older is taken for sound.
     """
 
     def look() -> list[tuple[int, str]]:
@@ -114,7 +114,7 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup, num_read: int = 2) -
     held = {step: Path(path) for step, path in ranks.on_leader(look)}
     num_sound = 0
     for step in sorted(held, reverse=True):
-        if num_sound >= num_read:
+        if num_sound >= _NUM_READ:
             break
         damage = find_damage(held[step], read_index(held[step]).files, ranks)
         if damage is None:

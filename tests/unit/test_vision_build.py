@@ -177,7 +177,7 @@ def test_pixels_that_do_not_fit_are_decoded_when_read(tmp_path: Path, monkeypatc
     folder = write_pictures(tmp_path, "RGB", [(16, 16)] * 6)
     data = ImageDataBlock(source="folder", path=str(folder), augment=AUGMENT)
     stored = [build(data, node, 2) for node in range(2)]
-    monkeypatch.setattr(images_module.hold, "__defaults__", (16 * 16 * 3 * 6,))  # half of them
+    monkeypatch.setattr(images_module, "MAX_BYTES_IN_MEMORY", 16 * 16 * 3 * 6)  # half of them
     decoded = [build(data, node, 2) for node in range(2)]
     for one, other in zip(stored, decoded, strict=True):
         assert isinstance(one.evaluation.images, StoredImages)

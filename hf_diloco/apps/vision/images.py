@@ -73,9 +73,9 @@ class DecodedImages:
         return hold(self._pictures.select(indices), self._preprocessing)
 
 
-def hold(pictures: Pictures, preprocessing: Preprocessing, max_bytes: int = MAX_BYTES_IN_MEMORY) -> Images:
-    """The pixels of pictures, in memory if they take at most `max_bytes`."""
+def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
+    """The pixels of pictures, in memory if they take at most `MAX_BYTES_IN_MEMORY`."""
     shape = (len(pictures.labels), preprocessing.num_channels, preprocessing.image_size, preprocessing.image_size)
-    if math.prod(shape) > max_bytes:
+    if math.prod(shape) > MAX_BYTES_IN_MEMORY:
         return DecodedImages(pictures, preprocessing)
     return StoredImages(preprocessing.all_pixels(pictures))
