@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,13 @@ class Shards(ABC):
         sharded, once a rank if replicated."""
 
     @abstractmethod
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         """Makes the working copies of the model agree with the masters after these were written.
 
         Collective over the island's ranks under ZeRO-1/2/3 and HSDP.
+
+        Args:
+            names: of the parameters that were written, equal on all ranks; None: all. DeepSpeed commits all anyway.
         """
 
     @property

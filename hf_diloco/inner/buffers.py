@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from hf_diloco.inner.base import Segment, Shards
@@ -34,7 +36,7 @@ class BufferShards(Shards):
         ]
         return [Segment(one.name, one.start, _beside(one.values, held)) for one in self._shards.segments()]
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         self.inner.commit_buffer(self._name)
 
 

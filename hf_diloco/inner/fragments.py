@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -100,9 +100,8 @@ class FragmentShards(Shards):
     def segments(self) -> list[Segment]:
         return [segment for segment in self._shards.segments() if segment.name in self.sizes]
 
-    def commit(self) -> None:
-        """Commits the whole model: shards know no smaller commit."""
-        self._shards.commit()
+    def commit(self, names: Collection[str] | None = None) -> None:
+        self._shards.commit(self.sizes if names is None else names)
 
 
 def _unit_of(name: str) -> Unit:

@@ -8,13 +8,13 @@ copies, and the next forward pass takes these copies instead of the shards. So e
 parameters are read, and again after they are written; without that the next forward pass would be stale.
 
 Under HSDP, a mesh of replicas by shards, all replicas hold the same rows. Each reads and writes its part of them, and
-they exchange the parts when these are committed.
+they exchange the parts when these are committed: of all parameters, or of one fragment's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,9 +100,10 @@ class Fsdp2Shards(Shards):
                 found.append(Segment(name, start, parts[mine]))
         return found
 
-    def commit(self) -> None:
-        for parameter in self._trainable().values():
-            _exchange_parts(parameter)
+    def commit(self, names: Collection[str] | None = None) -> None:
+        for name, parameter in self._trainable().items():
+            if names is None or name in names:
+                _exchange_parts(parameter)
 
     def _trainable(self) -> dict[str, Any]:
         self._reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -48,5 +49,5 @@ class PlainShards(Shards):
     def segments(self) -> list[Segment]:
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         """Nothing to do: the parameter is the master."""

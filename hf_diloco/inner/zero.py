@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class Zero12Shards(_DeepSpeedShards):
                     found.append(Segment(self._names[parameter], begin - offset, values))
         return found
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         self._optimizer.update_lp_params()
 
 
@@ -130,7 +130,7 @@ class BF16OptimizerShards(_DeepSpeedShards):
                 found.append(Segment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.data))
         return found
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         self._optimizer.update_lp_params()
 
 
@@ -159,7 +159,7 @@ class Zero3Shards(_DeepSpeedShards):
                 found.append(Segment(name, start, master.narrow(0, offset, real)))
         return found
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         optimizer = self._optimizer
         optimizer._partition_all_parameters()  # drops parameters that are gathered at the moment
         for group in range(len(optimizer.fp16_groups)):
@@ -188,7 +188,7 @@ class FusedStage0Shards(_DeepSpeedShards):
     def segments(self) -> list[Segment]:
         return [Segment(self._names[parameter], 0, master.view(-1)) for parameter, master in self._pairs()]
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         for parameter, master in self._pairs():
             parameter.data.copy_(master.view_as(parameter))
 

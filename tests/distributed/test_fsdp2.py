@@ -29,7 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accelerate lora": {"by": "accelerate", "lora": True},
     "hand": {"by": "hand"},
     "hand bf16": {"by": "hand", "bf16": True},
-    "hand replicas": {"by": "hand", "mesh": [2, 2]},
+    "hand replicas streaming": {
+        "by": "hand",
+        "mesh": [2, 2],
+        "diloco": {"sync_every": 4, "num_fragments": 2},
+    },
     "hand replicas offload": {"by": "hand", "mesh": [2, 2], "offload": True},
 }
 PAYLOADS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign")

@@ -104,8 +104,8 @@ def test_accelerate_launch_with_a_file_is_the_block_of_the_run_file(runs: Runs) 
     ],
 )
 def test_resumed_is_uninterrupted(runs: Runs, kind: str, num_ranks: int, state_dict: str) -> None:
-    """Stopped at step 6, in the middle of a round; with evaluations of the outer weights, which leave training as it
-    is."""
+    """Stopped at step 6, in the middle of a round; with evaluations of the outer weights, which are those of all
+    islands, and leave training as it is."""
     changes: dict[str, Any] = {
         "fsdp": {**SHARDINGS[kind]["fsdp"], "state_dict_type": state_dict},
         "training": {
@@ -116,7 +116,10 @@ def test_resumed_is_uninterrupted(runs: Runs, kind: str, num_ranks: int, state_d
         "launch": {"num_processes": num_ranks, "threads": 1},
     }
     whole = runs.launch(f"whole-{kind}-{state_dict}", **changes)
-    assert [event["weights"] for event in events(whole, "eval")][:2] == ["outer", "outer"]
+    first, second = ([(e["step"], e["weights"], e["eval_loss"]) for e in events(whole, "eval", i)] for i in range(2))
+    assert [evaluation[:2] for evaluation in first[:2]] == [(3, "outer"), (6, "outer")]
+    assert first[0][2] != first[1][2]
+    assert first == second
     assert_identical(sharded(runs, kind, num_ranks), whole)
     broken = runs.folder / f"resumed-{kind}-{state_dict}"
     shutil.copytree(whole, broken)

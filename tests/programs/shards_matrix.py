@@ -23,7 +23,9 @@ from accelerate import Accelerator
 
 from hf_diloco.inner import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
 from hf_diloco.inner.buffers import BufferShards
+from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import choose_partition, layout_of
 from tests.programs.shards_engines import VOCABULARY, Engine, groups_of_optimizer, make_engine, make_model, trainable
 from tests.programs.shards_reference import Reference, whole, working_weights
 from tests.programs.shards_table import Cell, cells_for
@@ -180,6 +182,7 @@ class Examination:
             self._check_partition("aligned", AlignedPartition(self._shards, self._island))
         for num_lanes in NUM_LANES:
             self._check_partition(f"{num_lanes} lanes", LanePartition(self._shards, self._island, num_lanes))
+        self._check_fragments()
         self._check_logits("after scattering")
         self._step(seed=40)
 
@@ -203,6 +206,27 @@ class Examination:
         moves = isinstance(cut, LanePartition) and self._island.size > 1
         as_due = traffic.count >= 2 if moves else traffic.count == 0
         self._expect_cut(as_due, f"{name}: {traffic.count} transfers inside the island")
+        self._expect_exchanged(name, traffic, self._shards.num_parameters)
+
+    def _check_fragments(self) -> None:
+        """Each is written by itself, as Streaming DiLoCo does it; masters of other fragments stay."""
+        for names in cut_into_fragments(self._shards.sizes, 2, "strided"):
+            fragment = FragmentShards(self._shards, names)
+            cut = choose_partition(fragment, self._island, [layout_of(fragment, self._island)])
+            masters, values = self._by_name(self._masters()), self._by_name(self._new_values())
+            self._reference.write(torch.cat([values[name] if name in names else masters[name] for name in masters]))
+            expected = self._reference.masters()
+            with (traffic := Traffic()):
+                cut.scatter(_take(torch.cat([self._by_name(expected)[name] for name in names]), cut))
+            self._expect_cut(torch.equal(self._masters(), expected), f"fragment of {names}: scatter")
+            self._expect_exchanged(f"fragment of {names}", traffic, fragment.num_parameters)
+            self._check_working_copies(expected, f"after scatter of {names}")
+
+    def _expect_exchanged(self, name: str, traffic: Traffic, num_values: int) -> None:
+        """Replicas have given each other the fp32 values that were written and no more, once each."""
+        num_bytes, expected = traffic.broadcast_bytes, 4 * num_values * (self._cell.fsdp or {}).get("replicas", 0)
+        (total,) = self._island.sum([num_bytes])
+        self._expect_cut(total == expected, f"{name}: {total:g} bytes between replicas, not {expected}")
 
     def _check_cover(self, name: str, cut: Partition) -> None:
         """The ranks' vectors together hold every element once."""
@@ -287,12 +311,19 @@ class Examination:
 
 
 class Traffic:
-    """Watches the all-to-alls inside the island: how many, and the most values that one sends or receives."""
+    """Watches what moves inside the island.
+
+    Attributes:
+        count: all-to-alls.
+        largest: the most values that one of them sends or receives.
+        broadcast_bytes: that this rank sends or receives in broadcasts.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.largest = 0
-        self._real = dist.all_to_all_single
+        self.broadcast_bytes = 0
+        self._real, self._real_broadcast = dist.all_to_all_single, dist.broadcast
 
     def __enter__(self) -> None:
         def watched(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -300,10 +331,14 @@ class Traffic:
             self.largest = max(self.largest, output.numel(), input.numel())
             return self._real(output, input, *args, **kwargs)
 
-        dist.all_to_all_single = watched
+        def watched_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.broadcast_bytes += tensor.numel() * tensor.element_size()
+            return self._real_broadcast(tensor, *args, **kwargs)
+
+        dist.all_to_all_single, dist.broadcast = watched, watched_broadcast
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single = self._real
+        dist.all_to_all_single, dist.broadcast = self._real, self._real_broadcast
 
 
 def _take(whole: torch.Tensor, cut: Partition) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -60,7 +60,7 @@ class ListShards(Shards):
     def segments(self) -> list[Segment]:
         return list(self._segments)
 
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
         self.num_commits += 1
 
     def write(self, whole: torch.Tensor) -> None:
