@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Collection
 
 from aiohttp import web
 
@@ -11,22 +12,26 @@ from aiohttp import web
 class HubServer:
     """Takes what is pushed to it; everything is stored as it comes, nothing in Git LFS.
 
+    Args:
+        branches: that each repository has.
+
     Attributes:
         is_private: of each repository that was made.
-        commits: the files of each, by path, with their contents; in order.
+        commits: the branch of each, and its files by path, with their contents; in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, branches: Collection[str] = ("main",)) -> None:
         self.is_private: dict[str, bool] = {}
-        self.commits: list[dict[str, bytes]] = []
+        self.commits: list[tuple[str, dict[str, bytes]]] = []
+        self._branches = branches
 
     def app(self) -> web.Application:
         """The application, to be served."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/api/repos/create", self._create)
         app.router.add_post("/api/validate-yaml", self._validate)
-        app.router.add_post("/api/models/{owner}/{name}/preupload/main", self._prepare)
-        app.router.add_post("/api/models/{owner}/{name}/commit/main", self._commit)
+        app.router.add_post("/api/models/{owner}/{name}/preupload/{branch}", self._prepare)
+        app.router.add_post("/api/models/{owner}/{name}/commit/{branch}", self._commit)
         return app
 
     async def _create(self, request: web.Request) -> web.Response:
@@ -39,6 +44,10 @@ class HubServer:
         return web.json_response({"errors": [], "warnings": []})
 
     async def _prepare(self, request: web.Request) -> web.Response:
+        branch = request.match_info["branch"]
+        if branch not in self._branches:
+            headers = {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {branch}"}
+            return web.json_response({}, status=404, headers=headers)
         files = (await request.json())["files"]
         modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
         return web.json_response({"files": modes})
@@ -46,6 +55,7 @@ class HubServer:
     async def _commit(self, request: web.Request) -> web.Response:
         items = [json.loads(line) for line in (await request.text()).splitlines()]
         files = [item["value"] for item in items if item["key"] == "file"]
-        self.commits.append({file["path"]: base64.b64decode(file["content"]) for file in files})
+        contents = {file["path"]: base64.b64decode(file["content"]) for file in files}
+        self.commits.append((request.match_info["branch"], contents))
         where = f"{request.url.origin()}/{request.match_info['owner']}/{request.match_info['name']}/commit/0"
         return web.json_response({"commitUrl": where, "commitOid": "0" * 40})
