@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import pretrained
+from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from tests.processes import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -54,3 +57,39 @@ def test_one_bit_lamb_sends_a_sixteenth_of_fp16(tmp_path: Path) -> None:
         fewer = 16 if not compressed else sum(full) / len(full) / (sum(compressed) / len(compressed))
         assert 12 < fewer <= 16, "so small a model has a fifth of what it sends in headers"
     assert {what["freeze_step"] for what, _ in runs} == {None, 4}
+
+
+def test_a_pretrained_model_goes_on_learning_on_islands_with_different_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model, of which the first layer is taken, and two domains."""
+    texts = {"arithmetic": "2 + 2 is 4, and 3 times 5 is 15", "sea": "waves break on the rocks under a grey sky"}
+    (domains := tmp_path / "domains").mkdir()
+    for name, text in texts.items():
+        lines = [json.dumps({"text": f"{text}: {number}"}) for number in range(100)]
+        (domains / f"{name}.jsonl").write_text("\n".join(lines))
+    tokenizer = train_byte_level_bpe([*texts.values()] * 3, 300)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    record = tmp_path / "record.json"
+    sizes = ["--layers=1", "--steps=6", "--sync-every=2", "--seeds=1", "--sequence-length=16", "--eval-sequences=4"]
+    places = [f"--data={domains}", f"--model={tmp_path / 'model'}", f"--json={record}", "--device=cpu"]
+    monkeypatch.setattr("sys.argv", ["pretrained", *places, *sizes, "--learning-rate=0.01"])
+    pretrained.main()
+    rows = {row["name"]: row for row in json.loads(record.read_text())}
+    names = ["before", "one island (arithmetic)", "DiLoCo", "DiLoCo with LoRA", "DiLoCo, int4"]
+    assert list(rows) == names
+    assert [rows[name]["num_islands"] for name in names] == [0, 1, 2, 2, 2]
+    (before,) = rows["before"]["losses"]
+    assert all(rows[name]["losses"][0] < before for name in names[1:])
+    alone, whole, adapters, int4 = (rows[name]["bytes_sent"] for name in names[1:])
+    assert alone == 0
+    assert 0 < adapters < whole / 2
+    assert whole / 8.1 < int4 < whole / 6
