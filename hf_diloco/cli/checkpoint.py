@@ -70,15 +70,18 @@ def export(
     """Write the outer parameters of a checkpoint as a Hugging Face folder, in fp32, with its tokenizer.
 
     Whatever the ranks trained with: plain PyTorch, DDP, DeepSpeed ZeRO or FSDP2. Of adapters it makes a PEFT folder.
+    A model card, README.md, says what the checkpoint knows of the training.
 
     [bold]Examples[/bold]
 
     [cyan]hf-diloco checkpoint export runs/quickstart model-of-now[/cyan]
     """
+    from hf_diloco.apps.common.model_card import write_card_of_checkpoint
     from hf_diloco.outer.export import export as write, find_checkpoint
 
     found, index = find_checkpoint(checkpoint)
     write(found, index, folder, like)
+    write_card_of_checkpoint(folder, index)
     typer.echo(f"wrote the outer parameters of {found} (round {index.round}, step {index.global_step}) to {folder}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
@@ -29,6 +30,14 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path) -> None:
     assert str(tmp_path / "run" / "checkpoint-6") in "".join(table.split())
     made = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")])
     assert "(round 2, step 6)" in " ".join(made.output.split())
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert card.data.tags == ["hf-diloco", "diloco"]
+    assert "on 1 island." in card.text
+    for row in ("| optimizer steps | 6 |", "| rounds | 2 |", "| steps between rounds | 3 |", "| payload | fp32 |"):
+        assert row in card.text
+    assert "## Figures" not in card.text
+    assert "https://arxiv.org/abs/2311.08105" in card.text
+    assert str(tmp_path) not in card.content
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), weights_of(trainer))
     with pytest.raises(CheckpointError, match="exists already: name another folder"):
@@ -51,7 +60,8 @@ def test_adapters_become_a_folder_of_peft(tmp_path: Path) -> None:
         callbacks=[DiLoCoCallback(sync_every=3)],
     )
     trainer.train()
-    export(*find_checkpoint(tmp_path / "run"), tmp_path / "adapter")
+    CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "adapter")])
+    assert "Trained with " in ModelCard.load(tmp_path / "adapter" / "README.md").text
     saved = load_file(tmp_path / "run" / "checkpoint-6" / "adapter_model.safetensors")
     made = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert made.keys() == saved.keys()

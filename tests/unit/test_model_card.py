@@ -28,6 +28,8 @@ TRAINING = Training(
 
 def test_a_card_says_what_was_trained_and_how(tmp_path: Path) -> None:
     run, model = write_run(tmp_path / "run"), tmp_path / "model"
+    for record in run.rglob("metrics.jsonl"):
+        record.write_text(record.read_text().replace('"fp32"', '"/home/somebody/bits.py:Bits"'))
     model.mkdir()
     (model / "README.md").write_text("what PEFT writes")
     write_card(model, run, TRAINING)
@@ -38,6 +40,10 @@ def test_a_card_says_what_was_trained_and_how(tmp_path: Path) -> None:
     assert card.data.pipeline_tag == "text-generation"
     assert "| data | a\\|b &lt;c> d |" in card.text
     assert "| method | own.py:Slow |" in card.text
+    assert "on 2 islands." in card.text
+    assert "| tokens | 800 |" in card.text
+    assert "| payload | bits.py:Bits |" in card.text
+    assert "| bytes exchanged |" in card.text
     assert "| evaluation loss |" in card.text
     assert "https://arxiv.org/abs/1910.00643" in card.text
     assert "Trained with [hf-diloco](https://" in card.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,20 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_diloco.methods.outer import METHODS
 from hf_diloco.utils import text
 from hf_diloco.utils.files import write_whole
+from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+    from hf_diloco.outer.checkpoint import OuterIndex
     from hf_diloco.report import Report
 
 logger = logging.getLogger("hf_diloco")
+
+Rows = Sequence[tuple[str, str]]
 
 _TEMPLATE = """\
 ---
@@ -33,6 +41,7 @@ Trained with {{ library }} on {{ places }}.
 {% for key, value in training -%}
 | {{ key }} | {{ value }} |
 {% endfor %}
+{% if figures -%}
 ## Figures
 
 As `hf-diloco report` shows them{{ covers }}.
@@ -42,6 +51,7 @@ As `hf-diloco report` shows them{{ covers }}.
 {% for key, value in figures -%}
 | {{ key }} | {{ value }} |
 {% endfor %}
+{% endif -%}
 ## Sources
 {% for source in sources %}
 - {{ source }}
@@ -78,12 +88,13 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         run_folder: with the records of the islands or nodes of this machine.
         training: see `Training`.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
     from hf_diloco.report import load_run, summarise
     from hf_diloco.report.rows import overview
 
     report = summarise(load_run(run_folder))
+    report = report.model_copy(update={"payload": report.payload and _short(report.payload)})
     unit = "island" if report.method is None else "node"
     number = report.num_islands or len(report.covers)
     is_on_hub = training.base_model is not None and not Path(training.base_model).exists()
@@ -93,30 +104,101 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         datasets=[training.dataset] if training.dataset else None,
         library_name="transformers",
         pipeline_tag=training.task,
-        tags=["hf-diloco", training.method.rsplit(":", 1)[-1]],
+        tags=_tags(training.method),
     )
     rows = [
         ("starts from", begun or "random weights"),
         ("data", training.data),
-        ("method", training.method.rsplit("/", 1)[-1]),
+        ("method", _short(training.method)),
         *_settings(report),
     ]
+    _write(
+        model_folder,
+        data,
+        name=report.name,
+        places=f"{number} {plural(unit, number)}",
+        training=rows,
+        papers=training.papers,
+        covers=f", of {unit} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
+        figures=[(key, value) for key, value in overview(report) if key != "model"],
+    )
+
+
+def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
+    """Writes README.md of a model that a checkpoint's outer parameters have become. Of the data it says nothing.
+
+    Args:
+        model_folder: of the model as it was exported.
+        index: of the checkpoint's outer state.
+    """
+    from huggingface_hub import ModelCardData
+
+    settings = index.settings
+    method = settings.get("method", "diloco")
+    base: str | None = None
+    if (adapter := model_folder / "adapter_config.json").is_file():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path") or None
+    is_on_hub = base is not None and not Path(base).exists()
+    rows = {
+        "adapters of": Path(base).name if base and not is_on_hub else base,
+        "weights": "outer parameters of a checkpoint",
+        "method": _short(method),
+        "parameters trained": text.count(index.num_parameters),
+        "optimizer steps": text.count(index.global_step),
+        "rounds": text.count(index.round),
+        "steps between rounds": settings.get("sync_every"),
+        "payload": _short(settings.get("payload", "fp32")),
+        "outer learning rate": settings.get("outer_lr"),
+        "outer momentum": settings.get("outer_momentum"),
+    }
+    number = settings.get("num_islands", 1)
+    _write(
+        model_folder,
+        ModelCardData(base_model=base if is_on_hub else None, library_name="transformers", tags=_tags(method)),
+        name=model_folder.resolve().name,
+        places=f"{number} {plural('island', number)}",
+        training=[(name, str(value)) for name, value in rows.items() if value is not None],
+        papers=[METHODS[method].paper] if method in METHODS and METHODS[method].paper else [],
+    )
+
+
+def _write(
+    model_folder: Path,
+    data: ModelCardData,
+    name: str,
+    places: str,
+    training: Rows,
+    papers: Sequence[str],
+    covers: str = "",
+    figures: Rows = (),
+) -> None:
+    from huggingface_hub import ModelCard
+
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
-        name=_plain(report.name),
+        name=_plain(name),
         library=_link("hf-diloco"),
-        places=f"{number} {unit}{'s' * (number != 1)}",
-        training=[(key, _plain(value)) for key, value in rows],
-        covers=f", of {unit} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
-        figures=[(key, _plain(value)) for key, value in overview(report) if key != "model"],
-        sources=[f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in training.papers]
+        places=places,
+        training=[(key, _plain(value)) for key, value in training],
+        covers=covers,
+        figures=[(key, _plain(value)) for key, value in figures],
+        sources=[f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in papers]
         + [f"hf-diloco ({_link('CITATION.cff', '/blob/main/CITATION.cff')})"],
     )
     try:
         write_whole(model_folder / "README.md", str(card))
     except OSError as error:
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
+
+
+def _short(name: str) -> str:
+    """Of a method or payload; of a user's own, without the folders of its file."""
+    return name.rsplit("/", 1)[-1]
+
+
+def _tags(method: str) -> list[str]:
+    return ["hf-diloco", method.rsplit(":", 1)[-1]]
 
 
 def _link(label: str, path: str = "") -> str:
