@@ -4,8 +4,8 @@ When a node stops, its neighbours wait for it until their time is over; but thei
 them as long, and would give them up at the same moment. So whoever waits says so in the store every half second, and
 is given as much time again by those who wait for it.
 
-A process may stand still itself: it is stopped, swapped out, or asks a slow name service. Who comes back from that must
-not give up its neighbours at once, so such a pause is no part of the time that they have.
+A process may stand still itself: it is stopped, swapped out, or asks a slow name service. Who comes back from that
+must not give up its neighbours at once, so such a pause is no part of the time that they have.
 """
 
 from __future__ import annotations
