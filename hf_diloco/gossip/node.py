@@ -59,7 +59,7 @@ class _Mix:
 
     def put_out(self) -> None:
         """Brings what was taken to where it belongs."""
-        copy_all((out, host) for host, out in zip(self.taken, self.outs, strict=True) if host is not out)
+        copy_all([(out, host) for host, out in zip(self.taken, self.outs, strict=True) if host is not out])
 
 
 class NodeNeighbours(Neighbours):
@@ -260,7 +260,7 @@ class NodeNeighbours(Neighbours):
     def _on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
         """The vectors, or copies in host memory."""
         hosts = self._room_on_host(name, vectors)
-        copy_all((host, vector) for host, vector in zip(hosts, vectors, strict=True) if host is not vector)
+        copy_all([(host, vector) for host, vector in zip(hosts, vectors, strict=True) if host is not vector])
         return hosts
 
     def _room_on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:

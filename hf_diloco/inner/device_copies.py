@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,7 +20,7 @@ LEAST_LOCKED_BYTES = 1 << 20
 """Smaller vectors may share a page with something else, and gain nothing."""
 
 
-def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies each source into its target of as many elements; when it returns, all have arrived.
 
     What is queued on the training's stream before comes first; what is queued later sees the copies.
@@ -28,12 +28,11 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Args:
         pairs: targets, each with its source; of any dtypes and devices, and none reads what another writes.
     """
-    chosen = list(pairs)
-    devices = {one.device for pair in chosen for one in pair if one.device.type == "cuda"}
+    devices = {one.device for pair in pairs for one in pair if one.device.type == "cuda"}
     streams = [_side_stream(device) for device in devices]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-    for target, source in chosen:
+    for target, source in pairs:
         if target.device.type == "cuda" or source.device.type == "cuda":
             with torch.cuda.stream(_side_stream(target.device if target.device.type == "cuda" else source.device)):
                 target.copy_(source, non_blocking=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 
@@ -73,13 +73,12 @@ class AlignedPartition(Partition):
         copy_all(self._pieces(out))
 
     def scatter(self, vector: torch.Tensor) -> None:
-        copy_all((segment, piece) for piece, segment in self._pieces(vector))
+        copy_all([(segment, piece) for piece, segment in self._pieces(vector)])
         self._shards.commit()
 
-    def _pieces(self, vector: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        segments = self._shards.segments()
-        pieces = vector.split([segment.numel for segment in segments])
-        return zip(pieces, (segment.values for segment in segments), strict=True)
+    def _pieces(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        values = [segment.values for segment in self._shards.segments()]
+        return list(zip(vector.split([one.numel() for one in values]), values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class LanePartition(Partition):
         values = [segment.values for segment in self.shards.segments()]
         if self.shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
             mine = self.overlaps(island.rank, island.rank, (0, self.numel))
-            copy_all((_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine)
+            copy_all([(_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine])
             return
         for window in self.windows:
             outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
@@ -263,9 +262,9 @@ def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
 
 def _fill(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     ends = accumulate((piece.numel() for piece in pieces), initial=0)
-    copy_all((out[start:end], piece) for (start, end), piece in zip(pairwise(ends), pieces, strict=True))
+    copy_all([(out[start:end], piece) for (start, end), piece in zip(pairwise(ends), pieces, strict=True)])
 
 
 def _place(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     parts = values.split([piece.numel() for piece in pieces])
-    copy_all((piece, part) for part, piece in zip(parts, pieces, strict=True))
+    copy_all(list(zip(pieces, parts, strict=True)))

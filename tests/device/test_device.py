@@ -44,7 +44,7 @@ def flat(model: nn.ParameterList) -> torch.Tensor:
 def test_copies_arrive_as_plain_ones_do(source: torch.dtype, target: torch.dtype) -> None:
     values = torch.randn(5000).to(source)
     there = torch.zeros(5000, dtype=target, device=DEVICE)
-    copy_all((there[low : low + 999], values[low : low + 999]) for low in range(0, 5000, 999))
+    copy_all([(there[low : low + 999], values[low : low + 999]) for low in range(0, 5000, 999)])
     assert torch.equal(there.cpu(), values.to(target))
     back = torch.zeros(5000, dtype=source)
     copy_all([(back[1000:], there[1000:]), (back[:1000], there[:1000])])

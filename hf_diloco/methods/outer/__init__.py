@@ -27,13 +27,12 @@ def find_method(name: str) -> type[OuterMethod]:
     Raises:
         ValueError: there is none, or it cannot be loaded; with the remedy.
     """
-    if not is_own(name):
-        if name not in METHODS:
-            raise ValueError(
-                f"{name!r}: no such method{nearest(name, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of your "
-                "own"
-            )
+    if name in METHODS:
         return METHODS[name]
+    if not is_own(name):
+        raise ValueError(
+            f"{name!r}: no such method{nearest(name, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of your own"
+        )
     found = load_own(name, OuterMethod)  # type: ignore[type-abstract]
     check_names(name, found, ("name", "summary"), METHODS)
     return found
