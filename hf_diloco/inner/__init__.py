@@ -1,7 +1,71 @@
 """Where the fp32 master weights are, and the cut of the outer state over an island's ranks."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_diloco.errors import UnsupportedError
 from hf_diloco.inner.base import Segment, Shards
-from hf_diloco.inner.open import open_shards, unwrap_optimizer
 from hf_diloco.inner.partition import AlignedPartition, LanePartition, Partition
+from hf_diloco.inner.plain import PlainShards
+
+
+def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
+    """Returns the view that fits of the master weights behind a model and its (possibly wrapped) optimizer.
+
+    Args:
+        model: the raw module, not a DDP or DeepSpeed wrapper.
+        optimizer: what trains it: torch's, DeepSpeed's, or Accelerate's wrapper around either.
+        num_ranks: ranks of the island.
+
+    Raises:
+        UnsupportedError: when the outer loop cannot work with this pair, with the reason and the remedy.
+    """
+    from hf_diloco.inner.fsdp2 import Fsdp2Shards, is_fsdp2, refuse_unsharded
+    from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_split_models
+
+    is_sharded = is_fsdp2(model)
+    _refuse_sharded_elsewhere(model, is_sharded)
+    refuse_split_models(model)
+    inner = unwrap_optimizer(optimizer)
+    shards: Shards
+    if is_sharded:
+        shards = Fsdp2Shards(model, inner)
+    elif is_deepspeed(inner):
+        shards = open_deepspeed(model, inner)
+    else:
+        refuse_unsharded(num_ranks)
+        shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain", inner)
+    if not shards.num_parameters:
+        raise UnsupportedError("the model has no trainable parameter: nothing to synchronise")
+    return shards
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Takes Accelerate's wrappers off."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
+    for name, module in model.named_modules():
+        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
+            raise UnsupportedError(
+                f"module {name or type(module).__name__} is sharded by FSDP1, which flattens parameters in a way that "
+                "this package does not read: use FSDP2 (fsdp_version: 2, fully_shard), DDP or DeepSpeed ZeRO inside "
+                "the island"
+            )
+    for name, parameter in model.named_parameters():
+        if not is_fsdp2 and "DTensor" in (type(parameter.data).__name__, type(parameter).__name__):
+            raise UnsupportedError(
+                f"parameter {name} is sharded by tensor parallelism (a DTensor outside FSDP2's modules), which is not "
+                "supported yet: use FSDP2, DDP or DeepSpeed ZeRO inside the island"
+            )
+        if parameter.is_meta:
+            raise UnsupportedError(f"parameter {name} has no data (meta device): load the model before training")
+
 
 __all__ = ["AlignedPartition", "LanePartition", "Partition", "Segment", "Shards", "open_shards", "unwrap_optimizer"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_diloco.errors import ExchangeError
 from hf_diloco.membership.heartbeats import BeatRecord, Members
-from hf_diloco.membership.outliers import UsualNorms
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
 from hf_diloco.membership.verdicts import agree_on_rates
 from hf_diloco.store.log import RunLog
@@ -15,6 +16,8 @@ from hf_diloco.store.question import Awaited
 
 _RETRY_SECONDS = 0.5
 """How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
+_HISTORY_ROUNDS = 16
+_MIN_HISTORY_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,46 @@ class Rules:
     def awaits(self, decision: str) -> Awaited | None:
         """A plan or an outcome, by its path, as what another island is to write first."""
         return Awaited(path=decision, linger=self.linger) if self.linger else None
+
+
+class UsualNorms:
+    """The norms of the last rounds.
+
+    Args:
+        num_fragments: that rounds are of in turn; each has usual norms of its own.
+        factor: a norm so many times the usual one does not count; None: it always does.
+    """
+
+    def __init__(self, num_fragments: int, factor: float | None) -> None:
+        self._factor = factor
+        self._norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(num_fragments)]
+
+    def remember(self, round_number: int, norms: Sequence[float]) -> None:
+        """Takes those of a round that took place as usual ones."""
+        self._norms[round_number % len(self._norms)].append(statistics.median(norms))
+
+    def why_not(self, round_number: int, offer: OfferRecord, smallest: float) -> str:
+        """Why an offer does not count; "" if it does.
+
+        Args:
+            round_number: of the round that it is for.
+            offer: of one island.
+            smallest: norm of all that are offered. Where all have become long at once, it is the training that
+                changed, and nobody is an outlier.
+        """
+        if offer.norm is None:
+            return "not finite"
+        if offer.weight == 0:
+            return "no examples behind it"
+        norms = self._norms[round_number % len(self._norms)]
+        if self._factor and len(norms) >= _MIN_HISTORY_ROUNDS:
+            usual = max(statistics.median(norms), smallest)
+            if offer.norm > self._factor * usual:
+                return (
+                    f"its norm {offer.norm:.4g} is more than {self._factor:g} times the usual {usual:.4g} "
+                    "(outlier_factor)"
+                )
+        return ""
 
 
 class Candidates:

@@ -33,8 +33,8 @@ from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_check import check_gossip
 from hf_diloco.trainer.gossip_mean_view import MeanView
-from hf_diloco.trainer.gossip_record import NodeRecord
 from hf_diloco.trainer.gossip_start import Beginning
+from hf_diloco.trainer.record import NodeRecord
 
 logger = logging.getLogger("hf_diloco")
 

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import TrainerState
 
 from hf_diloco.errors import FingerprintError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.fingerprint import Fact, digest_of, make_fingerprint
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
 from hf_diloco.methods.gossip import GossipOptimizer
 from hf_diloco.methods.topology import Topology
 from hf_diloco.utils.lr_schedule import move_schedule
+from hf_diloco.utils.own_files import identify, is_own
 
 logger = logging.getLogger("hf_diloco")
 
@@ -160,8 +161,36 @@ class Beginning:
             facts["initial weights (set the same seed)"] = digest_of(model)
         compare_facts([record["facts"] for record in self._node.share("join", {"facts": facts})], "node")
 
-    def _fingerprint(self, model: torch.nn.Module, saves: str) -> dict[str, Fact]:
+    def _fingerprint(self, model: torch.nn.Module, saves: str) -> Facts:
         facts = {**make_fingerprint(self._config, self._topology, model), **self._facts}
         if self._config.payload != "fp32":  # all rekey at the same steps
             facts["when checkpoints are saved"] = saves
         return facts
+
+
+def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
+    """What must be equal at any step, by the name that an error message gives it."""
+    sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
+    return {
+        "method": identify(config.method),
+        "settings of the method": str(sorted(config.method_settings.items())),
+        "slowmo": str(config.slowmo or "none"),
+        "payload": config.payload,
+        "topology": _identify_graph(config, topology),
+        "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
+    }
+
+
+def _identify_graph(config: GossipConfig, topology: Topology) -> str:
+    if is_own(config.topology):
+        return identify(config.topology)  # the weights of a first step do not tell those of later ones
+    return xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """A digest of the bits of all trainable parameters."""
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,11 +1,17 @@
-"""What is written to `metrics.jsonl`, and what an island adds to what the Trainer logs."""
+"""What an island or node writes to `metrics.jsonl`, and adds to what the Trainer logs."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerState
 
@@ -14,8 +20,13 @@ from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds import BaseSession
 from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.trainer.metrics import MetricsWriter, RunTotals
+from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.text import plural
+
+if TYPE_CHECKING:
+    from hf_diloco.gossip.node import NodeNeighbours
+
+logger = logging.getLogger("hf_diloco")
 
 LOGGED = (
     "round",
@@ -29,26 +40,100 @@ LOGGED = (
 )
 """What trackers are told of a round, as `diloco/*`."""
 
+_LONGEST_BACKLOG = 1 << 22  # bytes
+
 
 class Record:
-    """The record of one training, from its first step on.
+    """The record of one training, from its first step on: events, one JSON object a line.
+
+    Each line is written at once, so a killed process loses at most one. A disk that is full, or fails, is a warning:
+    the events wait in memory, up to 4 MB, until it takes them.
 
     Args:
         folder: where `metrics.jsonl` is; None on ranks that write nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._writer = None if folder is None else MetricsWriter(folder / "metrics.jsonl")
+        self._path = None if folder is None else folder / "metrics.jsonl"
+        self._file: FileIO | None = None
+        self._waiting = b""
+        self._is_failing = False
+        if self._path is not None:
+            self._append(self._path)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Appends one event."""
-        if self._writer is not None:
-            self._writer.write(event, step, **values)
+        """Appends one event. Numbers that are not finite, which JSON does not have, become null."""
+        if self._path is None:
+            return
+        record = {"event": event, "time": time.time(), "step": step, **values}
+        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
+            self._waiting += line
+        self._append(self._path)
 
     def close(self) -> None:
         """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, path: Path) -> None:
+        try:
+            if self._file is None:
+                self._file = self._open(path)
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning(
+                    "%s cannot be written (%s): training goes on, and its events wait in memory until it can",
+                    path,
+                    error.strerror,
+                )
+            self._is_failing = True
+
+    def _open(self, path: Path) -> FileIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(path, "ab+")
+        size = path.stat().st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            self._waiting = b"\n" + self._waiting  # a line that a killed process left unfinished must not swallow it
+        return file
+
+
+class RunTotals:
+    """What the rounds since training began have cost."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        names = ("seconds_waiting", "seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
+        self._sums = dict.fromkeys(names, 0.0)
+
+    def add(self, report: SyncReport) -> None:
+        """Counts one more round."""
+        for name in self._sums:
+            self._sums[name] += getattr(report, name)
+
+    def as_event(self, rounds: int, steps_since_sync: int, on_boundary: bool) -> dict[str, Any]:
+        """The values of the record's "end" event."""
+        total = time.monotonic() - self._begin
+        idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"] - self._sums["seconds_hidden"]
+        return {
+            "seconds_total": total,
+            "seconds_computing": total - idle,
+            "seconds_waiting": self._sums["seconds_waiting"],
+            "seconds_exchanging": self._sums["seconds_exchanging"],
+            "bytes_sent": int(self._sums["bytes_sent"]),
+            "bytes_received": int(self._sums["bytes_received"]),
+            "rounds": rounds,
+            "on_boundary": on_boundary,
+            "steps_since_sync": steps_since_sync,
+        }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class IslandRecord(Record):
@@ -133,3 +218,68 @@ class IslandRecord(Record):
         """Appends the sums."""
         totals = self._totals.as_event(outer.round, outer.steps, outer.on_boundary)
         self.write("end", step, **totals, run_is_over=run_is_over)
+
+
+class NodeRecord(Record):
+    """The record of one training of a node, from its first step to its last.
+
+    Args:
+        folder: where `metrics.jsonl` is; None on ranks that write nothing.
+        node: whose seconds and bytes are counted.
+        step: optimizer steps taken before.
+    """
+
+    def __init__(self, folder: Path | None, node: NodeNeighbours, step: int) -> None:
+        super().__init__(folder)
+        self._node = node
+        self._began = time.monotonic()
+        self._before = self._last = _Sums.of(node, step)
+
+    def mix(self, step: int) -> dict[str, float]:
+        """Appends what the steps since the last such event have cost; returns it as `gossip/*`, for trackers."""
+        last, now = self._last, _Sums.of(self._node, step)
+        self._last = now
+        values = {**now.since(last), "num_steps": max(1, step - last.step)}
+        self.write("mix", step, **values)
+        return {f"gossip/{name}": float(value) for name, value in values.items()}
+
+    def end(self, step: int) -> None:
+        """Appends the last `mix`, and the sums."""
+        self.mix(step)
+        seconds = time.monotonic() - self._began
+        stood_still = self._last.seconds - self._before.seconds
+        self.write(
+            "end",
+            step,
+            seconds_total=seconds,
+            seconds_computing=max(0.0, seconds - stood_still),
+            seconds_waiting=0.0,
+            **self._last.since(self._before),
+            on_boundary=True,
+            steps_since_sync=0,
+        )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a node has counted up to a step; see `NodeNeighbours`."""
+
+    step: int
+    seconds: float
+    seconds_hidden: float
+    total: Traffic
+
+    @classmethod
+    def of(cls, node: NodeNeighbours, step: int) -> _Sums:
+        """As they are now."""
+        return cls(step, node.seconds, node.seconds_hidden, node.total)
+
+    def since(self, before: _Sums) -> dict[str, float]:
+        """What has been added. Exchanges took the time that the node stood still, and what was hidden."""
+        hidden = self.seconds_hidden - before.seconds_hidden
+        return {
+            "seconds_exchanging": self.seconds - before.seconds + hidden,
+            "seconds_hidden": hidden,
+            "bytes_sent": self.total.bytes_sent - before.total.bytes_sent,
+            "bytes_received": self.total.bytes_received - before.total.bytes_received,
+        }

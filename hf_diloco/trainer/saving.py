@@ -1,4 +1,4 @@
-"""The checkpoints of a training: those that cannot be written, the limit on their number, their replacement.
+"""The checkpoints of a training: what they hold, those that cannot be written, how many stay, their replacement.
 
 No checkpoint goes before a newer one is whole, whatever the clock says. One that cannot be written, because the disk
 is full or fails, is told and removed; training goes on, and the next save tries again.
@@ -6,6 +6,7 @@ is full or fails, is told and removed; training goes on, and the next save tries
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import shutil
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainerState, TrainingArguments, trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,10 +25,11 @@ from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.manifest import recover_replaced, set_aside_name
 from hf_diloco.trainer.arguments import folder_of
-from hf_diloco.utils.files import is_write_failure, reason_of
+from hf_diloco.utils.files import is_write_failure, reason_of, telling
 
 logger = logging.getLogger("hf_diloco")
 
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
@@ -243,4 +246,48 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before[name])
 
 
-__all__ = ["Saving", "noting_failures"]
+class ModelDescription:
+    """Configuration and tokenizer of the model that trains.
+
+    The Trainer writes both with whole models; with sharded checkpoints of FSDP it writes neither.
+
+    Args:
+        model: the module, also one whose parameters are sharded; of another library than transformers nothing is
+            written.
+        processing_class: the tokenizer, if the Trainer has one.
+    """
+
+    def __init__(self, model: nn.Module, processing_class: Any = None) -> None:
+        self._model: Any = model
+        self._processing_class = processing_class
+
+    def complete(self, checkpoint: Path, ranks: IslandGroup) -> None:
+        """Writes into a checkpoint what it lacks. Collective over the ranks.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+        """
+        ranks.on_leader(lambda: self._write(checkpoint))
+
+    def _write(self, checkpoint: Path) -> None:
+        if any((checkpoint / name).exists() for name in (_CONFIG, _ADAPTER_CONFIG)):
+            return
+        with telling(checkpoint):
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            for adapter in getattr(self._model, "peft_config", {}).values():
+                adapter.save_pretrained(str(checkpoint))
+            if not hasattr(self._model, "peft_config") and hasattr(self._model, "config"):
+                config = copy.deepcopy(self._model.config)
+                config.architectures = [_class_name(self._model)]
+                config.save_pretrained(str(checkpoint))
+            if hasattr(self._processing_class, "save_pretrained"):
+                self._processing_class.save_pretrained(str(checkpoint))
+
+
+def _class_name(model: nn.Module) -> str:
+    """The name of the model's class, without the FSDP that `fully_shard` puts before it."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return next(name for name in names if not name.startswith("FSDP"))
+
+
+__all__ = ["ModelDescription", "Saving", "noting_failures"]

@@ -26,8 +26,8 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, read_index, save_outer
-from hf_diloco.trainer.metrics import MetricsWriter
 from hf_diloco.trainer.progress import Progress
+from hf_diloco.trainer.record import Record
 from hf_diloco.utils.files import is_write_failure, write_whole
 from tests.outer_state import make_index
 from tests.trainers import make_saving_trainer, weights_of
@@ -182,7 +182,7 @@ def test_which_errors_are_the_disks(error: BaseException, expected: bool) -> Non
 
 def test_metrics_wait_until_the_disk_takes_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
+    writer = Record(tmp_path)
     writer.write("train", 1, loss=1.0)
     with no_file_beyond(path.stat().st_size + 10):  # part of a line still fits
         writer.write("train", 2, loss=2.0)
@@ -195,7 +195,7 @@ def test_metrics_wait_until_the_disk_takes_them(tmp_path: Path, caplog: pytest.L
 
 def test_metrics_begin_where_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    MetricsWriter(tmp_path / "file" / "metrics.jsonl").write("train", 1)
+    Record(tmp_path / "file").write("train", 1)
     assert "training goes on" in caplog.text
 
 

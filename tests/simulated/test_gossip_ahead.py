@@ -24,7 +24,7 @@ from hf_diloco.gossip.simulation_scheduler import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
-from hf_diloco.trainer.gossip_record import NodeRecord
+from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.transport.base import Traffic
 from tests.clocks import LONG
 from tests.gossip_meshes import join, make_store, talk_together

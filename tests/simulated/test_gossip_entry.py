@@ -16,7 +16,6 @@ from transformers import Trainer, TrainingArguments
 from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.discovery import Discovery
@@ -27,6 +26,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import try_islands

@@ -13,13 +13,13 @@ import torch
 from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig, SlowMoSettings
-from hf_diloco.gossip.fingerprint import make_fingerprint
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import RandomMatching, make_topology
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.rows import overview
 from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.transport.base import Traffic
 from tests.gossip_reference import (
     NUM_NODES,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_diloco.apps.data.ahead import read_ahead
+from hf_diloco.apps.data.stream import read_ahead
 
 
 def threads() -> list[threading.Thread]:
@@ -64,6 +64,6 @@ def test_error_comes_in_its_place() -> None:
 
 def test_does_not_keep_the_process_alive() -> None:
     code = (
-        "from itertools import count as c; from hf_diloco.apps.data.ahead import read_ahead; next(read_ahead(c(), 2))"
+        "from itertools import count as c; from hf_diloco.apps.data.stream import read_ahead; next(read_ahead(c(), 2))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

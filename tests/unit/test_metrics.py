@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from hf_diloco.rounds.measure import LaneStats, SyncReport
-from hf_diloco.trainer.metrics import MetricsWriter, RunTotals
+from hf_diloco.trainer.record import Record, RunTotals
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -22,7 +22,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_every_event_is_a_line_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "island-0" / "metrics.jsonl"
-    writer = MetricsWriter(path)
+    writer = Record(path.parent)
     before = time.time()
     writer.write("train", 7, loss=1.5)
     (event,) = read(path)  # not closed, not flushed by us
@@ -35,26 +35,26 @@ def test_every_event_is_a_line_on_disk_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_becomes_null(value: float, tmp_path: Path) -> None:
-    MetricsWriter(tmp_path / "m.jsonl").write("train", 1, loss=value, grad_norm=2.0)
-    text = (tmp_path / "m.jsonl").read_text()
+    Record(tmp_path).write("train", 1, loss=value, grad_norm=2.0)
+    text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
-    assert read(tmp_path / "m.jsonl")[0]["loss"] is None
+    assert read(tmp_path / "metrics.jsonl")[0]["loss"] is None
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
+    path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        writer = MetricsWriter(path)
+        writer = Record(tmp_path)
         writer.write("train", step)
         writer.close()
     assert [event["step"] for event in read(path)] == [1, 2]
 
 
 def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
+    path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "train", "step": 1}\n{"event": "tra')
-    MetricsWriter(path).write("train", 2)
+    Record(tmp_path).write("train", 2)
     lines = path.read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1
     assert json.loads(lines[2])["step"] == 2
@@ -63,9 +63,9 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_needs_no_repair(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").touch()
-    MetricsWriter(tmp_path / "m.jsonl").write("train", 1)
-    assert len(read(tmp_path / "m.jsonl")) == 1
+    (tmp_path / "metrics.jsonl").touch()
+    Record(tmp_path).write("train", 1)
+    assert len(read(tmp_path / "metrics.jsonl")) == 1
 
 
 def make_report(**values: Any) -> SyncReport:

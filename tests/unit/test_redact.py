@@ -83,7 +83,7 @@ def test_a_wrong_setting_with_a_secret_name_does_not_show_its_value(tmp_path: Pa
 
 
 def test_run_json_report_progress_and_log_hide_them(tmp_path: Path) -> None:
-    from hf_diloco.apps.common.run_files import write_run_json
+    from hf_diloco.apps.common.process import write_run_json
     from hf_diloco.trainer.progress import Progress
 
     overrides = [f"output={tmp_path}", "name=told", "training.hub_token=s3cr3t"]

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.records import End, Eval, Start, Sync, Train, parse_line
-from hf_diloco.trainer.metrics import MetricsWriter
+from hf_diloco.trainer.record import Record
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 
@@ -34,7 +34,7 @@ def test_islands_are_sorted_by_number_not_by_name(tmp_path: Path) -> None:
 
 
 def test_a_record_made_by_the_writer_itself(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "island-0" / "metrics.jsonl")
+    writer = Record(tmp_path / "island-0")
     writer.write("start", 0, island=0, num_islands=1)
     writer.write("train", 1, loss=math.nan)
     writer.write("train", 2, learning_rate=0.1)
@@ -62,7 +62,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path, newline: str) -> None:
 
 def test_a_line_torn_before_a_resume_is_left_out(tmp_path: Path) -> None:
     folder = write_island(tmp_path, 0, [start(), train(1, 3.0)], tail='{"event": "tra')
-    writer = MetricsWriter(folder / "metrics.jsonl")  # continues on a line of its own
+    writer = Record(folder)  # continues on a line of its own
     writer.write("start", 1, island=0)
     writer.close()
     island = load_run(tmp_path).islands[0]

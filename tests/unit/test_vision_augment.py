@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hf_diloco.apps.vision.augment import augment
+from hf_diloco.apps.vision.dataset import augment
 from hf_diloco.apps.vision.draws import uniform
 from hf_diloco.apps.vision.settings import AugmentBlock
 

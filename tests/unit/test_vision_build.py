@@ -13,10 +13,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from hf_diloco.apps.vision import images as images_module
+from hf_diloco.apps.vision.assemble import accuracy
 from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.images import DecodedImages, StoredImages
-from hf_diloco.apps.vision.metrics import accuracy
 from hf_diloco.apps.vision.normalize import measure
 from hf_diloco.apps.vision.pictures import ArrayPictures
 from hf_diloco.apps.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock

@@ -6,15 +6,20 @@ import errno
 import io
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import hf_diloco
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.utils.files import write_json
+from hf_diloco.utils.redact import redact
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=BaseRun)
 
 STOPPED = 3  # exit code: ended on request, with a checkpoint
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers")
 
 
 class _Output(io.FileIO):
@@ -109,7 +115,6 @@ def _prepare_folder(run: BaseRun) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
-    from hf_diloco.apps.common.run_files import write_run_json
     from hf_diloco.trainer.progress import STOP_FILE
 
     folder = run.island_folder()
@@ -120,6 +125,22 @@ def _prepare_folder(run: BaseRun) -> None:
             write_run_json(run)
     except OSError as error:
         raise ConfigError(f"output: {folder} cannot be made: {error}") from None
+
+
+def write_run_json(run: BaseRun) -> None:
+    """Writes the resolved settings, less secrets, and the versions of everything that matters to the run folder."""
+    write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions()})
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, this package and what it stands on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def _set_up_logging() -> None:

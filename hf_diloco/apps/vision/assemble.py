@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import training_arguments
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
-from hf_diloco.apps.vision.metrics import accuracy
 from hf_diloco.apps.vision.model import build_model
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.schedule import drops, scaled_learning_rate
+from hf_diloco.apps.vision.settings import ScheduleBlock
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
@@ -139,6 +141,43 @@ def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData)
             f"data: {len(data.evaluation)} examples to evaluate on cannot be shared by {config.num_nodes} nodes: "
             "hold out more (data.held_out, data.max_eval_examples)"
         )
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """The part of the examples whose highest logit is their class, for `Trainer`'s `compute_metrics`.
+
+    Args:
+        prediction: logits [examples, classes], or a tuple that begins with them, and labels [examples].
+    """
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float(np.mean(np.argmax(logits, axis=-1) == prediction.label_ids))}
+
+
+def scaled_learning_rate(block: ScheduleBlock, args: TrainingArguments, num_nodes: int) -> float:
+    """`learning_rate` for the images that all nodes see in a step, in proportion (arXiv 1706.02677).
+
+    Args:
+        block: says for how many images the given rate is; None leaves it as it is.
+        args: the given rate, and one node's batch.
+        num_nodes: of such nodes.
+    """
+    if block.lr_for_batch is None:
+        return args.learning_rate
+    return args.learning_rate * examples_per_step(args) * num_nodes / block.lr_for_batch
+
+
+def drops(
+    block: ScheduleBlock, optimizer: torch.optim.Optimizer, warmup_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR | None:
+    """Linear warm-up, then a constant rate that drops by a factor at each given step; None without such steps."""
+    if not block.drop_at:
+        return None
+
+    def factor(step: int) -> float:
+        warm = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+        return warm * block.drop_by ** bisect.bisect_right(block.drop_at, step)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _logits(outputs: Any, labels: Any) -> Any:
