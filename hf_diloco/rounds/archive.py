@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
-from hf_diloco.config import DiLoCoConfig
-from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OutcomeRecord
-from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.round_plan import PlannedRound
-from hf_diloco.rounds.snapshots import Snapshots
 
 logger = logging.getLogger("hf_diloco")
 
@@ -21,32 +16,18 @@ class Archive:
     """One rank's part in it. What writes is collective over the island's ranks.
 
     Args:
-        config: the outer loop's settings.
-        outer: this rank's outer state.
-        island: the ranks of this island.
-        engines: how values get from island to island, one a fragment.
-        snapshots: of the run.
-        quorum: says who is there; on the island's leader only.
+        context: of the island's rounds.
 
     Attributes:
         last: the round that this process has completed last, and how it was decided.
     """
 
-    def __init__(
-        self,
-        config: DiLoCoConfig,
-        outer: OuterState,
-        island: IslandGroup,
-        engines: Sequence[Engine],
-        snapshots: Snapshots,
-        quorum: Quorum | None,
-    ) -> None:
-        self.config = config
-        self.outer = outer
-        self.island = island
-        self._engines = engines
-        self._snapshots = snapshots
-        self._quorum = quorum
+    def __init__(self, context: RoundContext) -> None:
+        self.config = context.config
+        self.outer = context.outer
+        self.island = context.island
+        self._context = context
+        self._snapshots = context.snapshots
         self.last: tuple[PlannedRound, OutcomeRecord] | None = None
         self._before: tuple[PlannedRound, OutcomeRecord] | None = None
 
@@ -82,17 +63,17 @@ class Archive:
 
     def _is_average_missing(self) -> bool:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
-        if self.last is None or not self._engines[0].needs_presence:
+        if self.last is None or not self._context.engines[0].needs_presence:
             return False
-        assert self._quorum is not None
-        alive = self._quorum.processes()
+        assert self._context.quorum is not None
+        alive = self._context.quorum.processes()
         left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.claim}
         return any(self._is_missing(*one, left) for one in (self._before, self.last) if one)
 
     def _is_missing(self, planned: PlannedRound, outcome: OutcomeRecord, left: Set[int]) -> bool:
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
             return False
-        return not self._engines[self.outer.number_of(planned.number)].has_average(planned)
+        return not self._context.engine_of(planned.number).has_average(planned)
 
 
 def _has_author_of(planned: PlannedRound, before: PlannedRound, outcome: OutcomeRecord) -> bool:

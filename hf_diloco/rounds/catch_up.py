@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, DivergedError, IslandLostError, PayloadError
-from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.snapshot_records import Snapshot
-from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.round import Part
 from hf_diloco.rounds.round_plan import PlannedRound
-from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes, name_all
 
 logger = logging.getLogger("hf_diloco")
@@ -28,37 +23,24 @@ class Recovery:
     """One rank's part in it.
 
     Args:
-        config: the outer loop's settings.
-        outer: this rank's outer state.
-        island: the ranks of this island.
-        engines: how values get from island to island, one a fragment.
-        snapshots: of the run.
-        clock: by which it waits.
+        context: of the island's rounds.
     """
 
-    def __init__(
-        self,
-        config: DiLoCoConfig,
-        outer: OuterState,
-        island: IslandGroup,
-        engines: Sequence[Engine],
-        snapshots: Snapshots,
-        clock: Clock = REAL,
-    ) -> None:
-        self.config = config
-        self.outer = outer
-        self.island = island
-        self._engines = engines
-        self._snapshots = snapshots
-        self._clock = clock
-        self._notes = WaitNotes(config.island, clock=clock)
+    def __init__(self, context: RoundContext) -> None:
+        self.config = context.config
+        self.outer = context.outer
+        self.island = context.island
+        self._context = context
+        self._snapshots = context.snapshots
+        self._clock = context.clock
+        self._notes = WaitNotes(self.config.island, clock=self._clock)
 
     def await_average(self, planned: PlannedRound) -> bool:
         """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
         return self.island.on_leader(lambda: self._await_average(planned))
 
     def _await_average(self, planned: PlannedRound) -> bool:
-        engine = self._engines[self.outer.number_of(planned.number)]
+        engine = self._context.engine_of(planned.number)
         deadline = self._clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
         islands = [offer.island for offer in planned.offers]
@@ -83,7 +65,7 @@ class Recovery:
             CheckpointError: there will be none.
         """
         if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            if self._engines[0].needs_presence:  # it may come yet
+            if self._context.engines[0].needs_presence:  # it may come yet
                 raise IslandLostError(str(error))
             raise CheckpointError(
                 f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "

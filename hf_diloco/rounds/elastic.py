@@ -35,6 +35,7 @@ from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
+from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
@@ -213,7 +214,9 @@ class ElasticSession(BaseSession):
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
         self.rounds = ElasticRounds(
-            self.config, self.outer, self._talk, self.engines, self._snapshots, self.quorum, claim, self._clock
+            RoundContext(
+                self.config, self.outer, self._talk, self.engines, self._snapshots, self.quorum, claim, self._clock
+            )
         )
         self._pace = Pace(self.config, self.outer, self.members)
         return is_new

@@ -12,28 +12,22 @@ own progress since it last took part:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
-from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.quorum import Quorum
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
-from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.archive import Archive
 from hf_diloco.rounds.catch_up import Recovery
+from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.doubts import Doubts
-from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
 from hf_diloco.rounds.offers import Offers
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
-from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.utils.clock import REAL, Clock
 
 logger = logging.getLogger("hf_diloco")
 
@@ -46,14 +40,7 @@ class ElasticRounds(Rounds[PlannedRound]):
     """Offers and carries out rounds. Every method is collective over the island's ranks.
 
     Args:
-        config: the outer loop's settings.
-        outer: this rank's outer state.
-        island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
-        engines: how values get from island to island, one a fragment.
-        snapshots: of the run.
-        quorum: decides rounds; on the island's leader only.
-        claim: of this process.
-        clock: by which it waits.
+        context: this rank's side of the run.
 
     Attributes:
         plans: of rounds, and what is decided.
@@ -62,25 +49,16 @@ class ElasticRounds(Rounds[PlannedRound]):
         refused: islands whose contributions did not count in rounds of this process, with the last reason.
     """
 
-    def __init__(
-        self,
-        config: DiLoCoConfig,
-        outer: OuterState,
-        island: IslandGroup,
-        engines: Sequence[Engine],
-        snapshots: Snapshots,
-        quorum: Quorum | None,
-        claim: int,
-        clock: Clock = REAL,
-    ) -> None:
-        super().__init__(config, outer, island)
-        self._engines = engines
-        self._snapshots = snapshots
-        self.plans = Plans(outer, island, quorum)
-        self.recovery = Recovery(config, outer, island, engines, snapshots, clock)
-        self._offers = Offers(config, outer, island, engines, claim)
-        self._doubts = Doubts(island.is_leader)
-        self.archive = Archive(config, outer, island, engines, snapshots, quorum)
+    def __init__(self, context: RoundContext) -> None:
+        super().__init__(context.config, context.outer, context.island)
+        self._engines = context.engines
+        self._engine_of = context.engine_of
+        self._snapshots = context.snapshots
+        self.plans = Plans(context.outer, context.island, context.quorum)
+        self.recovery = Recovery(context)
+        self._offers = Offers(context)
+        self._doubts = Doubts(context.island.is_leader)
+        self.archive = Archive(context)
         self.refused: dict[int, str] = {}
         self._num_lost = 0
         self._links_at_look = ""
@@ -144,9 +122,6 @@ class ElasticRounds(Rounds[PlannedRound]):
         while self._lent:
             fragment, vector = self._lent.pop()
             fragment.take_back(vector)
-
-    def _engine_of(self, number: int) -> Engine:
-        return self._engines[self.outer.number_of(number)]
 
     # Carrying out
 

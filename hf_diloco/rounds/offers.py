@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_diloco.config import DiLoCoConfig
-from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, author_of
-from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.round import Contribution
 
 
@@ -29,27 +25,21 @@ class Offers:
     """One rank's part in them. What announces is collective over the island's ranks.
 
     Args:
-        config: the outer loop's settings.
-        outer: this rank's outer state.
-        island: the ranks of this island.
-        engines: how values get from island to island, one a fragment.
-        claim: of this process.
+        context: of the island's rounds.
     """
 
-    def __init__(
-        self, config: DiLoCoConfig, outer: OuterState, island: IslandGroup, engines: Sequence[Engine], claim: int
-    ) -> None:
-        self.config = config
-        self.outer = outer
-        self.island = island
-        self._engines = engines
-        self._claim = claim
-        self._author = author_of(config.island, claim)
+    def __init__(self, context: RoundContext) -> None:
+        self.config = context.config
+        self.outer = context.outer
+        self.island = context.island
+        self._context = context
+        self._claim = context.claim
+        self._author = author_of(self.config.island, self._claim)
         self._announced = _Announced()
 
     def make(self, own: Contribution) -> OfferRecord:
         """Has others find a pseudo-gradient, unless they do already, and says what there is."""
-        engine = self._engines[self.outer.number_of(own.number)]
+        engine = self._context.engine_of(own.number)
         if not self.holds(own.number, own.steps):
             (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
             said, traffic = self.island.on_all(lambda: engine.announce(own.delta, own.number, tag))
