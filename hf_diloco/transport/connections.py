@@ -35,6 +35,7 @@ from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
 from hf_diloco.utils.listening import GlooListener
+from hf_diloco.utils.timeouts import call_within
 
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
@@ -42,6 +43,10 @@ PROBE_SECONDS = 0.5
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 14, 1 << 20
 """What is sent at a time is cut into at least one part a connection, unless the parts would be smaller than what TCP
 sends at once after a rest, and into more where a rate limit would let through one burst after the other."""
+
+GLOO_MORE_SECONDS = 60.0
+"""Gloo gives up connecting so much later than this package does. Else, where both ends give up at about the same time,
+it learns in its own thread that the other end refuses after it has given up, and aborts the process."""
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
@@ -99,7 +104,7 @@ class Connections:
                     store, name, island, num_islands, address, deadline, num_connections, key, parties
                 ) as meeting:
                     self.groups = _connect_all(meeting, island, num_islands, address, deadline, num_connections)
-            except (IslandLostError, RuntimeError) as error:
+            except (IslandLostError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, address, timeout) from None
             self._sealer = Sealer(meeting.channels) if key else None
         self._waiter = Waiter()
@@ -291,16 +296,19 @@ def _connect_all(
     def connect(number: int) -> ProcessGroupGloo:
         _outlive_threads()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-        options._timeout = deadline.remaining()
+        options._timeout = deadline.remaining() + timedelta(seconds=GLOO_MORE_SECONDS)
         options._threads = 1  # they serve collectives only
         with GlooListener(address, meeting.hosts) as listener:
             options._devices = [listener.device]
             return ProcessGroupGloo(PrefixStore(f"{number}", meeting.addresses), island, num_islands, options)
 
+    def connect_in_time(number: int) -> ProcessGroupGloo:
+        return call_within(deadline.remaining().total_seconds(), lambda: connect(number))
+
     if num_connections == 1:
-        return [connect(0)]
+        return [connect_in_time(0)]
     with ThreadPoolExecutor(num_connections) as threads:
-        return list(threads.map(connect, range(num_connections)))
+        return list(threads.map(connect_in_time, range(num_connections)))
 
 
 def _not_connected(error: Exception, address: str, timeout: float) -> IslandLostError:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore, Store, TCPStore
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import ExchangeError
+from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
@@ -22,6 +22,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, connections
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
+from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
@@ -96,6 +97,25 @@ def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[
     expected = run_islands(3, lambda island: average(island, network.lane("0", island)))
     for values in run_islands(3, run):
         assert torch.equal(values, expected[0])
+
+
+def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
+    store, given_up = HashStore(), threading.Event()
+
+    def run(end: int) -> None:
+        if end:
+            with Meeting(store, "0", end, 2, LOCALHOST, Deadline(LONG), 1, None):
+                given_up.wait(LONG)
+                raise ConnectionError("so that nobody waits for the other end")
+        try:
+            Connections(store, "0", end, 2, LOCALHOST, 0.5)
+        finally:
+            given_up.set()
+
+    here, there = try_islands(2, run)
+    assert isinstance(here, IslandLostError)
+    assert str(here).startswith("the islands could not connect to each other within 0.5 s")
+    assert isinstance(there, ConnectionError)
 
 
 @pytest.mark.parametrize("num_connections", [1, 3, 4])
