@@ -112,15 +112,24 @@ def run_step(name: str, setting: Setting) -> bool:
     return all(figure.is_met(setting) for figure in figures)
 
 
-def run_apart(name: str, args: argparse.Namespace) -> bool:
-    """Runs a step in a process of its own; returns whether it met its targets in its time."""
+def run_apart(name: str, args: argparse.Namespace, left: float) -> bool:
+    """Runs a step in a process of its own; returns whether it met its targets in its time.
+
+    Args:
+        name: of the step.
+        args: of the program.
+        left: seconds until the time of all steps is over.
+    """
+    if left <= 0:
+        print(f"{name}: left out, the time of all steps is over; --only {name} takes it by itself", flush=True)
+        return False
     command = [sys.executable, "-m", "benchmarks.accelerator", "--here", "--only", name, "--folder", str(args.folder)]
-    limit = STEPS[name].limit * (REHEARSAL_SLOWER if args.rehearse else 1)
+    limit = min(left, STEPS[name].limit * (REHEARSAL_SLOWER if args.rehearse else 1))
     process = subprocess.Popen(command + ["--rehearse"] * args.rehearse, cwd=ROOT)
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        print(f"  {name} had not ended after {limit} s", flush=True)
+        print(f"  {name} had not ended after {limit:.0f} s", flush=True)
         return False
     finally:
         _end(process)
@@ -151,6 +160,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(STEPS), default=list(STEPS), metavar="STEP")
     parser.add_argument("--rehearse", action="store_true", help="small, on the processor; no time counts")
     parser.add_argument("--folder", type=Path, default=Path("runs/accelerator"), help="for records and run files")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help=f"after which steps are ended or left out; {REHEARSAL_SLOWER} times as many for a rehearsal",
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # no process of its own
     args = parser.parse_args()
     args.folder = args.folder.resolve()
@@ -167,7 +182,8 @@ def main() -> int:
 
         met = [run_step(name, Setting("cpu" if args.rehearse else "cuda", args.folder)) for name in args.only]
     else:
-        met = [run_apart(name, args) for name in args.only]
+        end = time.monotonic() + 60 * args.minutes * (REHEARSAL_SLOWER if args.rehearse else 1)
+        met = [run_apart(name, args, end - time.monotonic()) for name in args.only]
         missed = [name for name, is_met in zip(args.only, met, strict=True) if not is_met]
         print(f"failed or missed: {', '.join(missed)}" if missed else "all steps met their targets", flush=True)
     return 0 if all(met) else MISSED

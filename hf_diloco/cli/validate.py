@@ -60,6 +60,8 @@ def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
 
 def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     """Memory and disk that the model needs."""
+    import torch
+
     from hf_diloco.planning.equations import Link
     from hf_diloco.planning.estimate import memory_of
     from hf_diloco.planning.scenario import scenario_of
@@ -69,9 +71,17 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     ranks = scenario.num_ranks * len(plan.islands)
     found = f"{text.short_count(scenario.num_parameters)} parameters in {scenario.num_layers} layers can be made"
     yield Finding("model", "ok", found)
-    on_cuda = not run.launch.use_cpu and bool(devices.cuda_devices())
+    has_devices = not run.launch.use_cpu and bool(devices.cuda_devices())
+    on_cuda = has_devices and torch.cuda.is_available()
     if on_cuda:
         yield _device_memory(memory.accelerator)
+    elif has_devices:
+        yield Finding(
+            "device memory",
+            "warning",
+            f"PyTorch {torch.__version__} cannot use the CUDA devices here: training would be on the CPU",
+            "`hf-diloco doctor` says why; or set launch.use_cpu=true",
+        )
     needed = memory.host + memory.outer + _OTHER_MEMORY + (0 if on_cuda else memory.accelerator)
     yield _host_memory(needed * ranks)
     kept = int(run.training.get("save_total_limit") or _KEPT) + 1

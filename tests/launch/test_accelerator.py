@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accelerator.__main__ import STEPS
+from benchmarks.accelerator.__main__ import MISSED, STEPS, main
 from tests.processes import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -43,6 +43,19 @@ def test_a_step_runs_small_on_the_processor(step: str, tmp_path: Path) -> None:
     assert record["device"] == "processor, rehearsal"
     assert record["figures"]
     assert all(figure["is_met"] for figure in record["figures"])
+
+
+def test_steps_are_left_out_once_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--rehearse", "--only", "copies", "gossip", "--minutes", "0", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["accelerator", *options])
+    assert main() == MISSED
+    copies, gossip, last = capsys.readouterr().out.splitlines()
+    assert copies.startswith("copies: left out, the time of all steps is over; --only copies ")
+    assert gossip.startswith("gossip: left out")
+    assert last == "failed or missed: copies, gossip"
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_missed_target_is_told() -> None:

@@ -23,6 +23,8 @@ import torch
 from hf_diloco.cli.doctor import machine, network, peer, software, store
 from hf_diloco.cli.doctor.finding import Finding, run_checks
 from hf_diloco.cli.doctor.store import check_store
+from hf_diloco.cli.plan import LaunchOptions
+from hf_diloco.cli.validate import run_validate
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.processes import ROOT, Completed, Processes, find_free_port, run
@@ -409,6 +411,21 @@ def test_validate_is_an_honest_dry_run(tmp_path: Path) -> None:
     config = "{model_type: llama, hidden_size: 65536, intermediate_size: 65536, num_hidden_layers: 99}"
     too_large = hf_diloco("validate", path, f"model.config={config}", f"output={tmp_path}", expect=1)
     assert re.search(r"^problem +memory: ", too_large.output, re.MULTILINE)
+
+
+def test_validate_tells_of_devices_that_pytorch_cannot_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PyTorch for CPUs on a machine with GPUs; memory and disk are looked at all the same."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_validate(LaunchOptions(ROOT / "configs" / "quickstart.yaml", output=str(tmp_path)), as_json=True) == 0
+    written = capsys.readouterr().out
+    written = written[written.index("{") :]  # DeepSpeed may have logged a line, when it is imported first
+    found = {one["check"]: one for one in json.loads(written)["findings"]}
+    assert {"memory", "disk"} < found.keys()
+    assert found["device memory"]["level"] == "warning"
+    assert "training would be on the CPU" in found["device memory"]["text"]
 
 
 @pytest.mark.parametrize(
