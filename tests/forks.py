@@ -42,6 +42,7 @@ PRELOADED = (
     "datasets",
     "deepspeed",
     "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which brings torch's compiler
     "numba",
     "torch.distributed.run",
     "transformers",
@@ -51,6 +52,8 @@ PRELOADED = (
     "transformers.trainer",
     "hf_diloco.trainer.callback",
     "hf_diloco.cli.main",
+    "hf_diloco.apps.lm.assemble",
+    "hf_diloco.apps.lm.finish",
     "hf_diloco.apps.lm.train",
     "hf_diloco.trainer.loop",
 )
