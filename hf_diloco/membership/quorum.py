@@ -20,10 +20,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
+from hf_diloco.errors import ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
 from hf_diloco.membership.candidates import Candidates, Rules, offer_path
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
@@ -37,7 +38,6 @@ from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
-MAX_ABORTED = 16
 _POLL_SECONDS = 0.25
 
 
@@ -72,37 +72,36 @@ class Quorum:
         self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, clock)
         self._voting = Voting(log, self._decisions, self._candidates, members.island, rules, should_stop, clock)
+        self._latest = Attempt(0, 0)
+        self._doubtful: frozenset[str] = frozenset()
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
 
         Raises:
-            ExchangeError: too many attempts were aborted.
             PayloadError: the round is committed, but its plan can no longer be read.
-            StoreError: the store does not answer, or holds too much rubbish.
+            StoreError: the store does not answer; or the round has no attempt left.
         """
-        unusable: tuple[str, ...] = ()
+        attempt, reason = Attempt(round_number, 0, doubtful=self._doubtful), ""
         for number in range(MAX_ATTEMPTS):
-            attempt = Attempt(round_number, number, unusable=unusable)
+            self._latest = attempt = replace(attempt, number=number)
             try:
                 plan = self._decisions.plan(attempt.path)
             except ForgedError as error:
+                reason = str(error)
                 self._void(attempt, error)
                 continue
             if plan is None:
                 return attempt
             outcome = self._decisions.outcome(attempt.path)
             if outcome is None or outcome.kind == "commit":
-                return Attempt(round_number, number, plan, outcome, unusable)
-            unusable += (outcome.unusable.rpartition("/")[2].rpartition("-")[0],)
-            if len(unusable) == MAX_ABORTED:
-                raise ExchangeError(
-                    f"round {round_number} was aborted {MAX_ABORTED} times, the last time because: {outcome.reason}. "
-                    "Look at the islands named there and at the store, then start all islands again"
-                )
+                return replace(attempt, plan=plan, outcome=outcome)
+            reason = outcome.reason
+            attempt = replace(attempt, unusable=(*attempt.unusable, _author_in(outcome.unusable)))
         raise StoreError(
-            f"{MAX_ATTEMPTS} attempts of round {round_number} have plans that cannot be read: keep others away from "
-            "the store, and see `hf-diloco store check`"
+            f"all {MAX_ATTEMPTS} attempts of round {round_number} came to nothing, the last one because: {reason}. "
+            "Look at the islands named there, and at the store (`hf-diloco store check`); then stop all islands, and "
+            "start them with an empty prefix: they go on from their checkpoints in a new run"
         )
 
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
@@ -142,7 +141,7 @@ class Quorum:
                 continue
             once = []
             if plan is not None:
-                return Attempt(attempt.round, attempt.number, plan, attempt.outcome, attempt.unusable)
+                return replace(attempt, plan=plan)
             if self._should_stop():
                 raise StopRequested
             offers = self._candidates.present(offers, alive)
@@ -156,7 +155,7 @@ class Quorum:
                         plan = self._decisions.decide_plan(attempt.path, wish)
                         if late and plan == wish:
                             logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
-                        return Attempt(attempt.round, attempt.number, plan, unusable=attempt.unusable)
+                        return replace(attempt, plan=plan)
                     continue
             elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
                 raise self._no_quorum(attempt, offers, "the others give no sign of life")
@@ -243,8 +242,8 @@ class Quorum:
         """Islands that take part or are about to, each with the claim of its process."""
         return {island: self._members.claim_of(island) for island in self._members.alive()}
 
-    def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> None:
-        """Returns when an attempt that other islands carry out is decided; one that nobody does is aborted.
+    def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> OutcomeRecord:
+        """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.
 
         Raises:
             IslandLostError: it is not decided within `patience` seconds.
@@ -254,7 +253,7 @@ class Quorum:
         deadline = self._clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
         seen_at = self._clock.now()
-        while self._decisions.outcome(attempt.path) is None:
+        while (outcome := self._decisions.outcome(attempt.path)) is None:
             alive = self._members.alive()
             others = [offer for offer in offers if offer.island != self._members.island]
             if any(self._candidates.waits(offer.island, offer, alive) for offer in others):
@@ -262,13 +261,19 @@ class Quorum:
             if self._should_stop():
                 raise StopRequested
             if self._clock.now() - seen_at >= self._rules.grace:
-                self.abort(attempt, "", "its participants are gone")
-                return
+                return self.abort(attempt, "", "its participants are gone")
             if self._clock.now() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             wait.look([offer.island for offer in others])
             self._clock.sleep(_POLL_SECONDS)
+        return outcome
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
-        """See `Candidates.remember`."""
+        """See `Candidates.remember`. Who had to stay out of the round is on probation in the next one."""
         self._candidates.remember(round_number, plan)
+        self._doubtful = self._latest.barred if self._latest.round == round_number else frozenset()
+
+
+def _author_in(offer: str) -> str:
+    """Who made an offer, by its path; see `candidates.offer_path`."""
+    return offer.rpartition("/")[2].rpartition("-")[0]

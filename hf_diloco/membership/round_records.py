@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -107,6 +108,8 @@ class Attempt:
     outcome: OutcomeRecord | None = None
     unusable: tuple[str, ...] = ()
     """Authors of the offers that earlier attempts of the round could not use, one entry an attempt."""
+    doubtful: frozenset[str] = frozenset()
+    """Authors whose offers were of no use in the round before: once more is enough."""
 
     @property
     def path(self) -> str:
@@ -114,8 +117,14 @@ class Attempt:
         return f"rounds/{self.round:08d}/{self.number:02d}"
 
     def bars(self, island: int, claim: int) -> bool:
-        """Whether a process stays out of this round: twice its objects were of no use."""
-        return self.unusable.count(author_of(island, claim)) >= _TRIES
+        """Whether a process stays out of this round: twice its offers were of no use."""
+        return author_of(island, claim) in self.barred
+
+    @property
+    def barred(self) -> frozenset[str]:
+        """Authors that stay out of this round."""
+        counts = Counter([*self.unusable, *self.doubtful])
+        return frozenset(author for author, count in counts.items() if author and count >= _TRIES)
 
 
 def author_of(island: int, claim: int) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.archive import Archive
@@ -32,8 +33,9 @@ from hf_diloco.rounds.round_plan import PlannedRound, Plans
 logger = logging.getLogger("hf_diloco")
 
 
-MAX_LOST = 4
-"""Attempts in a row that may lose an island. Then the round is missed: what ails the links may last."""
+MAX_IN_A_ROW = 4
+"""Attempts that islands make of a round one after the other. If all are aborted, what ails them may last: the round is
+missed, and from then on after each further attempt, by all islands alike."""
 
 
 class ElasticRounds(Rounds[PlannedRound]):
@@ -60,7 +62,6 @@ class ElasticRounds(Rounds[PlannedRound]):
         self._doubts = Doubts(context.island.is_leader)
         self.archive = Archive(context)
         self.refused: dict[int, str] = {}
-        self._num_lost = 0
         self._links_at_look = ""
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
@@ -164,7 +165,8 @@ class ElasticRounds(Rounds[PlannedRound]):
         is_here = self._holds_all(planned, self.outer.steps)
         if self._engine_of(planned.number).needs_presence and planned.outcome is None and not is_here:
             with clock.counts("waiting"):
-                self.plans.await_outcome(planned, self.config.exchange_timeout)
+                outcome = self.plans.await_outcome(planned, self.config.exchange_timeout)
+            self._check_patience(planned, outcome)
             return None
         with clock.counts("waiting"):
             is_there = not planned.is_committed or self.recovery.await_average(planned)
@@ -238,13 +240,13 @@ class ElasticRounds(Rounds[PlannedRound]):
         if outcome.kind == "abort":
             engine.settled(plan, outcome, None)
             self._offers.forget(outcome.unusable)
+            self._check_patience(plan, outcome)
             return False
         if outcome.mean != digest:
             engine.close()
             return False
         self._snapshots.wait()  # which reads what changes now
         engine.settled(plan, outcome, mean)
-        self._num_lost = 0
         self.refused |= plan.left_out
         self.archive.complete(plan, outcome)
         self.plans.remember(plan)
@@ -313,25 +315,26 @@ class ElasticRounds(Rounds[PlannedRound]):
         self.refused[named[0].island] = str(error)
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
-        self._offers.forget(self.plans.abort(planned, named[0].offer, str(error)).unusable)
+        outcome = self.plans.abort(planned, named[0].offer, str(error))
+        self._offers.forget(outcome.unusable)
+        self._check_patience(planned, outcome)
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
-        """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed.
-
-        Raises:
-            IslandLostError: that was so `MAX_LOST` times: training goes on for a while.
-        """
+        """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
         places = [place for place in map(planned.place_of, error.islands) if place is not None]
         offer = planned.plan.participants[places[0]].offer if places else ""
-        self.plans.abort(planned, offer, str(error))
+        outcome = self.plans.abort(planned, offer, str(error))
         if isinstance(error, DamagedTransferError):
             self.refused |= dict.fromkeys(error.islands, str(error))
-        self._num_lost += 1
-        if self._num_lost == MAX_LOST:
-            self._num_lost = 0
-            raise IslandLostError(f"{MAX_LOST} attempts failed one after the other: {error}")
+        self._check_patience(planned, outcome)
+
+    def _check_patience(self, planned: PlannedRound, outcome: OutcomeRecord) -> None:
+        """Raises `IslandLostError` if an attempt was aborted that is the last one for now: training goes on."""
+        num_attempts = planned.attempt + 1
+        if outcome.kind == "abort" and not outcome.is_split and num_attempts >= MAX_IN_A_ROW:
+            raise IslandLostError(f"{num_attempts} attempts came to nothing, the last one because: {outcome.reason}")
 
     def rescue_average(self) -> None:
         """See `Archive.rescue_average`."""

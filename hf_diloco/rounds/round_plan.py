@@ -140,13 +140,13 @@ class Plans:
         """See `Quorum.abort`."""
         return self._decide(planned, lambda attempt: self.quorum.abort(attempt, offer, reason))
 
-    def await_outcome(self, planned: PlannedRound, timeout: float) -> None:
-        """Returns when an attempt that this island has no part in is decided.
+    def await_outcome(self, planned: PlannedRound, timeout: float) -> OutcomeRecord:
+        """Returns how an attempt that this island has no part in is decided.
 
         Raises:
             IslandLostError: that takes longer than `timeout` seconds.
         """
-        self.island.on_leader(lambda: self.quorum.await_outcome(planned.as_attempt, planned.offers, timeout))
+        return self._decide(planned, lambda attempt: self.quorum.await_outcome(attempt, planned.offers, timeout))
 
     def remember(self, planned: PlannedRound) -> None:
         """See `Quorum.remember`."""

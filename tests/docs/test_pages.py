@@ -175,7 +175,8 @@ def test_every_record_of_a_round_is_explained() -> None:
 
 
 def test_every_record_in_an_object_store_is_explained() -> None:
-    from hf_diloco.membership import heartbeats as members, quorum, round_records
+    from hf_diloco.membership import decisions, heartbeats as members, round_records
+    from hf_diloco.rounds import elastic_rounds
     from hf_diloco.store import log
 
     text = (DOCS / "protocol.md").read_text()
@@ -184,7 +185,8 @@ def test_every_record_in_an_object_store_is_explained() -> None:
     assert not [path for path in paths if f"| `{path}` |" not in text]
     kinds = get_args(round_records.OutcomeRecord.model_fields["kind"].annotation)
     assert not [kind for kind in kinds if f"`{kind}`" not in text]
-    assert f"After {quorum.MAX_ABORTED} attempts" in text
+    assert f"After {elastic_rounds.MAX_IN_A_ROW} aborted attempts" in text
+    assert f"A round has {decisions.MAX_ATTEMPTS} attempts." in text
     assert f"every {members.BEAT_SECONDS:g} s" in text
     assert f"for {members.LEASE_SECONDS:g} s (the lease)" in text
 

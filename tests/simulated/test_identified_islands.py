@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 
 from hf_diloco.cli.status import render
-from hf_diloco.errors import RendezvousError
-from hf_diloco.membership.decisions import Decisions
+from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord, author_of
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
 from hf_diloco.membership.voting import Voting
-from hf_diloco.rounds.elastic_rounds import MAX_LOST
+from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing import Agreement
 from hf_diloco.status import Observer
 from hf_diloco.store.credentials import find_credentials, make_identity
@@ -154,7 +154,7 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     """Somebody between islands 0 and 2 spoils what the second says while the first attempts connect."""
     for seconds in ("FORGED_SECONDS", "GONE_SECONDS"):
         monkeypatch.setattr(connecting, seconds, 0.2)
-    confirm, spoilt = Agreement.confirm, tuple(f"00000001-{attempt:02d}/" for attempt in range(MAX_LOST))
+    confirm, spoilt = Agreement.confirm, tuple(f"00000001-{attempt:02d}/" for attempt in range(MAX_IN_A_ROW))
 
     def say(part: Agreement, public: bytes) -> bytes:
         answer = confirm(part, public)
@@ -171,6 +171,52 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert "who answered for island 2" in here.session.take_refused()[2]
     status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
     assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
+
+
+def test_a_link_that_is_attacked_for_good_costs_one_of_its_ends_the_rounds(
+    tmp_path: Path, secrets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody between islands 0 and 2 spoils all that the second says to the first."""
+    for seconds in ("FORGED_SECONDS", "GONE_SECONDS"):
+        monkeypatch.setattr(connecting, seconds, 0.2)
+    confirm = Agreement.confirm
+
+    def say(part: Agreement, public: bytes) -> bytes:
+        answer, ends = confirm(part, public), [part._parties.island(end) for end in (part._own, part._peer)]
+        return bytes(len(answer)) if ends == [2, 0] else answer
+
+    monkeypatch.setattr(Agreement, "confirm", say)
+    patient: dict[str, Any] = {"grace": LONG, "sync_timeout": LONG}
+    meeting = Meeting(tmp_path / "run", 3, num_rounds=3, min_islands=2, **patient, **ENGINES["mesh"], **secrets)
+    members = run_islands(3, lambda island: meeting.island(island).train_to(3).leave())
+    assert len({member.hash for member in members}) == 1
+    status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
+    for entry in status.rounds:
+        assert len(entry.participants) == 2
+        assert set(entry.participants) != {0, 2}
+    assert all(entry.attempts <= MAX_IN_A_ROW for entry in status.rounds)
+
+
+@pytest.mark.parametrize("num_attempts", [20, MAX_ATTEMPTS])
+def test_a_listed_island_that_aborts_attempts_costs_rounds_and_no_run(
+    tmp_path: Path, secrets: dict[str, Any], fast_clock: FastClock, num_attempts: int
+) -> None:
+    """It takes no part, and says of each attempt of the first round that it came to nothing."""
+    meeting = Meeting(tmp_path / "run", 2, max_islands=3, **secrets)
+    islands = run_islands(2, meeting.island)
+    plan = PlanRecord(by=2, state=islands[0].hash, participants=[take_part(2)])
+    log = log_of(meeting, 2)
+    for attempt in range(num_attempts):
+        log.create(f"rounds/00000001/{attempt:02d}/plan.json", plan)
+        log.create(f"rounds/00000001/{attempt:02d}/outcome.json", OutcomeRecord(by=2, kind="abort", reason="no"))
+    if num_attempts < MAX_ATTEMPTS:
+        run_islands(2, lambda island: islands[island].train_to(1).leave())
+        assert islands[0].hash == islands[1].hash
+        return
+    run_islands(2, lambda island: islands[island].train(4))
+    assert [member.missed for member in islands] == [2, 2]
+    with pytest.raises(StoreError, match=r"all 100 attempts of round 1 .* because: no\. Look .* with an empty prefix"):
+        islands[0].session.rounds.find()
 
 
 def log_of(meeting: Meeting, island: int) -> RunLog:
