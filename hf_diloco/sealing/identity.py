@@ -86,11 +86,22 @@ class Signer:
         self.number = number
         self.roster = roster
         if not roster.admits(number, self.public):
-            raise ConfigError(
-                f"{roster.unit} {number}'s identity is {show_public(self.public)}, and identities.{number} does not "
-                f"list it, or only `until` a round: add it there, on all {roster.unit}s, or give {roster.unit} "
-                f"{number} its own identity_file"
+            raise ConfigError(self._why_refused())
+
+    def _why_refused(self) -> str:
+        unit, number, shown = self.roster.unit, self.number, show_public(self.public)
+        try:
+            last = self.roster.find(number, self.public).last_round
+        except UnknownIdentityError:
+            return (
+                f"{unit} {number}'s identity is {shown}, and identities.{number} does not list it: add it there, on "
+                f"all {unit}s, or give {unit} {number} its own identity_file"
             )
+        return (
+            f"{unit} {number}'s identity {shown} counts until round {last} only (identities.{number}), as it was "
+            f"replaced, or {unit} {number} taken out: make a new one by `hf-diloco keys make FILE`, list it there, on "
+            f"all {unit}s, and give it to {unit} {number} as identity_file"
+        )
 
     def __repr__(self) -> str:
         return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"

@@ -17,6 +17,8 @@ _STALE_SECONDS = 0.25
 _KEPT_LOOKS = 64
 MAX_WAITING = 1024
 """Questions that wait at a time. A further one is answered at once: islands then ask again after a pause."""
+MAX_WAITING_BYTES = 64 << 20
+"""Of questions that wait at a time, as they were sent; likewise."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Found = dict[str, tuple[str, bytes | None]]
@@ -34,7 +36,7 @@ class Changes:
         self._folder = folder
         self._count = 0
         self._changed = asyncio.Event()
-        self._num_waiting = 0
+        self._num_waiting = self._bytes_waiting = 0
         self._looks: dict[str, tuple[int, float, asyncio.Task[Found]]] = {}
 
     @web.middleware
@@ -50,18 +52,21 @@ class Changes:
         """Answers a question."""
         try:
             root = check_path(request.match_info["path"])
-            question = Question.model_validate_json(await request.read())
+            asked = await request.read()
+            question = Question.model_validate_json(asked)
         except ValueError as error:
             return web.Response(status=400, text=str(error))
         created = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
         if created:
             self._tell()
-        may_wait = self._num_waiting < MAX_WAITING
+        may_wait = self._num_waiting < MAX_WAITING and self._bytes_waiting + len(asked) <= MAX_WAITING_BYTES
         self._num_waiting += may_wait
+        self._bytes_waiting += may_wait * len(asked)
         try:
             found = await self._await_change(root, question, may_wait)
         finally:
             self._num_waiting -= may_wait
+            self._bytes_waiting -= may_wait * len(asked)
         known = question.known or {}
         objects = {
             path.removeprefix(f"{root}/"): (tag, None if known.get(path.removeprefix(f"{root}/")) == tag else data)

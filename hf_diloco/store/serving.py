@@ -2,7 +2,8 @@
 
 A connection may take `STRANGER_SECONDS` until its first request has come, and `MAX_STRANGERS` may take them at a
 time: beyond that the oldest makes room. What a request carries has `BODY_SECONDS` to come; how much that may be is the
-application's to limit. The port stops answering while the process has few files left.
+application's to limit. Of all that is still coming at most `MAX_COMING_BYTES` are kept: beyond that the oldest request
+makes room. The port stops answering while the process has few files left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import http_exceptions, web
+from aiohttp import StreamReader, http_exceptions, web
 
 from hf_diloco.utils.listening import Door, keep_door
 
@@ -24,6 +25,8 @@ STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 256
 BODY_SECONDS = 300.0
 """Parts of objects have at most a few megabytes, and links may be slow."""
+MAX_COMING_BYTES = 1 << 30
+_LOOK_SECONDS = 0.05  # so often it is looked how much has come
 _END_SECONDS = 5.0
 _LINGER_SECONDS = 1.0  # for the rest of what was refused
 _MOMENT = 0.01
@@ -46,6 +49,8 @@ class Serving:
         self._runner = web.AppRunner(
             app, access_log=None, logger=logger, shutdown_timeout=_END_SECONDS, lingering_time=_LINGER_SECONDS
         )
+        self._coming: dict[StreamReader, asyncio.Timeout] = {}  # in the order of their coming
+        self._looking: asyncio.TimerHandle | None = None
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._let_door_go: Callable[[], object] = lambda: None
@@ -92,11 +97,29 @@ class Serving:
             if (request.content_length or 0) > request.client_max_size:
                 raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout(BODY_SECONDS) as patience:
+                    self._coming[request.content] = patience
+                    self._look_later()
                     await request.read()
             except (TimeoutError, RuntimeError):  # the latter if the connection has been closed
                 raise web.HTTPRequestTimeout from None
+            finally:
+                self._coming.pop(request.content, None)
         return await handler(request)
+
+    def _look_later(self) -> None:
+        if self._looking is None and self._coming:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Ends the oldest requests that are still coming, until what is kept of the others is little enough."""
+        loop, self._looking = asyncio.get_running_loop(), None
+        too_many = sum(body.total_bytes for body in self._coming) - MAX_COMING_BYTES
+        while too_many > 0:
+            oldest = next(iter(self._coming))
+            self._coming.pop(oldest).reschedule(loop.time())
+            too_many -= oldest.total_bytes
+        self._look_later()
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.equivalence.runs import LAUNCH, Runs
 from tests.processes import ROOT, Process, Processes, find_free_port, run
+from tests.secret_files import make_secrets
 
 # What is wrong, as overrides of a run file that works -> what the one line must name.
 WRONG_SETTINGS = {
@@ -111,6 +112,19 @@ def test_a_key_that_is_too_short(runs: Runs, tmp_path: Path, where: str) -> None
     assert (f"key_file={key}" if where == "file" else "HF_DILOCO_KEY") in error
     assert "9 bytes, fewer than 16: make one by" in error
     assert "swordfish" not in output
+    assert not (runs.folder / "wrong").exists()
+
+
+@pytest.mark.distributed
+def test_a_revoked_identity(runs: Runs, tmp_path: Path) -> None:
+    secrets = make_secrets(tmp_path, 2)
+    (public,) = secrets["identities"][1]
+    listed = {**secrets["identities"], 1: [f"{public} until 3"]}
+    settings = {key: str(secrets[key]) for key in ("key_file", "identity_file")}
+    run_file = runs.write("wrong", {"diloco": {**settings, "identities": listed}})
+    error = the_error(run([*LAUNCH, run_file, "diloco.rendezvous=file:///no/such"], expect=2, timeout=60).output)
+    assert f"island 1's identity {public} counts until round 3 only (identities.1)" in error
+    assert "make a new one by `hf-diloco keys make FILE`, list it there, on all islands" in error
     assert not (runs.folder / "wrong").exists()
 
 

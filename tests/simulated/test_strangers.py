@@ -263,6 +263,27 @@ def test_strangers_stop_no_store(
     socket.create_server((LOCALHOST, free_port)).close()
 
 
+def test_of_requests_that_never_end_the_oldest_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setattr(serving, "MAX_COMING_BYTES", 250_000)
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
+    try:
+        strangers = say(lambda _: REQUEST % 1_000_000 + bytes(100_000))((LOCALHOST, free_port), 6)
+        deadline = time.monotonic() + LONG
+        while num_connected(free_port) > 2:
+            assert time.monotonic() < deadline, "all are kept"
+            time.sleep(0.05)
+        store = open_object_store(url_of(rendezvous))
+        store.put("x", bytes(100_000))
+        assert store.get("x", 100_000) == bytes(100_000)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+
+
 def num_connected(port: int) -> int:
     """Connections that are open on the side of who listens at a port of this process."""
     connections = psutil.Process().net_connections("tcp")

@@ -36,7 +36,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def store(address: str, request: pytest.FixtureRequest) -> ObjectStore:
-    return open_object_store(f"{address}/{request.node.name.partition('[')[0]}")
+    return open_object_store(f"{address}/{request.node.name.replace('[', '-').rstrip(']')}")
 
 
 def test_one_request_creates_and_shows_what_lies_there(store: ObjectStore) -> None:
@@ -102,10 +102,11 @@ def test_what_is_awaited_in_vain_keeps_other_news_for_a_moment_only(store: Objec
     assert 0.3 <= time.monotonic() - begun < AT_ONCE
 
 
+@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING", 1), ("MAX_WAITING_BYTES", 100)])
 def test_of_more_questions_than_may_wait_each_is_answered_at_once(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, name: str, most: int
 ) -> None:
-    monkeypatch.setattr(changes, "MAX_WAITING", 1)
+    monkeypatch.setattr(changes, name, most)
     before = look(store, ["a"])
     found: list[Sight] = []
     thread = threading.Thread(target=lambda: found.append(look(store, ["a"], before, 29.0)))
