@@ -62,7 +62,7 @@ class RoundStatus(_Status):
         offered: islands that have offered a pseudo-gradient to the attempt.
         participants: islands whose pseudo-gradients are averaged.
         left_out: islands that offered but do not take part, with the reason.
-        aborted: why earlier attempts came to nothing.
+        aborted: why earlier attempts came to nothing, and which island says so.
         payload_bytes: size of the pseudo-gradients offered, those of earlier attempts included; None where they go
             directly from island to island.
         committed_at: by the store's clock.

@@ -59,7 +59,7 @@ def read_round(number: int, attempts: Attempts, read: Reader) -> RoundStatus | N
         newest = list(of_attempt.values())
         if outcome is None or outcome.kind == "commit":
             break
-        aborted.append(outcome.reason)
+        aborted.append(f"island {outcome.by} says: {outcome.reason}")
         plan, newest = None, []
     if not offers and plan is None and outcome is None:
         return None
@@ -99,7 +99,8 @@ def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]
     for offer in offers:
         if offer.island not in known:
             same = offer.state == plan.state
-            left_out[offer.island] = "came after the plan" if same else "starts from other outer parameters"
+            late = f"came after the plan, which island {plan.by} wrote"
+            left_out[offer.island] = late if same else "starts from other outer parameters"
     return dict(sorted(left_out.items()))
 
 

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, IslandLostError
+from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.credentials import make_key
 from hf_diloco.transport import connections
@@ -26,12 +27,14 @@ from tests.attackers import (
     attacks,
     cut,
     drop,
+    flip,
     have_64_bytes_in_common,
     of_another_island,
     pass_on,
 )
 from tests.clocks import LONG
 from tests.islands import run_islands
+from tests.meetings import Meeting
 from tests.streaming_meetings import Streams, train_all
 from tests.streaming_reference import NUM_STEPS, expected_weights
 
@@ -167,3 +170,25 @@ def test_what_belongs_to_another_fragment_or_attempt_is_refused_and_the_round_is
     assert attackers[0].num_changed == 2
     for island in range(2):
         assert f"round 4 is tried again: what island {island} sent came damaged (it was altered on its" in caplog.text
+
+
+def to_one_end(attacker: Attacker, way: Way, number: int) -> list[bytes] | None:
+    """Each attempt has a connection of its own."""
+    is_attacked = way.is_answer and way.connection < MAX_IN_A_ROW
+    return flip(0)(attacker, way, number) if is_attacked else pass_on(attacker, way, number)
+
+
+@pytest.mark.usefixtures("no_survivors")
+def test_islands_of_which_one_receives_nothing_sound_miss_the_round_together(
+    attackers: list[Attacker], tmp_path: Path
+) -> None:
+    """Neither waits for the other, which trains on."""
+    make_key(tmp_path / "run.key")
+    attackers.append(Attacker(to_one_end, least_bytes=100))
+    patient: dict[str, Any] = {"grace": LONG, "sync_timeout": LONG}
+    meeting = Meeting(tmp_path, 2, exchange="mesh", key_file=tmp_path / "run.key", **patient)
+    islands = run_islands(2, lambda island: meeting.island(island, bind_address=ADDRESSES[island]).train(6).leave())
+    assert attackers[0].num_changed == MAX_IN_A_ROW
+    assert [island.missed for island in islands] == [1, 1]
+    assert [report.participants for report in islands[0].reports] == [[0, 1]] * 2
+    assert islands[0].hash == islands[1].hash

@@ -177,7 +177,7 @@ def test_an_attempt_that_was_aborted(meeting: Meeting) -> None:
         "rounds/00000001/00/outcome.json", OutcomeRecord(by=0, kind="abort", unusable=offer, reason="cut short")
     )
     (found,) = look(meeting).rounds
-    assert (found.state, found.attempts, found.aborted) == ("gathering", 1, ["cut short"])
+    assert (found.state, found.attempts, found.aborted) == ("gathering", 1, ["island 0 says: cut short"])
     assert found.participants == []
 
 

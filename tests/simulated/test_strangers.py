@@ -11,61 +11,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.sealing import LinkKey, Roster, Signer
-from hf_diloco.store import serving
-from hf_diloco.store.host import StoreHost, url_of
-from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.islands import try_islands
+from tests.strangers import Attack, say
 
 KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
 PUBLIC = [show_public(private.public_key().public_bytes_raw()) for private in PRIVATE]
 LISTED = {0: [PUBLIC[0]], 1: [PUBLIC[1], f"{PUBLIC[3]} until 3"], 2: [PUBLIC[2]]}
 LOCALHOST = "127.0.0.1"
-Attack = Callable[[tuple[str, int], int], list[socket.socket]]
+LANE, EDGE = "lane", "gossip/0-1/1.1"
+"""What two islands connect, and two nodes of a graph."""
+SLOW = pytest.mark.slow
 
 
-def hello(own: int = 1, called: int = 0, lane: str = "lane") -> bytes:
+def hello(lane: str, own: int = 1, called: int = 0) -> bytes:
     said = meeting._HELLO.pack(meeting._MAGIC, meeting._digest(lane), own, called)
     return len(said).to_bytes(4, "big") + said
 
 
-def say(what: Callable[[int], bytes]) -> Attack:
-    """Opens so many connections, and says something on each."""
-
-    def attack(address: tuple[str, int], number: int) -> list[socket.socket]:
-        strangers = []
-        for count in range(number):
-            stranger = socket.socket()
-            stranger.settimeout(0.2)
-            with contextlib.suppress(OSError):
-                stranger.connect(address)
-                stranger.sendall(what(count))
-            strangers.append(stranger)
-        return strangers
-
-    return attack
-
-
-def recorded() -> bytes:
+def recorded(lane: str) -> bytes:
     """All that the calling end said in an earlier meeting of the same name and key."""
     heard, store = bytearray(), HashStore()
     relay = socket.create_server((LOCALHOST, 0))
@@ -78,7 +61,7 @@ def recorded() -> bytes:
 
     def forward() -> None:
         client, _ = relay.accept()
-        place = json.loads(store.get("mesh/lane/at/0"))
+        place = json.loads(store.get(f"mesh/{lane}/at/0"))
         server = socket.create_connection((place["host"], place["port"]))
         threading.Thread(target=pump, args=(server, client, bytearray()), daemon=True).start()
         pump(client, server, heard)
@@ -97,7 +80,7 @@ def recorded() -> bytes:
 
     def run(end: int) -> None:
         seen: Any = Diverted() if end else store
-        Connections(seen, "lane", end, 2, LOCALHOST, LONG, key=KEY).close()
+        Connections(seen, lane, end, 2, LOCALHOST, LONG, key=KEY).close()
 
     assert try_islands(2, run) == [None, None]
     relay.close()
@@ -109,22 +92,49 @@ def replay(said: bytes) -> Attack:
     return say(lambda _: said)
 
 
-ATTACKS: dict[str, Callable[[], Attack]] = {
-    "silent": lambda: say(lambda _: b""),
-    "garbage": lambda: say(lambda count: random.Random(count).randbytes(100)),
-    "oversized": lambda: say(lambda _: (1 << 31).to_bytes(4, "big") + bytes(5000)),
-    "half a greeting": lambda: say(lambda _: hello()[:30]),
-    "greeting, then silence": lambda: say(lambda _: hello()),
-    "greeting, then rubbish": lambda: say(lambda _: hello() + b"\0\0\0\x24\0\0\0\x20" + bytes(32)),
-    "of another lane": lambda: say(lambda _: hello(lane="other")),
-    "of no end": lambda: say(lambda _: hello(own=77)),
-    "HTTP": lambda: say(lambda _: b"GET / HTTP/1.1\r\n\r\n"),
-    "replayed": lambda: replay(recorded()),
+ATTACKS: dict[str, Callable[[str], Attack]] = {
+    "silent": lambda _: say(lambda _: b""),
+    "garbage": lambda _: say(lambda count: random.Random(count).randbytes(100)),
+    "oversized": lambda _: say(lambda _: (1 << 31).to_bytes(4, "big") + bytes(5000)),
+    "half a greeting": lambda lane: say(lambda _: hello(lane)[:30]),
+    "greeting, then silence": lambda lane: say(lambda _: hello(lane)),
+    "greeting, then rubbish": lambda lane: say(lambda _: hello(lane) + b"\0\0\0\x24\0\0\0\x20" + bytes(32)),
+    "of another lane": lambda _: say(lambda _: hello("other")),
+    "of no end": lambda lane: say(lambda _: hello(lane, own=77)),
+    "HTTP": lambda _: say(lambda _: b"GET / HTTP/1.1\r\n\r\n"),
+    "replayed": lambda lane: replay(recorded(lane)),
 }
+"""By the lane at whose ports they are made."""
 
 
-def exchange_under(attack: Attack, number: int) -> tuple[list[torch.Tensor | BaseException], int]:
-    """What two islands average while strangers are at the port of the first, and the most files that these cost."""
+def average(store: HashStore, island: int) -> torch.Tensor:
+    """What an island has after three rounds with another one, each beginning with its number."""
+    mesh = MeshExchange(store, LANE, island, 2, LOCALHOST, LONG, KEY)
+    values = torch.full((1000,), float(island))
+    for _ in range(3):
+        mesh.average(values, [1.0, 1.0], CODECS["fp32"])
+    mesh.close()
+    return values
+
+
+def mix(store: HashStore, node: int) -> torch.Tensor:
+    """As `average`, of two nodes of a graph."""
+    edge = Edge(store, "gossip", node, 1 - node, "1.1", LOCALHOST, LONG, RateLimit(), KEY)
+    values, received = torch.full((1000,), float(node)), torch.empty(1000)
+    for _ in range(3):
+        transfers = edge.begin()
+        edge.receive(received, transfers)
+        edge.send(values.clone(), transfers)
+        edge.wait(transfers, Deadline(LONG))
+        values = (values + received) / 2
+    edge.close()
+    return values
+
+
+def exchange_under(
+    attack: Attack, number: int, lane: str, exchange: Callable[[HashStore, int], torch.Tensor]
+) -> tuple[list[torch.Tensor | BaseException], int]:
+    """What two ends have while strangers are at the port of the first, and the most files that these cost."""
     store, most = HashStore(), 0
     lowest = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
@@ -132,16 +142,12 @@ def exchange_under(attack: Attack, number: int) -> tuple[list[torch.Tensor | Bas
         nonlocal most
         strangers = []
         if island:
-            store.wait(["mesh/lane/at/0"])
-            place = json.loads(store.get("mesh/lane/at/0"))
+            store.wait([f"mesh/{lane}/at/0"])
+            place = json.loads(store.get(f"mesh/{lane}/at/0"))
             strangers = attack((place["host"], place["port"]), number)
             if sys.platform == "linux":
                 most = len(os.listdir("/proc/self/fd")) - lowest - len(strangers)
-        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, KEY)
-        values = torch.full((1000,), float(island))
-        for _ in range(3):
-            mesh.average(values, [1.0, 1.0], CODECS["fp32"])
-        mesh.close()
+        values = exchange(store, island)
         for stranger in strangers:
             stranger.close()
         return values
@@ -149,11 +155,20 @@ def exchange_under(attack: Attack, number: int) -> tuple[list[torch.Tensor | Bas
     return try_islands(2, run, LONG), most
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("number", [100, pytest.param(1500, marks=pytest.mark.slow)])
-def test_strangers_stop_no_meeting(name: str, number: int) -> None:
-    attack, began = ATTACKS[name](), time.monotonic()
-    outcomes, most = exchange_under(attack, number)
+@pytest.mark.parametrize(
+    ("lane", "exchange", "name", "number"),
+    [
+        *((LANE, average, name, 100) for name in ATTACKS),
+        *((EDGE, mix, name, 100) for name in ("silent", "replayed")),
+        *(pytest.param(*of, name, 1500, marks=SLOW) for of in ((LANE, average), (EDGE, mix)) for name in ATTACKS),
+    ],
+)
+def test_strangers_stop_no_meeting(
+    lane: str, exchange: Callable[[HashStore, int], torch.Tensor], name: str, number: int
+) -> None:
+    """Of islands, and of nodes of a graph."""
+    attack, began = ATTACKS[name](lane), time.monotonic()
+    outcomes, most = exchange_under(attack, number, lane, exchange)
     for outcome in outcomes:
         assert isinstance(outcome, torch.Tensor), outcome
         assert torch.equal(outcome, torch.full((1000,), 0.5))
@@ -214,80 +229,6 @@ def test_who_has_another_key_cannot_take_an_ends_place(
         assert torch.equal(outcome, torch.full((10,), 0.5))
     assert "which claims to be island 1 of lane" in caplog.text
     assert told in caplog.text
-
-
-# The store that island 0 keeps
-
-REQUEST = b"PUT /runs/run/x HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
-
-REQUESTS: dict[str, Attack] = {
-    "silent": say(lambda _: b""),
-    "garbage": say(lambda count: random.Random(count).randbytes(100)),
-    "half a request": say(lambda _: REQUEST[:40]),
-    "oversized header": say(lambda _: b"GET /" + bytes(20_000).replace(b"\0", b"x")),
-    "oversized request": say(lambda _: REQUEST % (1 << 40)),
-    "request that never ends": say(lambda _: REQUEST % 1000),
-}
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("number", [100, pytest.param(1500, marks=pytest.mark.slow)])
-def test_strangers_stop_no_store(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    free_port: int,
-    name: str,
-    number: int,
-) -> None:
-    for limit in ("STRANGER_SECONDS", "BODY_SECONDS"):
-        monkeypatch.setattr(serving, limit, 1.0)
-    monkeypatch.setattr(serving, "MAX_STRANGERS", 20)
-    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
-    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
-    try:
-        strangers = REQUESTS[name]((LOCALHOST, free_port), number)
-        store = open_object_store(url_of(rendezvous))
-        for count in range(10):
-            store.put(f"{count}", b"value")
-            assert store.get(f"{count}", 100) == b"value"
-        deadline = time.monotonic() + LONG
-        while num_connected(free_port) > 2:  # those of the store's own
-            assert time.monotonic() < deadline, "some are kept"
-            time.sleep(0.1)
-        for stranger in strangers:
-            stranger.close()
-    finally:
-        host.close()
-    assert not [record for record in caplog.records if record.name == "hf_diloco.serving"]
-    socket.create_server((LOCALHOST, free_port)).close()
-
-
-def test_of_requests_that_never_end_the_oldest_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
-    monkeypatch.setattr(serving, "MAX_COMING_BYTES", 250_000)
-    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
-    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
-    try:
-        strangers = say(lambda _: REQUEST % 1_000_000 + bytes(100_000))((LOCALHOST, free_port), 6)
-        deadline = time.monotonic() + LONG
-        while num_connected(free_port) > 2:
-            assert time.monotonic() < deadline, "all are kept"
-            time.sleep(0.05)
-        store = open_object_store(url_of(rendezvous))
-        store.put("x", bytes(100_000))
-        assert store.get("x", 100_000) == bytes(100_000)
-        for stranger in strangers:
-            stranger.close()
-    finally:
-        host.close()
-
-
-def num_connected(port: int) -> int:
-    """Connections that are open on the side of who listens at a port of this process."""
-    connections = psutil.Process().net_connections("tcp")
-    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in connections)
 
 
 # Gloo's own port

@@ -1,0 +1,133 @@
+"""Who reaches the store that island 0 keeps, and has no key: none of it ends, fills or stalls anything."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.store import serving
+from hf_diloco.store.credentials import make_key
+from hf_diloco.store.host import StoreHost, url_of
+from hf_diloco.store.objects import open_object_store
+from tests.clocks import LONG
+from tests.islands import run_islands
+from tests.meetings import Meeting
+from tests.strangers import Attack, say
+
+LOCALHOST = "127.0.0.1"
+
+REQUEST = b"PUT /runs/run/x HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+
+REQUESTS: dict[str, Attack] = {
+    "silent": say(lambda _: b""),
+    "garbage": say(lambda count: random.Random(count).randbytes(100)),
+    "half a request": say(lambda _: REQUEST[:40]),
+    "oversized header": say(lambda _: b"GET /" + bytes(20_000).replace(b"\0", b"x")),
+    "oversized request": say(lambda _: REQUEST % (1 << 40)),
+    "request that never ends": say(lambda _: REQUEST % 1000),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("number", [100, pytest.param(1500, marks=pytest.mark.slow)])
+def test_strangers_stop_no_store(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_port: int,
+    name: str,
+    number: int,
+) -> None:
+    for limit in ("STRANGER_SECONDS", "BODY_SECONDS"):
+        monkeypatch.setattr(serving, limit, 1.0)
+    monkeypatch.setattr(serving, "MAX_STRANGERS", 20)
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
+    try:
+        strangers = REQUESTS[name]((LOCALHOST, free_port), number)
+        store = open_object_store(url_of(rendezvous))
+        for count in range(10):
+            store.put(f"{count}", b"value")
+            assert store.get(f"{count}", 100) == b"value"
+        deadline = time.monotonic() + LONG
+        while num_connected(free_port) > 2:  # those of the store's own
+            assert time.monotonic() < deadline, "some are kept"
+            time.sleep(0.1)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+    assert not [record for record in caplog.records if record.name == "hf_diloco.serving"]
+    socket.create_server((LOCALHOST, free_port)).close()
+
+
+@pytest.mark.slow
+def test_ten_rounds_after_an_attack_training_is_at_full_speed(
+    tmp_path: Path, free_port: int, record_property: Callable[[str, object], None]
+) -> None:
+    """1,500 strangers come after the tenth round, in all ways by turns, and go after the twentieth."""
+    make_key(tmp_path / "run.key")
+    meeting = Meeting(tmp_path, 2, max_islands=3, key_file=tmp_path / "run.key", bind_address=LOCALHOST)
+    meeting.url, together = f"tcp://{LOCALHOST}:{free_port}", threading.Barrier(2)
+
+    def run(island: int) -> dict[str, list[float]]:
+        member, took = meeting.island(island), dict[str, list[float]]()
+        for phase in ("before", "during", "after"):
+            strangers = []
+            if island and phase == "during":
+                each = 1500 // len(REQUESTS)
+                strangers = [one for attack in REQUESTS.values() for one in attack((LOCALHOST, free_port), each)]
+            together.wait(LONG)
+            took[phase] = []
+            for _ in range(10):
+                began = time.monotonic()
+                member.train(2)
+                took[phase].append(time.monotonic() - began)
+            for stranger in strangers:
+                stranger.close()
+            together.wait(LONG)
+        assert [report.participants for report in member.reports] == [[0, 1]] * 30
+        member.leave()
+        return took
+
+    took = run_islands(2, run, LONG)[0]
+    typical = {phase: sorted(seconds)[3] for phase, seconds in took.items()}  # not those that this machine disturbed
+    ratio = typical["after"] / typical["before"]
+    record_property("ratio", ratio)
+    print(*(f"{phase}: {seconds:.4f} s a round;" for phase, seconds in typical.items()), f"after/before: {ratio:.2f}")
+    assert typical["after"] < 3 * typical["before"] + 0.05
+
+
+def test_of_requests_that_never_end_the_oldest_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setattr(serving, "MAX_COMING_BYTES", 250_000)
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
+    try:
+        strangers = say(lambda _: REQUEST % 1_000_000 + bytes(100_000))((LOCALHOST, free_port), 6)
+        deadline = time.monotonic() + LONG
+        while num_connected(free_port) > 2:
+            assert time.monotonic() < deadline, "all are kept"
+            time.sleep(0.05)
+        store = open_object_store(url_of(rendezvous))
+        store.put("x", bytes(100_000))
+        assert store.get("x", 100_000) == bytes(100_000)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+
+
+def num_connected(port: int) -> int:
+    """Connections that are open on the side of who listens at a port of this process."""
+    connections = psutil.Process().net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in connections)
