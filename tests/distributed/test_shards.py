@@ -26,6 +26,7 @@ REFUSED = {
     "not optimized zero3": "no optimizer on this island trains 1.weight: hand it to the optimizer .*or freeze",
     "fsdp2 by columns": r"parameter 0.weight is placed as \(.*1.*\), and .*: .* without .* another shard_placement",
     "fsdp2 of a part": "parameter 1.weight is trained, but not sharded by FSDP2 .*: apply fully_shard to the whole",
+    "fsdp2 beside dtensors": "parameter 1.weight is trained, but not sharded by FSDP2 .*: apply fully_shard to the",
     "fsdp2 partial": r"parameter 0.weight is placed as \(P.*\), and this package reads only",
     "fsdp2 of tensor parallel": r"parameter 0.weight is placed as \(.*, .*\), and .* tensor parallelism",
     "fsdp2 quantised": r"parameter 0.weight is quantised \(TwoTensor of torch.float32\): .*; freeze",

@@ -165,6 +165,14 @@ def fsdp2_of_a_part() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def fsdp2_beside_dtensors() -> Made:
+    model = small_model()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    distribute_module(model[1], mesh)
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def fsdp2_partial() -> Made:
     """Values that are a sum over the ranks, as a gradient before it is reduced."""
     model, optimizer = fsdp2()
@@ -270,6 +278,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "fsdp2": fsdp2,
     "fsdp2 by columns": fsdp2_by_columns,
     "fsdp2 of a part": fsdp2_of_a_part,
+    "fsdp2 beside dtensors": fsdp2_beside_dtensors,
     "fsdp2 partial": fsdp2_partial,
     "fsdp2 of tensor parallel": fsdp2_of_tensor_parallel,
     "fsdp2 quantised": fsdp2_quantised,
