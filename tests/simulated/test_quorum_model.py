@@ -18,7 +18,7 @@ from hf_diloco.store.objects import open_object_store
 from tests.islands_model import World
 
 TARGET = 5
-FEW, MANY = 40, 200  # examples of each kind
+FEW, MANY = 40, 120  # examples of each kind
 
 
 def explore(
