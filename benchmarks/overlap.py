@@ -132,12 +132,19 @@ class Bench:
         self._processes = processes
         self._links = Links(processes)
 
-    def run(self, case: Case, sync_every: int, num_steps: int) -> Row:
-        """Trains, and reads what the run's record says."""
+    def run(self, case: Case, sync_every: int, num_steps: int, eval_steps: int | None = None) -> Row:
+        """Trains, and reads what the run's record says.
+
+        Args:
+            case: what differs from other rows.
+            sync_every: steps between rounds.
+            num_steps: of the training.
+            eval_steps: steps between evaluations, behind which a delayed round goes on; None: half of `sync_every`.
+        """
         name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
         port = find_free_port()
         path = self._folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(self._run_file(name, case, sync_every, num_steps, port)))
+        path.write_text(yaml.safe_dump(self._run_file(name, case, sync_every, num_steps, eval_steps, port)))
         islands = [self._start(island, case, path, port) for island in range(NUM_ISLANDS)]
         for island, process in enumerate(islands):
             self._links.join(island, process.pid)
@@ -161,7 +168,9 @@ class Bench:
             command, env={**env, **world, "MASTER_ADDR": Links.address(0), "MASTER_PORT": port}
         )
 
-    def _run_file(self, name: str, case: Case, sync_every: int, num_steps: int, port: int) -> dict[str, Any]:
+    def _run_file(
+        self, name: str, case: Case, sync_every: int, num_steps: int, eval_steps: int | None, port: int
+    ) -> dict[str, Any]:
         diloco: dict[str, Any] = {"enabled": False}
         if case.diloco is not None:
             diloco = {
@@ -172,7 +181,9 @@ class Bench:
                 "eval_weights": "inner",  # for the outer ones, training would wait for rounds under way
                 **case.diloco,
             }
-        evaluations = {"eval_strategy": "steps", "eval_steps": max(1, sync_every // 2)} if case.diloco else {}
+        evaluations = (
+            {"eval_strategy": "steps", "eval_steps": eval_steps or max(1, sync_every // 2)} if case.diloco else {}
+        )
         return {
             "name": name,
             "output": str(self._folder),

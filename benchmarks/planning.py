@@ -8,7 +8,8 @@ table   The bit rates at which two islands compute for a share of the time, by t
         those of `hf_diloco.planning.simulator`. Two steps of that grid are a factor of 1.46.
 links   Training runs of two islands, each in a network of its own (`benchmarks/overlap.py`, with its needs), beside
         what the estimate says of them. A step takes as long as it did in that run: predicted are the exchange and the
-        utilisation. Seconds of an exchange are the median over all rounds, of the island that came last.
+        utilisation. Seconds of an exchange are the median over all rounds, of the island that came last. Evaluated is
+        at the end alone: evaluations are not in the time, and rounds under way would go on behind them.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def compare(args: argparse.Namespace, folder: Path) -> Iterator[Comparison]:
         bench = Bench(args, folder, processes)
         for case in cases:
             if not args.only or any(word in case.name for word in args.only):
-                row = bench.run(case, args.sync_every, args.rounds * args.sync_every)
+                num_steps = args.rounds * args.sync_every
+                row = bench.run(case, args.sync_every, num_steps, eval_steps=num_steps)
                 yield _comparison(case.name, dict(case.diloco or {}), row.islands, args, folder)
 
 

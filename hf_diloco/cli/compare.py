@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+_ANY_WIDTH = 1000
+
 
 def compare(
     runs: Annotated[
@@ -32,11 +34,16 @@ def compare(
     from hf_diloco.utils.tables import empty_table
 
     found = load_candidates(runs)
-    table = empty_table(padding=2)
+    table = empty_table()
     for name in COLUMNS:
-        table.add_column(name, header_style="cyan", justify="left" if name in ("run", "method") else "right")
+        is_text = name in ("run", "method")
+        heading = name.replace(" ", "\n")
+        table.add_column(heading, header_style="cyan", justify="left" if is_text else "right", no_wrap=True)
     for entry in found:
         table.add_row(*map(Text, row(entry)))
-    terminal(sys.stdout).print(table)
+    console = terminal(sys.stdout)
+    wanted = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
+    console.width = max(console.width, wanted)  # in a narrower terminal lines are broken, not figures left out
+    console.print(table)
     if html is not None:
         typer.echo(f"wrote {write_comparison(found, html)}")

@@ -25,7 +25,7 @@ from hf_diloco.cli.run import print_commands
 from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
-from hf_diloco.utils.urls import is_object_store
+from hf_diloco.utils.urls import check_between_processes, is_object_store
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _NUM_PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|num_processes|num_gpus)(=(?P<count>\d+))?")
@@ -163,6 +163,8 @@ def _meeting(options: ScriptOptions, num_islands: int, free_port: int) -> DiLoCo
     if rendezvous is None and options.island is None and num_islands > 1:
         rendezvous = f"tcp://127.0.0.1:{free_port}"
     config = DiLoCoConfig(island=options.island or 0, num_islands=num_islands, rendezvous=rendezvous)
+    if rendezvous is not None and num_islands > 1:
+        check_between_processes(rendezvous)
     if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:
         devices.check_port_is_free(rendezvous)
     return config

@@ -19,7 +19,7 @@ from hf_diloco.status.rows import ISLAND_COLUMNS, ROUND_COLUMNS, figures, island
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
-from hf_diloco.utils.urls import VALID_URLS, check_store_url, is_object_store
+from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store
 
 TIMEOUT = 15.0  # seconds without an answer after which a person is told
 _LIFE = ISLAND_COLUMNS.index("life")
@@ -60,6 +60,7 @@ def check_url(url: str, command: str) -> None:
             f"rendezvous {url!r}: {command} needs an object store that the run's islands meet in ({VALID_URLS}); what "
             "other runs do is in the launcher's output and in `hf-diloco report RUN`"
         )
+    check_between_processes(url)
     try:
         check_store_url(url)
     except RendezvousError as error:

@@ -50,10 +50,11 @@ def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
 
 def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
     here = len(plan.islands)
+    named = "DeepSpeed's, tokenizer and data" if isinstance(run, RunFile) else "model and images"
     yield Finding(
         "run file",
         "ok",
-        f"settings, Trainer's arguments, DeepSpeed's, tokenizer and data of {run.name} can be used; "
+        f"settings, Trainer's arguments, {named} of {run.name} can be used; "
         f"{here} {text.plural(run.unit, here)} would start here, with {run.max_steps:,} steps",
     )
 
@@ -92,7 +93,7 @@ def _device_memory(needed: float) -> Finding:
     import torch
 
     total = min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
-    found = f"a rank needs {text.size(needed)} and activations of {text.size(total)} on its device"
+    found = f"a rank needs {text.size(needed)}, and room for activations; its device has {text.size(total)}"
     if needed < total:
         return Finding("device memory", "ok", found)
     return Finding(
@@ -104,7 +105,7 @@ def _host_memory(needed: float) -> Finding:
     import psutil
 
     free = psutil.virtual_memory().available
-    found = f"the ranks here need about {text.size(needed)} and activations of {text.size(free)} that are free"
+    found = f"the ranks here need about {text.size(needed)}, and room for activations; {text.size(free)} are free"
     if needed < free:
         return Finding("memory", "ok", found)
     return Finding("memory", "problem", found, "a smaller model, fewer ranks, or fewer islands on this machine")

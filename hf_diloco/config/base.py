@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -92,7 +92,7 @@ def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
     name = prefix + ".".join(str(part) for part in problem["loc"])
     shown = redact(problem["input"], name)
     if problem["type"] == "extra_forbidden":
-        hint = _suggestion(str(problem["loc"][-1]), _fields_at(model, problem["loc"]))
+        hint = _suggestion(str(problem["loc"][-1]), _block_at(model, problem["loc"]))
         return f"unknown setting {name}={shown!r}{hint}"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
@@ -100,7 +100,8 @@ def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
         return f"{name}: {message}"
     if problem["type"] == "value_error":  # the validator's own text names the value
         return f"{name}: {message}" if name else message
-    return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}"
+    remedy = f": write {name}=[{shown}]" if problem["type"] == "list_type" and isinstance(shown, str) else ""
+    return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}{remedy}"
 
 
 def _origin(name: str, value: Any) -> str:
@@ -109,16 +110,28 @@ def _origin(name: str, value: Any) -> str:
     return f" (from {variable})" if variable and os.environ.get(variable) == value else ""
 
 
-def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """The known keys of the (nested) block that an unknown key was found in."""
+def _block_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
+    """The (nested) block that an unknown key was found in; None if its keys are not known."""
+    block: type[BaseModel] | None = model
     for part in location[:-1]:
-        field = model.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)
+        block = _blocks_in(block).get(str(part)) if block else None
+    return block
 
 
-def _suggestion(key: str, known: list[str]) -> str:
-    return nearest(key, known) or (f" (known: {', '.join(sorted(known))})" if known else "")
+def _blocks_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The fields that are blocks themselves, also those that may be None."""
+    found = {}
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[name] = kind
+    return found
+
+
+def _suggestion(key: str, block: type[BaseModel] | None) -> str:
+    """What an unknown key may mean: a key of this block, or of one inside it."""
+    if block is None:
+        return ""
+    inside = [f"{name}.{key}" for name, inner in _blocks_in(block).items() if key in inner.model_fields]
+    meant = f" (did you mean {' or '.join(inside)}?)" if inside else nearest(key, block.model_fields)
+    return meant or f" (known: {', '.join(sorted(block.model_fields))})"

@@ -21,14 +21,11 @@ The memory of model states is what DeepSpeed's own estimators say for ZeRO-2 and
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from hf_diloco.utils.extras import need
+from hf_diloco.utils.extras import import_deepspeed_quietly, need
 
 TCP_SHARE = 1448 / 1514
 WINDOW_BYTES = 2.75e6
@@ -38,12 +35,6 @@ carry at 1 Gbit/s and 100 ms (docs/benchmarks.md, "An exchange over a link")."""
 FIRST_WINDOW_BYTES = 10 * 1448
 """The window of a new TCP connection, or after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
 
-DIRECT_TRIPS = 3
-"""Round trips that follow one another in a round over tcp://, measured as 2.4 to 3.5 (docs/benchmarks.md)."""
-
-STORE_TRIPS = 15
-"""Requests that follow one another in a round in a store, counted as 13 to 17 (docs/benchmarks.md)."""
-
 OUTER_BYTES = 4
 """Bytes a parameter of one fp32 vector."""
 
@@ -51,7 +42,18 @@ FEEDBACK_BYTES = 8
 CHUNK_BUFFERS = 40e6
 """Bytes that chunks in flight hold, a rank."""
 
-Way = Literal["direct", "store", "bucket"]
+Way = Literal["direct", "island 0", "store", "bucket"]
+
+TRIPS: dict[Way, float] = {"direct": 2.0, "island 0": 3.0, "store": 15.0, "bucket": 15.0}
+"""Round trips that follow one another in a round of two islands (docs/benchmarks.md, "Round trips of a round").
+
+direct: half a one for the values, half a one for the votes, one until the store has answered which outcome counts.
+island 0: measured as 2.9: two questions to island 0, for the plan and the outcome, and the values between them.
+store, bucket: requests that follow one another, counted as 13 to 17.
+"""
+
+WAY_BACK_TRIPS = 0.5
+"""Besides, where more than two islands share out the averaging: the averages' way to the others."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +132,18 @@ def outer_exchange(code_bytes: float, num_islands: int, link: Link, way: Way, av
         code_bytes: of the fragment, encoded.
         num_islands: that take part.
         link: of each island.
-        way: "direct": from island to island; "store": the same, with the records in a store; "bucket": all in a store.
+        way: "direct": from island to island; "island 0": the same, with the records in the store of island 0; "store":
+            with them in another store; "bucket": all in a store.
         averaged_by_all: whether every island gets the code of all others, see `transport.base.averaged_by_all`.
     """
     others = num_islands - 1
     if not others:
         return Exchange(0.0, 0.0, 0.0, 0.0)
-    trips = DIRECT_TRIPS if way == "direct" else STORE_TRIPS
     if way == "bucket":
         received = others * code_bytes
-        return Exchange(code_bytes, received, link.seconds(code_bytes) + link.seconds(received), trips * link.rtt)
+        return Exchange(code_bytes, received, link.seconds(code_bytes) + link.seconds(received), TRIPS[way] * link.rtt)
     sent = others * code_bytes * (1 if averaged_by_all else 2 / num_islands)
+    trips = TRIPS[way] + (0 if averaged_by_all else WAY_BACK_TRIPS)
     return Exchange(sent, sent, link.seconds(sent, others), trips * link.rtt)
 
 
@@ -183,8 +186,9 @@ def model_memory(
         return num_parameters * (4 + 12 / (num_ranks if stage else 1)), 0.0
     need(f"the memory of ZeRO stage {stage}", "deepspeed")
     optimizer, parameters = offload
-    with _quiet():
-        from deepspeed.runtime.zero import stage3, stage_1_and_2
+    import_deepspeed_quietly()
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
     if stage == 2:
         host, accelerator = stage_1_and_2.estimate_zero2_model_states_mem_needs(
             num_parameters, num_ranks, 1, optimizer
@@ -194,14 +198,3 @@ def model_memory(
             num_parameters, largest_layer, num_ranks, 1, optimizer, parameters
         )
     return float(accelerator), float(host) / num_ranks
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DeepSpeed's word, while it is imported, that this machine has no accelerator."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

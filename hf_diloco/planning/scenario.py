@@ -61,6 +61,8 @@ class Scenario:
         """How pseudo-gradients travel."""
         if not self.diloco.is_direct:
             return "bucket"
+        if self.diloco.meets_at_island_0:
+            return "island 0"
         return "store" if self.diloco.meets_in_store else "direct"
 
     def with_link(self, bits_per_second: float) -> Scenario:

@@ -7,10 +7,11 @@ they become ready.
 Two kinds of exchange, which differ in what waits for what:
 
 by layer    A layer's values leave as soon as its backward pass has ended, and its next forward pass waits for them.
-            This is data parallelism that overlaps the exchange with the backward pass, and the simulation in the paper
-            of Streaming DiLoCo (arXiv 2501.18512), whose table `benchmarks/planning.py` reproduces.
+            The link carries the next layer while the latency of one goes by. This is data parallelism that overlaps
+            the exchange with the backward pass, and the simulation in the paper of Streaming DiLoCo (arXiv
+            2501.18512), whose table `benchmarks/planning.py` reproduces.
 whole       A fragment leaves when a step has ended, and the next step waits for all of it, or the one `delay` steps
-            later. This is what hf_diloco does.
+            later. Exchanges follow one another, with their latency. This is what hf_diloco does.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Timeline:
         compute: its inner steps.
         schedule: its exchanges.
         exchange_seconds: for the link to carry one fragment.
-        latency: seconds more until a transfer has arrived, while the link may carry the next.
+        latency: seconds more until a transfer has arrived.
     """
 
     def __init__(self, compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float) -> None:
@@ -107,7 +108,7 @@ class Timeline:
             due = self._run_backward(fragment)
         else:
             self.now = max([self.now, *arrivals.values()]) + self._compute.step_seconds
-            due = {} if fragment is None else {0: self._send(self._exchange_seconds)}
+            due = {} if fragment is None else {0: self._send(self._exchange_seconds + self._latency)}
         if due:
             self._due[step + self._schedule.delay + 1] = due
         self._step = step
@@ -124,13 +125,13 @@ class Timeline:
         for layer in reversed(range(self._compute.num_layers)):
             self.now += (1 - FORWARD_SHARE) * self._layer_seconds
             if layer in layers:
-                due[layer] = self._send(self._exchange_seconds / len(layers))
+                due[layer] = self._send(self._exchange_seconds / len(layers)) + self._latency
         return due
 
     def _send(self, seconds: float) -> float:
-        """When a transfer arrives that is ready now."""
+        """When the link has carried what is ready now."""
         self._link_is_free_at = max(self.now, self._link_is_free_at) + seconds
-        return self._link_is_free_at + self._latency
+        return self._link_is_free_at
 
 
 def utilisation(compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float = 0.0) -> float:
@@ -140,7 +141,7 @@ def utilisation(compute: Compute, schedule: Schedule, exchange_seconds: float, l
         compute: its inner steps.
         schedule: its exchanges.
         exchange_seconds: for the link to carry one fragment.
-        latency: seconds more until it has arrived, while the link may carry the next.
+        latency: seconds more until it has arrived.
     """
     timeline = Timeline(compute, schedule, exchange_seconds, latency)
     warm_up = max(2 * schedule.sync_every + schedule.delay, _MEASURED_STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 from hf_diloco.errors import ConfigError
@@ -41,3 +42,16 @@ def need(what: str, *modules: str) -> None:
     if missing:
         extras = ",".join(sorted({EXTRAS[module] for module in missing}))
         raise ConfigError(f'{what} needs {" and ".join(missing)}: pip install "hf-diloco[{extras}]"')
+
+
+def import_deepspeed_quietly() -> None:
+    """Imports DeepSpeed without its warning, on stdout, that this machine has no accelerator: `doctor` says that.
+
+    All its other warnings stay, also later.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)  # DeepSpeed gets this logger, and adds to it
+    import deepspeed  # noqa: F401
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit
 
-from hf_diloco.errors import RendezvousError
+from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.utils.addresses import check_specific
 
 STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
@@ -40,6 +40,14 @@ def is_object_path(path: str) -> bool:
 def is_object_store(url: str) -> bool:
     """Whether a rendezvous is meant to be an object store; `check_store_url` says whether it can be one."""
     return url.partition(":")[0] in STORE_SCHEMES
+
+
+def check_between_processes(url: str) -> None:
+    """Raises `ConfigError` for memory://NAME, which other processes do not see."""
+    if url.startswith("memory:"):
+        raise ConfigError(
+            f"rendezvous {url!r}: islands are processes, and share no memory: use file:///DIR, or another object store"
+        )
 
 
 def check_store_url(url: str) -> str:
@@ -96,6 +104,7 @@ __all__ = [
     "OBJECT_PATH",
     "STORE_SCHEMES",
     "VALID_URLS",
+    "check_between_processes",
     "check_store_url",
     "is_object_path",
     "is_object_store",

@@ -251,6 +251,7 @@ def test_the_table(meeting: Meeting) -> None:
         ("tcp://10.0.0.1:29400", "status needs an object store", 2),
         ("file:relative", "a folder needs its full path", 2),
         ("s3://", "is no object store", 2),
+        ("memory://here", "share no memory: use file:///DIR", 2),
         ("file://{folder}", "there is no run at", 1),
         ("file://{folder}/none", "there is no folder", 1),
     ],

@@ -6,10 +6,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from hf_diloco import __version__
+from hf_diloco.cli.main import app
 from tests.processes import Completed, run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
@@ -47,6 +50,21 @@ def test_help_shows_commands_and_examples() -> None:
         assert command in hf_diloco("--help").output
     assert "hf-diloco launch quickstart" in hf_diloco("launch", "--help").output
     assert "--html" in hf_diloco("report", "--help").output
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    commands: list[list[str]] = [[]]
+    for names in commands:  # grows as it goes
+        found: Any = typer.main.get_command(app)
+        for name in names:
+            found = found.commands[name]
+        commands += [[*names, name] for name in getattr(found, "commands", {})]
+        with pytest.raises(SystemExit, match="0"):
+            app([*names, "--help"], prog_name="hf-diloco")
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"Usage: {' '.join(['hf-diloco', *names])} [OPTIONS]" in told
+        assert found.help.split(". ")[0].split("\n")[0] in told
+    assert ["store", "check"] in commands
 
 
 def test_version() -> None:

@@ -128,6 +128,7 @@ def test_a_wrong_command_is_told_before_anything_starts(command: tuple[str, ...]
         (["quickstart", "--", "python", "mine.py"], "quickstart before `--`"),
         (["--resume", "never", "--", "python", "mine.py"], "--resume never before `--`"),
         (["--islands", "2"], "launch what"),
+        (["--islands", "2", "--rendezvous", "memory://a", "--", "python", "mine.py"], "share no memory: use file:"),
         (["--"], "nothing stands behind"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from importlib.metadata import requires
@@ -14,7 +15,7 @@ from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.train import train
 from hf_diloco.cli.main import app
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.extras import EXTRAS
+from hf_diloco.utils.extras import EXTRAS, import_deepspeed_quietly
 from tests.processes import run
 from tests.report_runs import write_run
 
@@ -82,6 +83,14 @@ def test_files_for_another_machine_need_no_library_here(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     app(["init", "slurm", "quickstart", "--rendezvous", "s3://bucket/run"], standalone_mode=False)
     assert list(tmp_path.rglob("islands.sbatch"))
+
+
+def test_deepspeed_is_silent_about_accelerators_alone() -> None:
+    import_deepspeed_quietly()
+    texts = ("Setting accelerator to CPU. If you have GPU", "overlap_comm is not supported")
+    logger = logging.getLogger("DeepSpeed")
+    records = [logger.makeRecord(logger.name, logging.WARNING, "", 0, text, (), None) for text in texts]
+    assert [bool(logger.filter(record)) for record in records] == [False, True]
 
 
 @pytest.mark.slow

@@ -89,6 +89,8 @@ def test_the_repository_has_one_address() -> None:
     assert links["replacement"].startswith(f"]({home}/blob/")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["repository-code"], citation["version"]) == (home, hf_diloco.__version__)
+    for page in ("README.md", "docs/install.md", "docs/first-run.md"):
+        assert f"\ngit clone {home}\ncd {hf_diloco.__name__.replace('_', '-')}\n" in (ROOT / page).read_text()
     named = [path for path in (ROOT / "hf_diloco").rglob("*.py") if home in path.read_text()]
     assert not named, "read it from the package's metadata"
 

@@ -16,10 +16,9 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import (
-    DIRECT_TRIPS,
     FIRST_WINDOW_BYTES,
-    STORE_TRIPS,
     TCP_SHARE,
+    TRIPS,
     WINDOW_BYTES,
     Link,
     model_memory,
@@ -69,7 +68,9 @@ def test_steps_that_go_on_hide_as_much_as_they_take() -> None:
 def test_a_link_carries_one_exchange_at_a_time() -> None:
     busy = utilisation(Compute(1.0), Schedule(4, num_fragments=4, delay=3), 2.0)
     assert busy == pytest.approx(0.5), "with an exchange of 2 s after each step of 1 s"
-    assert utilisation(Compute(1.0), Schedule(4, num_fragments=4, delay=3), 0.9, latency=1.0) == pytest.approx(1.0)
+    every_step = Schedule(4, num_fragments=4, delay=3)
+    assert utilisation(Compute(1.0), every_step, 0.5, latency=0.4) == pytest.approx(1.0)
+    assert utilisation(Compute(1.0), every_step, 0.9, latency=1.1) == pytest.approx(0.5), "rounds follow one another"
 
 
 def test_data_parallelism_hides_what_fits_behind_the_backward_pass() -> None:
@@ -160,9 +161,22 @@ def test_ways_of_an_exchange() -> None:
     assert bucket.seconds == pytest.approx(4), "first one, then the other"
     assert outer_exchange(1e6, 1, link, "direct", False).seconds == 0
     assert ring_all_reduce(1e6, 4, link).bytes_sent == pytest.approx(1.5e6)
-    far = Link(1e9, 0.1)
-    assert outer_exchange(1, 2, far, "direct", True).latency == pytest.approx(0.1 * DIRECT_TRIPS)
-    assert outer_exchange(1, 2, far, "store", True).latency == pytest.approx(0.1 * STORE_TRIPS)
+
+
+@pytest.mark.parametrize(
+    ("diloco", "trips"),
+    [
+        ({}, 2),
+        ({"num_islands": 4}, 2.5),
+        ({"num_islands": 4, "payload": "sign"}, 2),
+        ({"rendezvous": "tcp://a:1", "min_islands": 1}, TRIPS["island 0"]),
+        ({"rendezvous": "file:///a", "exchange": "mesh"}, TRIPS["store"]),
+        ({"rendezvous": "file:///a"}, TRIPS["bucket"]),
+    ],
+)
+def test_trips_of_an_exchange(diloco: dict[str, Any], trips: float) -> None:
+    far = make_scenario(rtt=0.1, **diloco)
+    assert exchange_of(far, own_way(far)).latency == pytest.approx(0.1 * trips)
 
 
 def test_memory_of_model_states() -> None:

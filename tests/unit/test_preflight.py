@@ -30,7 +30,7 @@ WRONG = {
     "deepspeed={zero_optimization: {stage: 7}}": "deepspeed: zero_optimization.stage: .*, got 7",
     "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
     "model.path=/nosuch": "model.path: no file '/nosuch'",
-    "model.path=nobody/nothing": "model.path: cannot load 'nobody/nothing'",
+    "model.path=nobody/nothing": "model.path: cannot load 'nobody/nothing': .*`hf download nobody/nothing`",
     "tokenizer.path=nobody/nothing": "tokenizer.path: cannot load 'nobody/nothing'",
     "data={source: hub, path: nobody/nothing}": "data.*nobody/nothing",
     "launch.resume=/nosuch": "launch.resume: /nosuch is no checkpoint of a Trainer",
@@ -120,3 +120,4 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert completed.returncode == 2
     assert "unknown setting training.max_step=3" in completed.stderr
     assert "Traceback" not in completed.stderr
+    assert "WARNING" not in completed.stdout + completed.stderr, "DeepSpeed's, of no accelerator"

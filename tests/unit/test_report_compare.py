@@ -92,6 +92,6 @@ def test_bad_input(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("first", "second")]
-    output = run([*PROGRAM, *folders, "--html", tmp_path / "page.html"], env={"COLUMNS": 150}).output
+    output = run([*PROGRAM, *folders, "--html", tmp_path / "page.html"], env={"COLUMNS": 60}).output
     assert re.search(r"^second +— +2 +4 +2\.0794 +800 +10 s +80 +16\.0 kB +", output, re.MULTILINE)
     assert (tmp_path / "page.html").is_file()

@@ -8,6 +8,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from hf_diloco.apps.common.environment import is_leader
 
@@ -35,6 +36,22 @@ def use_cache_without_hub(is_needed: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def why_not_loaded(path: str, error: Exception) -> str:
+    """What a library said that was to load something, on one line, and what to do if the Hub was not asked.
+
+    Args:
+        path: of the Hub or of this machine.
+        error: the library's.
+    """
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if not os.environ.get(_OFFLINE) or Path(path).exists():
+        return said
+    return (
+        f"{said} (the Hub is not asked: {_OFFLINE}=1): correct the name, give a folder of this machine, or run "
+        f"`hf download {path}` where the Hub can be reached"
+    )
 
 
 def _try(url: str) -> str:

@@ -12,6 +12,7 @@ from hf_diloco.apps.common.arguments import check_training, deepspeed_config, tr
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.publish import check_login
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.text import nearest
 
 
@@ -80,6 +81,7 @@ def _check_deepspeed(run: BaseRun) -> None:
     config = deepspeed_config(run)
     if config is None:
         return
+    import_deepspeed_quietly()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
 
@@ -103,4 +104,4 @@ def _forget_quantizer(model: PreTrainedModel) -> None:
 
 
 def _cannot_load(path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"model.path: cannot load {path!r}: {type(error).__name__}: {error}")
+    return ConfigError(f"model.path: cannot load {path!r}: {why_not_loaded(path, error)}")

@@ -21,6 +21,7 @@ from hf_diloco.config.base import Count
 from hf_diloco.optimizers.settings import OptimizerBlock
 from hf_diloco.trainer.refusals import find_refused
 from hf_diloco.utils.settings import Block
+from hf_diloco.utils.urls import check_between_processes
 
 Preset = Literal["llama-tiny", "llama-60m", "llama-150m", "llama-400m", "llama-1b"]
 
@@ -95,11 +96,8 @@ class DiLoCoBlock(DiLoCoConfig):
     def _check_islands(self) -> DiLoCoBlock:
         config_checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
         config_checks.check_meeting(self)
-        if self.num_shares > 1 and self.rendezvous and self.rendezvous.startswith("memory:"):
-            raise ValueError(
-                f"rendezvous={self.rendezvous}: islands of a run file are processes, and share no memory: use "
-                "file:///DIR, or another object store"
-            )
+        if self.num_shares > 1 and self.rendezvous:
+            check_between_processes(self.rendezvous)
         return self
 
     def resolve(self) -> DiLoCoConfig:

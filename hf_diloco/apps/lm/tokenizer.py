@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.data.build import sample_texts
 from hf_diloco.apps.data.settings import DataBlock
 from hf_diloco.apps.lm.checkpoint import find_source
@@ -78,7 +79,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             return _wrap(_byte_level(folder))
         return AutoTokenizer.from_pretrained(source.name, **source.options)
     except Exception as error:  # of the Hub, the file system or the tokenizer's format
-        raise ConfigError(f"tokenizer.path: cannot load {path!r}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"tokenizer.path: cannot load {path!r}: {why_not_loaded(path, error)}") from error
 
 
 def train_tokenizer(

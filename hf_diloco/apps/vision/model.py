@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, cast
 
+from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.common.model_config import make_config
 from hf_diloco.apps.vision.build import ImageData
 from hf_diloco.apps.vision.preprocess import checkpoint_config
@@ -107,7 +108,7 @@ def _load(path: str, data: ImageData) -> PreTrainedModel:
         )
     except Exception as error:  # of the Hub, the file system or the checkpoint's format
         raise ConfigError(
-            f"model.path: cannot load {path!r}: {type(error).__name__}: {error}; give the hub id or the folder of an "
+            f"model.path: cannot load {path!r}: {why_not_loaded(path, error)}; give the hub id or the folder of an "
             "image classification model"
         ) from error
     for name, was, wanted in info["mismatched_keys"]:

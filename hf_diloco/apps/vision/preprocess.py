@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.vision.idx import UInt8Array
 from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
 from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
@@ -122,7 +123,7 @@ def checkpoint_config(path: str) -> PreTrainedConfig:
         return config
     except Exception as error:  # of the Hub, the file system or the file's format
         raise ConfigError(
-            f"model.path: cannot load the configuration of {path!r}: {type(error).__name__}: {error}; give the hub id "
+            f"model.path: cannot load the configuration of {path!r}: {why_not_loaded(path, error)}; give the hub id "
             "or the folder of an image classification model"
         ) from error
 
@@ -174,7 +175,7 @@ def _processor_of(path: str) -> BaseImageProcessor | None:
         processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(path, backend="pil")
     except Exception as error:  # of the Hub, the file system or the file's format
         raise ConfigError(
-            f"model.path: cannot load the image processor of {path!r}: {type(error).__name__}: {error}; set "
+            f"model.path: cannot load the image processor of {path!r}: {why_not_loaded(path, error)}; set "
             "data.image_size and data.normalize to leave it out"
         ) from error
     return processor
