@@ -157,6 +157,15 @@ def _pip(words: list[str]) -> None:
             assert wanted.extras <= set(metadata("hf-diloco").get_all("Provides-Extra") or [])
 
 
+def _git(words: list[str]) -> None:
+    (home,) = (url for url in metadata("hf-diloco").get_all("Project-URL") or [] if url.startswith("Repository, "))
+    assert words == ["clone", home.removeprefix("Repository, ")]
+
+
+def _cd(words: list[str]) -> None:
+    assert words == ["hf-diloco"], "what a clone is called"
+
+
 def _deployed(words: list[str]) -> None:
     """A command of an engine, on a file of `hf-diloco init`; or on a secret."""
     files = [word for word in words if word.startswith("deploy/")]
@@ -189,7 +198,9 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 _CHECKS: dict[str, Callable[[list[str]], None]] = {
     "accelerate": _accelerate,
     "bash": _deployed,
+    "cd": _cd,
     "deepspeed": _deepspeed,
+    "git": _git,
     "hf": _hub,
     "hf-diloco": _hf_diloco,
     "make": _make,
