@@ -50,6 +50,7 @@ def resume_across_ranks() -> None:
     def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         ranks = IslandGroup(timeout=LONGEST_CONVERSION)
         folder = _folder_of(Path(load_dir), tag)
+        check_stage(folder, engine.zero_optimization_partition_weights(), ranks)
         written_by = max(ranks.gather(count_ranks(folder)))
         if written_by in (0, ranks.size):  # 0: stage 0, which is not cut, or nothing that could be converted
             return original(engine, load_dir, tag, **kwargs)
@@ -68,6 +69,28 @@ def count_ranks(folder: Path) -> int:
     """
     parts = [int(match[1]) for path in folder.glob("*") if (match := _PART.fullmatch(path.name))]
     return max(parts, default=-1) + 1
+
+
+def check_stage(folder: Path, is_stage_3: bool, ranks: IslandGroup) -> None:
+    """Refuses a checkpoint of ZeRO-3 under another stage, and the other way round. Collective over the ranks.
+
+    ZeRO-3 cuts the model's parameters into a file a rank, and no other stage does: DeepSpeed looks for other files.
+
+    Args:
+        folder: DeepSpeed's own, `checkpoint-N/global_stepN`.
+        is_stage_3: how the island trains now.
+        ranks: of the island; each may see some of the files.
+
+    Raises:
+        CheckpointError: DeepSpeed would find no file of its stage.
+    """
+    other = "mp_rank_*_model_states.pt" if is_stage_3 else "zero_pp_rank_*_model_states.pt"
+    if any(ranks.gather(any(folder.glob(other)))):
+        before, now = ("another stage", "ZeRO-3") if is_stage_3 else ("ZeRO-3", "another stage")
+        raise CheckpointError(
+            f"{folder} was written under {before}, and here {now} trains, which cannot read it: resume with the stage "
+            "that wrote it, or start a new run from its parameters (hf-diloco checkpoint export)"
+        )
 
 
 def _folder_of(checkpoint: Path, tag: str | None) -> Path:
@@ -162,4 +185,4 @@ def _loading_universal(engine: Any) -> Iterator[None]:
                 state["step"] = step.clone()
 
 
-__all__ = ["count_ranks", "resume_across_ranks"]
+__all__ = ["check_stage", "count_ranks", "resume_across_ranks"]
