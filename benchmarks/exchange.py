@@ -149,6 +149,7 @@ class Island:
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
         from hf_diloco.sealing import LinkKey
+        from hf_diloco.transport.lane import Lane
         from hf_diloco.transport.mesh import MeshExchange
 
         self.close()
@@ -157,14 +158,16 @@ class Island:
         for guard in guards:
             begin = time.monotonic()
             self._meshes[guard] = MeshExchange(
-                self._store,
-                f"{name}-{guard}",
-                self._number,
-                islands,
-                address,
-                TIMEOUT,
-                LinkKey(b"of a benchmark", guard == SEALED) if guard in KEYED else None,
-                num_connections=connections,
+                Lane(
+                    self._store,
+                    f"{name}-{guard}",
+                    self._number,
+                    islands,
+                    address,
+                    TIMEOUT,
+                    LinkKey(b"of a benchmark", guard == SEALED) if guard in KEYED else None,
+                    num_connections=connections,
+                ),
                 with_checksums=guard == CHECKED,
             )
             seconds[guard] = time.monotonic() - begin

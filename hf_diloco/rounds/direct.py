@@ -38,6 +38,7 @@ from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.object_info import ObjectInfo, read_info
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges
@@ -178,20 +179,19 @@ class DirectEngine(Engine):
         others = [island for place, (island, _) in enumerate(members) if place != own]
         wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
         with wait.blocking(others):
-            self._mesh = SegmentedMesh(
+            lane = Lane(
                 store,
                 name,
                 own,
-                own_range,
-                ranges,
+                len(members),
                 self._address,
                 timeout,
                 self._key,
                 self._config.connections,
                 self._rate_limit,
-                lambda: self._notes.watch(timeout, "exchange", others),
                 Parties(tuple(island for island, _ in members)),
             )
+            self._mesh = SegmentedMesh(lane, own_range, ranges, lambda: self._notes.watch(timeout, "exchange", others))
         self._members = members
         self.links = name
         return self._mesh

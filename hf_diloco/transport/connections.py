@@ -24,14 +24,14 @@ from queue import Empty
 
 import torch
 import xxhash
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.sealing import ISLANDS, Channel, LinkKey, Parties
+from hf_diloco.sealing import Channel
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.handshake import End
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
 from hf_diloco.utils.listening import GlooListener
@@ -56,17 +56,7 @@ class Connections:
     """The owners of one lane, each joined to each.
 
     Args:
-        store: where the owners find each other's ports; reachable from all islands.
-        name: the lane's name, unique in the run.
-        island: this island's number.
-        num_islands: islands in the run.
-        address: local address to listen on, as the other islands see it.
-        timeout: seconds that connecting may take.
-        num_connections: between any two of them, the same on all.
-        rate_limit: for all that is sent; default: none.
-        key: what the others must hold too, and all is sealed with; default: nobody proves anything, and tensors go
-            as they are.
-        parties: which islands the owners are; default: of their numbers.
+        lane: what they agree on.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -78,35 +68,21 @@ class Connections:
         parties: which islands are connected.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        island: int,
-        num_islands: int,
-        address: str,
-        timeout: float,
-        num_connections: int = 1,
-        rate_limit: RateLimit | None = None,
-        key: LinkKey | None = None,
-        parties: Parties = ISLANDS,
-    ) -> None:
-        self.num_connections = num_connections
-        self.parties = parties
-        self._rate_limit = rate_limit or RateLimit()
-        self._peers = [peer for peer in range(num_islands) if peer != island]
+    def __init__(self, lane: Lane) -> None:
+        self.num_connections = lane.num_connections
+        self.parties = lane.parties
+        self._rate_limit = lane.rate_limit
+        self._peers = lane.peers
         self.groups: list[ProcessGroupGloo] = []
         self._sealer: Sealer | None = None
         if self._peers:
-            deadline = Deadline(timeout)
+            deadline = Deadline(lane.timeout)
             try:
-                with Meeting(
-                    store, name, island, num_islands, address, deadline, num_connections, key, parties
-                ) as meeting:
-                    self.groups = _connect_all(meeting, island, num_islands, address, deadline, num_connections)
+                with Meeting(lane, deadline) as meeting:
+                    self.groups = _connect_all(meeting, lane, deadline)
             except (IslandLostError, RuntimeError, TimeoutError) as error:
-                raise _not_connected(error, address, timeout) from None
-            self._sealer = Sealer(meeting.channels) if key else None
+                raise _not_connected(error, lane) from None
+            self._sealer = Sealer(meeting.channels) if lane.key else None
         self._waiter = Waiter()
 
     @property
@@ -288,9 +264,7 @@ def _outlive_threads() -> None:
     atexit.register(time.sleep, 0.2)
 
 
-def _connect_all(
-    meeting: Meeting, island: int, num_islands: int, address: str, deadline: Deadline, num_connections: int
-) -> list[ProcessGroupGloo]:
+def _connect_all(meeting: Meeting, lane: Lane, deadline: Deadline) -> list[ProcessGroupGloo]:
     """All at once, as each takes many round trips."""
 
     def connect(number: int) -> ProcessGroupGloo:
@@ -298,22 +272,24 @@ def _connect_all(
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = deadline.remaining() + timedelta(seconds=GLOO_MORE_SECONDS)
         options._threads = 1  # they serve collectives only
-        with GlooListener(address, meeting.hosts) as listener:
+        with GlooListener(lane.address, meeting.hosts) as listener:
             options._devices = [listener.device]
-            return ProcessGroupGloo(PrefixStore(f"{number}", meeting.addresses), island, num_islands, options)
+            return ProcessGroupGloo(
+                PrefixStore(f"{number}", meeting.addresses), lane.island, lane.num_islands, options
+            )
 
     def connect_in_time(number: int) -> ProcessGroupGloo:
         return call_within(deadline.remaining().total_seconds(), lambda: connect(number))
 
-    if num_connections == 1:
+    if lane.num_connections == 1:
         return [connect_in_time(0)]
-    with ThreadPoolExecutor(num_connections) as threads:
-        return list(threads.map(connect_in_time, range(num_connections)))
+    with ThreadPoolExecutor(lane.num_connections) as threads:
+        return list(threads.map(connect_in_time, range(lane.num_connections)))
 
 
-def _not_connected(error: Exception, address: str, timeout: float) -> IslandLostError:
+def _not_connected(error: Exception, lane: Lane) -> IslandLostError:
     return IslandLostError(
-        f"the islands could not connect to each other within {timeout:g} s (this one listens on {address}): "
+        f"the islands could not connect to each other within {lane.timeout:g} s (this one listens on {lane.address}): "
         "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),

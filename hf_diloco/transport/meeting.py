@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
-from hf_diloco.sealing import ISLANDS, Channel, LinkKey, Parties
+from hf_diloco.sealing import Channel, LinkKey
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.gloo_addresses import GlooAddresses
 from hf_diloco.transport.handshake import End, agree
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.line import MAX_GREETING_BYTES, Line
 from hf_diloco.transport.transfers import Deadline
 
@@ -73,15 +74,8 @@ class Meeting:
     """One end's. Gloo connects within the `with` block.
 
     Args:
-        store: where the ends show each other their places; reachable from all.
-        name: of the lane, unique in the run.
-        own: this end's number.
-        num_ends: how many ends the lane has; at least two.
-        address: local address to listen on, as the others see it.
+        lane: with at least two ends.
         deadline: until when all of it may take.
-        num_connections: between any two ends.
-        key: what each end proves that it holds; None: nobody proves anything.
-        parties: which islands the ends are.
 
     Attributes:
         channels: the keys of each connection; none without a key.
@@ -93,25 +87,14 @@ class Meeting:
         RendezvousError: an end has another version, or another way to prove itself.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        own: int,
-        num_ends: int,
-        address: str,
-        deadline: Deadline,
-        num_connections: int,
-        key: LinkKey | None,
-        parties: Parties = ISLANDS,
-    ) -> None:
-        self._name = name
-        self._own = own
-        self._peers = [peer for peer in range(num_ends) if peer != own]
+    def __init__(self, lane: Lane, deadline: Deadline) -> None:
+        self._name = lane.name
+        self._own = lane.island
+        self._peers = lane.peers
         self._deadline = deadline
-        self._num_connections = num_connections
-        self._key = key
-        self._parties = parties
+        self._num_connections = lane.num_connections
+        self._key = lane.key
+        self._parties = lane.parties
         self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
         self._talks: set[asyncio.Task[Any]] = set()
         self._lines: dict[int, Line] = {}
@@ -120,14 +103,14 @@ class Meeting:
         self._closed_since: dict[int, float] = {}  # ports of ends that have been refusing connections
         self.channels: dict[End, Channel] = {}
         self.addresses = GlooAddresses(self._tell, deadline)
-        listener = _listen(address)
+        listener = _listen(lane.address)
         self._place = Place(*listener.getsockname()[:2])
         is_up, self._all_connected = threading.Event(), threading.Event()
         run = functools.partial(asyncio.run, self._run(listener, is_up))
         threading.Thread(target=run, name="hf-diloco-meeting", daemon=True).start()
         is_up.wait()
         try:
-            self._meet(store)
+            self._meet(lane.store)
         except BaseException:
             self._end(at_once=True)
             raise

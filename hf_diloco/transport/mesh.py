@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
-from hf_diloco.sealing import ISLANDS, LinkKey, Parties
 from hf_diloco.transport.base import (
     Exchange,
     Observer,
@@ -37,9 +35,9 @@ from hf_diloco.transport.chunks import (
     num_chunks_in_flight,
 )
 from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.peer_failures import LossNotes
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
 
 Watch = Callable[[], Callable[[], None]]
@@ -49,21 +47,12 @@ class MeshExchange(Exchange):
     """The owners of one lane, joined by sockets on `address`.
 
     Args:
-        store: where the owners find each other's ports; reachable from all islands.
-        name: the lane's name, unique in the run.
-        island: this island's number.
-        num_islands: islands in the run.
-        address: local address to listen on, as the other islands see it.
-        timeout: seconds that connecting, and later each whole exchange, may take.
-        key: of the run; with one, the others prove that they hold it, and all that is exchanged is sealed.
+        lane: what the owners agree on.
         notes: where islands note whom they lost; default: notes of the lane's own.
-        num_connections: between any two islands, the same on all.
-        rate_limit: for all that this process sends; lanes may share one. Default: none.
         with_checksums: where there is no key; the same on all. Without them, damage on the way is seen only when
             averages are compared.
         watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
             is said of waits.
-        parties: see `Connections`.
 
     Raises:
         IslandLostError: the others did not connect in time.
@@ -72,24 +61,15 @@ class MeshExchange(Exchange):
 
     def __init__(
         self,
-        store: Store,
-        name: str,
-        island: int,
-        num_islands: int,
-        address: str,
-        timeout: float,
-        key: LinkKey | None = None,
+        lane: Lane,
         notes: LossNotes | None = None,
-        num_connections: int = 1,
-        rate_limit: RateLimit | None = None,
         with_checksums: bool = True,
         watch: Watch | None = None,
-        parties: Parties = ISLANDS,
     ) -> None:
-        self.island = island
-        self.num_islands = num_islands
-        self._timeout = timeout
-        self._peers = [peer for peer in range(num_islands) if peer != island]
+        self.island = lane.island
+        self.num_islands = lane.num_islands
+        self._timeout = lane.timeout
+        self._peers = lane.peers
         self._tag = 0
         self._with_checksums = with_checksums
         self._watch = watch
@@ -98,11 +78,9 @@ class MeshExchange(Exchange):
         self._prepared: deque[Chunk] = deque()
         self._failure: ExchangeError | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._notes = notes or LossNotes(store, name, island)
-        self._rate_limit = rate_limit or RateLimit()
-        self.links = Connections(
-            store, name, island, num_islands, address, timeout, num_connections, self._rate_limit, key, parties
-        )
+        self._notes = notes or LossNotes(lane.store, lane.name, lane.island)
+        self._rate_limit = lane.rate_limit
+        self.links = Connections(lane)
         self._messages = Messages(self.links, self._peers)
 
     def expect(self, size: int, codec: Codec) -> None:

@@ -13,6 +13,7 @@ from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
 from hf_diloco.store.sealed_store import seal_store
 from hf_diloco.transport.base import Exchange
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
@@ -94,15 +95,17 @@ class MeshTransport(Transport):
         wait = self._notes.begin(config.exchange_timeout, f"connecting from {self._address}")
         with wait.blocking(others):
             return MeshExchange(
-                self.store,
-                self._name(lane),
-                config.island,
-                config.num_islands,
-                self._address,
-                config.exchange_timeout,
-                self._key,
-                num_connections=config.connections,
-                rate_limit=self._rate_limit,
+                Lane(
+                    self.store,
+                    self._name(lane),
+                    config.island,
+                    config.num_islands,
+                    self._address,
+                    config.exchange_timeout,
+                    self._key,
+                    num_connections=config.connections,
+                    rate_limit=self._rate_limit,
+                ),
                 watch=lambda: self._notes.watch(config.exchange_timeout, "exchange", others),
             )
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
-from hf_diloco.sealing import ISLANDS, LinkKey, Parties
 from hf_diloco.transport.base import Observer, Traffic
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.peer_failures import LossNotes
-from hf_diloco.transport.rate import RateLimit
 
 NOTE_PATIENCE = 0.5
 """See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""
@@ -60,18 +59,11 @@ class SegmentedMesh:
     """One rank's connections for all its pieces.
 
     Args:
-        store: where the owners find each other's ports.
-        name: unique in the run.
-        place: this island's, among those that take part.
+        lane: of all its pieces, each of which is a lane of its own; owners are numbered by their places among the
+            islands that take part.
         own: this rank's range.
         all_ranges: of all ranks of all islands that take part, in their order; checked.
-        address: local address to listen on, as the other islands see it.
-        timeout: seconds that connecting, and later each exchange of a piece, may take.
-        key: see `MeshExchange`.
-        num_connections: between any two owners, the same on all.
-        rate_limit: for all that this rank sends; default: none.
         watch: see `MeshExchange`.
-        parties: which islands the places are.
 
     Raises:
         IslandLostError: the others did not connect; places are named, where one is to blame.
@@ -79,43 +71,17 @@ class SegmentedMesh:
     """
 
     def __init__(
-        self,
-        store: Store,
-        name: str,
-        place: int,
-        own: Range,
-        all_ranges: Sequence[Sequence[Range]],
-        address: str,
-        timeout: float,
-        key: LinkKey | None,
-        num_connections: int = 1,
-        rate_limit: RateLimit | None = None,
-        watch: Watch | None = None,
-        parties: Parties = ISLANDS,
+        self, lane: Lane, own: Range, all_ranges: Sequence[Sequence[Range]], watch: Watch | None = None
     ) -> None:
-        self._store = store  # torch's half of a store does not keep the half that is written in Python
+        self._store = lane.store  # torch's half of a store does not keep the half that is written in Python
         self._own = own
         self._is_open = True
         self._pieces: list[tuple[Range, MeshExchange]] = []
-        notes = LossNotes(store, name, place, NOTE_PATIENCE)
+        notes = LossNotes(lane.store, lane.name, lane.island, NOTE_PATIENCE)
         try:
             for piece in cut(own, all_ranges):
-                lane = f"{name}/{piece.start}"
-                mesh = MeshExchange(
-                    store,
-                    lane,
-                    place,
-                    len(all_ranges),
-                    address,
-                    timeout,
-                    key,
-                    notes,
-                    num_connections,
-                    rate_limit,
-                    watch=watch,
-                    parties=parties,
-                )
-                self._pieces.append((piece, mesh))
+                part = replace(lane, name=f"{lane.name}/{piece.start}")
+                self._pieces.append((piece, MeshExchange(part, notes, watch=watch)))
         except BaseException:
             self.close()
             raise

@@ -20,6 +20,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.rendezvous import connect_store
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
@@ -30,7 +31,7 @@ connected, go_on = threading.Barrier(3), threading.Event()
 def island(number: int) -> None:
     config = DiLoCoConfig(island=number, num_islands=2, rendezvous=f"tcp://127.0.0.1:{sys.argv[1]}")
     store, address = connect_store(config, is_host=number == 0)
-    mesh = MeshExchange(store, "lane", number, 2, address, timeout=60)
+    mesh = MeshExchange(Lane(store, "lane", number, 2, address, 60))
     connected.wait(60)
     go_on.wait(120)
     store.set(f"there/{number}", "yes")

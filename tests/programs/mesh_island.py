@@ -18,6 +18,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.transport import chunks, mesh
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.rate import RateLimit
 
 
@@ -31,15 +32,17 @@ def main() -> None:
     island, num_islands = settings["island"], settings["num_islands"]
     store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
     exchange = mesh.MeshExchange(
-        store,
-        "lane",
-        island,
-        num_islands,
-        "127.0.0.1",
-        settings["timeout"],
-        key=LinkKey.of_run(settings.get("key", "").encode(), "test", encrypt=True),
-        num_connections=settings.get("num_connections", 1),
-        rate_limit=RateLimit(settings.get("rate_limit")),
+        Lane(
+            store,
+            "lane",
+            island,
+            num_islands,
+            "127.0.0.1",
+            settings["timeout"],
+            LinkKey.of_run(settings.get("key", "").encode(), "test", encrypt=True),
+            num_connections=settings.get("num_connections", 1),
+            rate_limit=RateLimit(settings.get("rate_limit")),
+        )
     )
     if "cases" in settings:
         results = []

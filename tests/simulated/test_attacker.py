@@ -16,6 +16,7 @@ from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.credentials import make_key
 from hf_diloco.transport import connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from tests.attackers import (
     ADDRESSES,
@@ -63,7 +64,7 @@ def averages(
     store = HashStore()
 
     def run(island: int) -> list[object]:
-        mesh = MeshExchange(store, "lane", island, num_islands, ADDRESSES[island], LONG, key)
+        mesh = MeshExchange(Lane(store, "lane", island, num_islands, ADDRESSES[island], LONG, key))
         mesh._timeout = patience
         outcomes: list[object] = []
         for number in range(num_rounds):

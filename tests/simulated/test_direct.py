@@ -24,6 +24,7 @@ from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
 from hf_diloco.transport import Traffic, meeting
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
@@ -276,9 +277,9 @@ def ranks_of(islands: Sequence[Ranges]) -> list[Rank]:
 
 
 def connect(store: Store, rank: Rank, islands: Sequence[Ranges], key: bytes = b"") -> SegmentedMesh:
-    return SegmentedMesh(
-        store, "00000001-00", rank.island, rank.own, islands, LOCALHOST, LONG, LinkKey(key) if key else None
-    )
+    link_key = LinkKey(key) if key else None
+    lane = Lane(store, "00000001-00", rank.island, len(islands), LOCALHOST, LONG, link_key)
+    return SegmentedMesh(lane, rank.own, islands)
 
 
 def make_values(number: int, island: int, size: int) -> torch.Tensor:
@@ -475,7 +476,7 @@ def test_a_run_key_keeps_others_out() -> None:
 def test_a_forged_note_of_loss_does_not_hide_the_loss(folder: Folder) -> None:
     def run(island: int) -> None:
         store = folder.store()
-        exchange = MeshExchange(store, "a", island, 2, LOCALHOST, LONG, LinkKey(KEY))
+        exchange = MeshExchange(Lane(store, "a", island, 2, LOCALHOST, LONG, LinkKey(KEY)))
         if island == 1:
             folder.store(key=OTHER_KEY).set("lost/a/1", "0")
             exchange.close()
@@ -500,7 +501,7 @@ def in_mesh(keys: Sequence[bytes]) -> list[torch.Tensor | BaseException]:
     store = HashStore()
 
     def run(island: int) -> torch.Tensor:
-        exchange = MeshExchange(store, "0", island, len(keys), LOCALHOST, LONG, LinkKey(keys[island]))
+        exchange = MeshExchange(Lane(store, "0", island, len(keys), LOCALHOST, LONG, LinkKey(keys[island])))
         values = torch.full((20,), float(island))
         exchange.average(values, [1] * len(keys), FP32)
         exchange.close()

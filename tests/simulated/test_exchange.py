@@ -21,6 +21,7 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
 from hf_diloco.transport import Exchange, Traffic, base, chunks, memory
 from hf_diloco.transport.base import weighted_mean
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.peer_failures import LossNotes
@@ -56,7 +57,7 @@ def in_memory(num_islands: int, timeout: float = LONG) -> Opener:
 
 def in_mesh(num_islands: int, timeout: float = LONG) -> Opener:
     store = HashStore()
-    return lambda island: MeshExchange(store, "0", island, num_islands, "127.0.0.1", timeout)
+    return lambda island: MeshExchange(Lane(store, "0", island, num_islands, "127.0.0.1", timeout))
 
 
 def make_values(seed: int, island: int, size: int) -> torch.Tensor:
@@ -559,7 +560,7 @@ def test_who_gives_up_lets_go_of_all_and_says_for_whose_sake(small_chunks: None)
     held: list[IslandLostError] = []  # as a session holds it while a checkpoint is written
 
     def run(island: int) -> float:
-        exchange = MeshExchange(store, "0", island, 3, "127.0.0.1", timeouts[island])
+        exchange = MeshExchange(Lane(store, "0", island, 3, "127.0.0.1", timeouts[island]))
         if island == 1:
             assert done.wait(30)
             return 0
@@ -616,7 +617,7 @@ def test_without_the_store_its_keeper_is_lost() -> None:
 
 def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:
     with pytest.raises(IslandLostError, match=r"could not connect.*within 0.5 s.*127\.0\.0\.1.*bind_address"):
-        MeshExchange(HashStore(), "0", 0, 2, "127.0.0.1", 0.5)
+        MeshExchange(Lane(HashStore(), "0", 0, 2, "127.0.0.1", 0.5))
 
 
 def count_open() -> tuple[int, int]:
@@ -672,7 +673,7 @@ def test_who_waits_for_one_that_hangs_in_an_exchange_says_so(caplog: pytest.LogC
 
     def run(island: int) -> torch.Tensor:
         watch = None if island else lambda: notes.watch(30, "exchange", [1])
-        exchange = MeshExchange(store, "0", island, 2, "127.0.0.1", 30, watch=watch)
+        exchange = MeshExchange(Lane(store, "0", island, 2, "127.0.0.1", 30), watch=watch)
         values = torch.full((1000,), float(island))
         if island == 1:
             assert has_said.wait(30), "nothing is said while it hangs"

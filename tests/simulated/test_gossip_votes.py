@@ -15,6 +15,7 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from tests.clocks import LONG
 from tests.islands import run_islands
@@ -34,10 +35,10 @@ class Stopped(Exception):
 class OneVoteArrives(MeshExchange):
     """In the first vote of a group of four, the stopped node's vote comes to one node only."""
 
-    def __init__(self, store: Any, name: str, place: int, num: int, *args: Any, **settings: Any) -> None:
-        super().__init__(store, name, place, num, *args, **settings)
-        self._is_first = num == NUM_NODES
-        self._place = place
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self._is_first = lane.num_islands == NUM_NODES
+        self._place = lane.island
 
     def average(self, values: torch.Tensor, *args: Any, **settings: Any) -> Traffic:
         if values.numel() > 1 or not self._is_first:

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.transport import Exchange, chunks, messages
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
@@ -34,14 +35,16 @@ def in_memory(num_islands: int) -> Opener:
 def in_mesh(num_islands: int, num_connections: int = 1, rate: float | None = None) -> Callable[[int], MeshExchange]:
     store = HashStore()
     return lambda island: MeshExchange(
-        store,
-        "0",
-        island,
-        num_islands,
-        "127.0.0.1",
-        LONG,
-        num_connections=num_connections,
-        rate_limit=RateLimit(rate),
+        Lane(
+            store,
+            "0",
+            island,
+            num_islands,
+            "127.0.0.1",
+            LONG,
+            num_connections=num_connections,
+            rate_limit=RateLimit(rate),
+        )
     )
 
 

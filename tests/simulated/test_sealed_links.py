@@ -22,6 +22,7 @@ from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Sig
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.line import Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
@@ -51,7 +52,7 @@ def averages(num_islands: int, key: LinkKey | None, payload: str, connections: i
     store, size = HashStore(), 300_001
 
     def run(island: int) -> list[torch.Tensor]:
-        mesh = MeshExchange(store, "0", island, num_islands, LOCALHOST, LONG, key, num_connections=connections)
+        mesh = MeshExchange(Lane(store, "0", island, num_islands, LOCALHOST, LONG, key, num_connections=connections))
         kept = []
         for number in range(2):
             values = make_values(10 * number + island, size)
@@ -79,7 +80,7 @@ def test_broadcasts_and_messages_are_sealed_too() -> None:
 
     def run(island: int) -> tuple[torch.Tensor, dict[int, bytes]]:
         heard = threading.Event()
-        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, KEY)
+        mesh = MeshExchange(Lane(store, "0", island, 2, LOCALHOST, LONG, KEY))
         values = make_values(island, 1000)
         mesh.broadcast(values, source=1)
         mesh.send_message(b"from %d" % island, heard.set)
@@ -136,7 +137,7 @@ def test_the_wire_carries_ciphertext_alone(monkeypatch: pytest.MonkeyPatch, payl
 
     def run(island: int) -> None:
         heard = threading.Event()
-        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, KEY)
+        mesh = MeshExchange(Lane(store, "0", island, 2, LOCALHOST, LONG, KEY))
         mesh.average(values.clone(), [1.0, 1.0], CODECS[payload])
         mesh.send_message(b"a secret of this run", heard.set)
         heard.wait(LONG)
@@ -164,7 +165,7 @@ def exchanges_under(
     monkeypatch.setattr(Sealer, "seal", attacked)
 
     def run(island: int) -> list[object]:
-        mesh = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, LinkKey(KEY.secret, encrypt))
+        mesh = MeshExchange(Lane(store, "0", island, 2, LOCALHOST, LONG, LinkKey(KEY.secret, encrypt)))
         outcomes: list[object] = []
         for number in range(3):
             values = make_values(10 * number + island, 3000)
@@ -280,7 +281,7 @@ def test_a_connection_without_proof_is_refused(
     store = HashStore()
 
     def run(end: int) -> None:
-        Connections(store, "0", end, 2, LOCALHOST, LONG, num_connections, key=KEY)
+        Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, KEY, num_connections=num_connections))
 
     outcomes = try_islands(2, run)
     assert isinstance(outcomes[1 - liar], ForgedError)
@@ -299,7 +300,9 @@ def test_a_connection_without_proof_is_refused(
 )
 def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: str) -> None:
     store = HashStore()
-    outcomes = try_islands(2, lambda end: Connections(store, "0", end, 2, LOCALHOST, LONG, key=other if end else KEY))
+    outcomes = try_islands(
+        2, lambda end: Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, other if end else KEY))
+    )
     assert all(isinstance(outcome, RendezvousError) for outcome in outcomes), outcomes
     assert told in str(outcomes[0])
 
@@ -322,13 +325,13 @@ def test_an_end_of_another_version_is_named_at_once(
     store = HashStore()
     store.set(f"mesh/0/{place}", shown.decode())
     with pytest.raises(RendezvousError, match="install the same version on all") as caught:
-        Connections(store, "0", 0, 2, LOCALHOST, LONG, key=key)
+        Connections(Lane(store, "0", 0, 2, LOCALHOST, LONG, key))
     assert told in str(caught.value)
 
 
 def test_who_does_not_come_is_lost() -> None:
     with pytest.raises(IslandLostError, match="did not show where to connect") as caught:
-        Connections(HashStore(), "0", 0, 2, LOCALHOST, 0.5, key=KEY)
+        Connections(Lane(HashStore(), "0", 0, 2, LOCALHOST, 0.5, KEY))
     assert caught.value.islands == (1,)
 
 

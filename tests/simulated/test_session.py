@@ -34,6 +34,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.measure import SyncReport, cosine_to_others
 from hf_diloco.transport.base import Exchange
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import Transport
 from tests.clocks import LONG
@@ -516,7 +517,7 @@ class SocketTransport(Transport):
         self._run, self._island = run, island
 
     def open(self, lane: int) -> Exchange:
-        return MeshExchange(self.store, str(lane), self._island, self._run.num_islands, "127.0.0.1", LONG)
+        return MeshExchange(Lane(self.store, str(lane), self._island, self._run.num_islands, "127.0.0.1", LONG))
 
 
 @pytest.mark.parametrize(

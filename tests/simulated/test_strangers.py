@@ -23,6 +23,7 @@ from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.sealing import LinkKey, Roster, Signer
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline
@@ -80,7 +81,7 @@ def recorded(lane: str) -> bytes:
 
     def run(end: int) -> None:
         seen: Any = Diverted() if end else store
-        Connections(seen, lane, end, 2, LOCALHOST, LONG, key=KEY).close()
+        Connections(Lane(seen, lane, end, 2, LOCALHOST, LONG, KEY)).close()
 
     assert try_islands(2, run) == [None, None]
     relay.close()
@@ -109,7 +110,7 @@ ATTACKS: dict[str, Callable[[str], Attack]] = {
 
 def average(store: HashStore, island: int) -> torch.Tensor:
     """What an island has after three rounds with another one, each beginning with its number."""
-    mesh = MeshExchange(store, LANE, island, 2, LOCALHOST, LONG, KEY)
+    mesh = MeshExchange(Lane(store, LANE, island, 2, LOCALHOST, LONG, KEY))
     values = torch.full((1000,), float(island))
     for _ in range(3):
         mesh.average(values, [1.0, 1.0], CODECS["fp32"])
@@ -212,11 +213,11 @@ def test_who_has_another_key_cannot_take_an_ends_place(
             impostor = HashStore()
             for end in (0, 1):
                 impostor.set(f"mesh/lane/at/{end}", store.get("mesh/lane/at/0").decode())
-            MeshExchange(impostor, "lane", 1, 2, LOCALHOST, 2.0, impostors)
+            MeshExchange(Lane(impostor, "lane", 1, 2, LOCALHOST, 2.0, impostors))
         if island == 1:
             store.wait(["mesh/lane/at/0"])
             time.sleep(1)
-        mesh = MeshExchange(store, "lane", island, 2, LOCALHOST, LONG, ends[island])
+        mesh = MeshExchange(Lane(store, "lane", island, 2, LOCALHOST, LONG, ends[island]))
         values = torch.full((10,), float(island))
         mesh.average(values, [1.0, 1.0], CODECS["fp32"])
         mesh.close()

@@ -22,6 +22,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, connections
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
@@ -57,7 +58,7 @@ def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections
     ended = threading.Barrier(num_ends)
 
     def run(end: int) -> object:
-        links = Connections(store, "0", end, num_ends, LOCALHOST, LONG, num_connections)
+        links = Connections(Lane(store, "0", end, num_ends, LOCALHOST, LONG, num_connections=num_connections))
         try:
             return talk(end, links)
         finally:
@@ -90,7 +91,7 @@ def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[
     def run(island: int) -> torch.Tensor:
         store = get_store()
         return average(
-            island, SegmentedMesh(store, "a", island, whole[0], [whole] * 3, LOCALHOST, LONG, LinkKey(KEY), 4)
+            island, SegmentedMesh(Lane(store, "a", island, 3, LOCALHOST, LONG, LinkKey(KEY), 4), whole[0], [whole] * 3)
         )
 
     network = MemoryNetwork(3)
@@ -104,11 +105,11 @@ def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
 
     def run(end: int) -> None:
         if end:
-            with Meeting(store, "0", end, 2, LOCALHOST, Deadline(LONG), 1, None):
+            with Meeting(Lane(store, "0", end, 2, LOCALHOST, LONG), Deadline(LONG)):
                 given_up.wait(LONG)
                 raise ConnectionError("so that nobody waits for the other end")
         try:
-            Connections(store, "0", end, 2, LOCALHOST, 0.5)
+            Connections(Lane(store, "0", end, 2, LOCALHOST, 0.5))
         finally:
             given_up.set()
 
@@ -219,8 +220,8 @@ def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(
     size = 1_000_000
 
     def run(island: int) -> None:
-        limit = RateLimit(5e4) if island == 0 else None
-        exchange = MeshExchange(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit)
+        limit = RateLimit(5e4 if island == 0 else None)
+        exchange = MeshExchange(Lane(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit))
         values = torch.ones(size)
         if what == "average":
             exchange.average(values, [1, 1], FP32)
@@ -250,7 +251,7 @@ def test_lanes_share_a_limit() -> None:
 
     def run(island: int) -> float:
         limit = RateLimit(rate)
-        lanes = [MeshExchange(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit) for store in stores]
+        lanes = [MeshExchange(Lane(store, "0", island, 2, LOCALHOST, LONG, rate_limit=limit)) for store in stores]
         begin = time.monotonic()
         threads = [
             threading.Thread(target=lane.average, args=(torch.ones(size), [1, 1], FP32), daemon=True) for lane in lanes

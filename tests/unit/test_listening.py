@@ -18,6 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door
@@ -47,7 +48,7 @@ def test_gloo_answers_nobody_once_all_are_connected_and_transfers_go_on() -> Non
     store, before = HashStore(), listeners()
 
     def island(number: int) -> float:
-        links = Connections(store, "lane", number, 3, LOCALHOST, timeout=30, num_connections=2)
+        links = Connections(Lane(store, "lane", number, 3, LOCALHOST, 30, num_connections=2))
         meet.wait(30)
         if number == 0:
             doors = listeners() - before

@@ -26,6 +26,7 @@ from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.text import numbers, plural
@@ -207,15 +208,17 @@ class GroupAverage:
 
     def _connect(self, members: tuple[int, ...]) -> MeshExchange:
         return MeshExchange(
-            self._store,
-            f"{self._board.name}/average{self._attempt}",
-            members.index(self._node),
-            len(members),
-            self._address,
-            self._timeout,
-            self._link_key,
-            rate_limit=self._rate_limit,
-            parties=Parties(members, "node"),
+            Lane(
+                self._store,
+                f"{self._board.name}/average{self._attempt}",
+                members.index(self._node),
+                len(members),
+                self._address,
+                self._timeout,
+                self._link_key,
+                rate_limit=self._rate_limit,
+                parties=Parties(members, "node"),
+            )
         )
 
     def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:

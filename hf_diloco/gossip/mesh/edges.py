@@ -14,6 +14,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.text import numbers, plural
@@ -56,15 +57,17 @@ class Edge:
         self._other_end = 1 - end
         self._tag = 0
         self._links = Connections(
-            store,
-            f"{name}/{low}-{high}/{life}",
-            end,
-            2,
-            address,
-            timeout,
-            rate_limit=rate_limit,
-            key=key,
-            parties=Parties((low, high), "node"),
+            Lane(
+                store,
+                f"{name}/{low}-{high}/{life}",
+                end,
+                2,
+                address,
+                timeout,
+                key,
+                rate_limit=rate_limit,
+                parties=Parties((low, high), "node"),
+            )
         )
 
     def begin(self) -> Transfers:

@@ -26,6 +26,7 @@ from hf_diloco.gossip.versioned_buffer import Shelf
 from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import PROBE_TAG, Connections
+from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
 
@@ -69,7 +70,7 @@ class MeshPublished(Published):
         self._neighbours = frozenset(neighbours)
         self._address = address
         self._timeout = exchange_timeout
-        self._rate_limit = rate_limit
+        self._rate_limit = rate_limit or RateLimit()
         self._name = name
         self._key = key
         self._lock = threading.Lock()
@@ -103,15 +104,17 @@ class MeshPublished(Published):
                 store = SharedStore(self._store, timeout, meanwhile)
                 end = int(self.node == high)
                 made[asker] = Connections(
-                    store,
-                    name,
-                    end,
-                    2,
-                    self._address,
-                    timeout,
-                    rate_limit=self._rate_limit,
-                    key=self._key,
-                    parties=Parties((low, high), "node"),
+                    Lane(
+                        store,
+                        name,
+                        end,
+                        2,
+                        self._address,
+                        timeout,
+                        self._key,
+                        rate_limit=self._rate_limit,
+                        parties=Parties((low, high), "node"),
+                    )
                 )
         except (RuntimeError, ExchangeError) as error:
             _close(made.values())
