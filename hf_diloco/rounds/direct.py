@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from hf_diloco.errors import (
 )
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
-from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
@@ -252,3 +254,38 @@ class DirectEngine(Engine):
 
 def _mean_folder(planned: PlannedRound) -> str:
     return f"rounds/{planned.number:08d}/{planned.attempt:02d}/mean"
+
+
+def open_engines(
+    config: DiLoCoConfig,
+    island: IslandGroup,
+    log: RunLog,
+    buckets: Sequence[BucketExchange],
+    author: str,
+    key: LinkKey | None,
+    rate_limit: RateLimit,
+) -> list[Engine]:
+    """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
+
+    Args:
+        config: the outer loop's settings.
+        island: the ranks of this island.
+        log: of the run.
+        buckets: this rank's range of each fragment in the object store.
+        author: names the island and its process, as "00001-000002".
+        key: see `DirectEngine`.
+        rate_limit: for all that this rank sends.
+
+    Raises:
+        RendezvousError: the address to listen on is a public one.
+    """
+    if not config.is_direct:
+        return [BucketEngine(bucket, find_codec(config.payload), island.rank) for bucket in buckets]
+    sizes = island.sum([bucket.length for bucket in buckets])
+    address = island.on_all(lambda: find_address(config))
+    if island.is_leader and not key:
+        warn_if_exposed(address)
+    return [
+        DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
+        for bucket, size in zip(buckets, sizes, strict=True)
+    ]

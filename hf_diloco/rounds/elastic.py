@@ -36,11 +36,11 @@ from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.context import RoundContext
+from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
 from hf_diloco.rounds.measure import SyncClock, SyncReport
-from hf_diloco.rounds.open import open_engines
 from hf_diloco.rounds.pace import Pace
 from hf_diloco.rounds.presence import Presence
 from hf_diloco.rounds.round import Contribution, RoundPassed

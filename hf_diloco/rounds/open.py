@@ -1,25 +1,17 @@
-"""Which kind of session a run calls for, and which engine a session."""
+"""Which kind of session a run calls for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_diloco.codecs import find_codec
 from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.rounds.direct import DirectEngine
-from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.sealing import LinkKey
-from hf_diloco.store.log import RunLog
-from hf_diloco.store.rendezvous import find_address, warn_if_exposed
-from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 if TYPE_CHECKING:
@@ -103,38 +95,3 @@ def next_training(config: DiLoCoConfig, last: DiLoCoConfig) -> DiLoCoConfig:
     found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))
     number = int(found[1]) + 1 if found else 2
     return config.model_copy(update={"rendezvous": f"{first.rstrip('/')}/training-{number}"})
-
-
-def open_engines(
-    config: DiLoCoConfig,
-    island: IslandGroup,
-    log: RunLog,
-    buckets: Sequence[BucketExchange],
-    author: str,
-    key: LinkKey | None,
-    rate_limit: RateLimit,
-) -> list[Engine]:
-    """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
-
-    Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
-        log: of the run.
-        buckets: this rank's range of each fragment in the object store.
-        author: names the island and its process, as "00001-000002".
-        key: see `DirectEngine`.
-        rate_limit: for all that this rank sends.
-
-    Raises:
-        RendezvousError: the address to listen on is a public one.
-    """
-    if not config.is_direct:
-        return [BucketEngine(bucket, find_codec(config.payload), island.rank) for bucket in buckets]
-    sizes = island.sum([bucket.length for bucket in buckets])
-    address = island.on_all(lambda: find_address(config))
-    if island.is_leader and not key:
-        warn_if_exposed(address)
-    return [
-        DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
-        for bucket, size in zip(buckets, sizes, strict=True)
-    ]

@@ -80,17 +80,17 @@ class Folder:
 
     def find(self, prefix: str = "") -> list[Entry]:
         """All files below a folder, but unfinished ones."""
-        return [entry for entry in self._walk(prefix) if entry is not None and UNFINISHED not in entry.path]
+        return [entry for entry in self._walk(prefix) if UNFINISHED not in entry.path]
 
-    def unfinished(self, prefix: str = "") -> list[Entry]:
+    def unfinished(self) -> list[Entry]:
         """Files that nobody has finished writing, and empty folders (paths that end in a slash)."""
         empty: list[Entry] = []
-        return [entry for entry in self._walk(prefix, empty) if UNFINISHED in entry.path] + empty
+        return [entry for entry in self._walk("", empty) if UNFINISHED in entry.path] + empty
 
-    def links(self, prefix: str = "") -> list[str]:
+    def links(self) -> list[str]:
         """Paths of what is neither a file nor a folder."""
         odd: list[str] = []
-        list(self._walk(prefix, odd=odd))
+        list(self._walk("", odd=odd))
         return odd
 
     def _walk(self, prefix: str, empty: list[Entry] | None = None, odd: list[str] | None = None) -> Iterator[Entry]:
