@@ -73,7 +73,6 @@ class SegmentedMesh:
     def __init__(
         self, lane: Lane, own: Range, all_ranges: Sequence[Sequence[Range]], watch: Watch | None = None
     ) -> None:
-        self._store = lane.store  # torch's half of a store does not keep the half that is written in Python
         self._own = own
         self._is_open = True
         self._pieces: list[tuple[Range, MeshExchange]] = []

@@ -16,7 +16,7 @@ from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, Payloa
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.mesh import MeshNeighbours, joining, mixing
-from hf_diloco.gossip.mesh.edges import Edge, connect_edges
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.methods.gossip import make_optimizer
@@ -523,9 +523,9 @@ def test_who_cannot_join_lets_go_of_those_it_connected_to(store: TCPStore, monke
     """Its other neighbours go on at once."""
     nodes, given_up = make_topology("ring", 3), threading.Event()
 
-    def connect(lives: dict[int, str], *others: Any) -> tuple[dict[int, Edge], list[int]]:
-        edges, missing = connect_edges(lives, *others)
-        if others[2] == 2:
+    def connect(endpoint: Endpoint, *others: Any) -> tuple[dict[int, Edge], list[int]]:
+        edges, missing = connect_edges(endpoint, *others)
+        if endpoint.node == 2:
             edges.pop(0).close()  # node 0 breaks off
             missing.append(0)
         return edges, missing

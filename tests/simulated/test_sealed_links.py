@@ -15,7 +15,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
@@ -27,7 +27,6 @@ from hf_diloco.transport.line import Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.public_keys import show_public
@@ -220,7 +219,7 @@ def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest
     monkeypatch.setattr(Sealer, "seal", lambda *arguments: [wire.bitwise_not() for wire in seal(*arguments)])
 
     def run(node: int) -> None:
-        edge = Edge(store, "gossip", node, 1 - node, "1.1", LOCALHOST, LONG, RateLimit(), KEY)
+        edge = Edge(Endpoint(store, node, LOCALHOST, LONG, key=KEY), "gossip", 1 - node, "1.1", LONG)
         transfers, received = edge.begin(), torch.empty(10)
         edge.receive(received, transfers)
         edge.send(torch.ones(10), transfers)

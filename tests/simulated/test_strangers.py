@@ -19,13 +19,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.gossip.mesh.edges import Edge
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.sealing import LinkKey, Roster, Signer
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
@@ -120,7 +119,7 @@ def average(store: HashStore, island: int) -> torch.Tensor:
 
 def mix(store: HashStore, node: int) -> torch.Tensor:
     """As `average`, of two nodes of a graph."""
-    edge = Edge(store, "gossip", node, 1 - node, "1.1", LOCALHOST, LONG, RateLimit(), KEY)
+    edge = Edge(Endpoint(store, node, LOCALHOST, LONG, key=KEY), "gossip", 1 - node, "1.1", LONG)
     values, received = torch.full((1000,), float(node)), torch.empty(1000)
     for _ in range(3):
         transfers = edge.begin()

@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 
 from hf_diloco.codecs.lattice import CHECK_VALUES
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
 from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
@@ -452,7 +453,7 @@ def test_over_connections_it_has_the_bits_that_it_has_in_memory(
     store = HashStore()
 
     def join(node: int) -> MeshPublished:
-        end = MeshPublished(store, node, topology.neighbours(node), "127.0.0.1", 30)
+        end = MeshPublished(Endpoint(store, node, "127.0.0.1", 30), topology.neighbours(node))
         for peer in topology.neighbours(node):
             end.connect(peer, "1.1", 30)
         return end

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import HashStore, Store
 
 from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
+from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.published import Published
@@ -37,7 +38,7 @@ def memory(num_nodes: int) -> list[Published]:
 def connected(
     store: Store, node: int, neighbours: Collection[int], exchange_timeout: float = LONG, connect_timeout: float = LONG
 ) -> MeshPublished:
-    end = MeshPublished(store, node, neighbours, LOCALHOST, exchange_timeout)
+    end = MeshPublished(Endpoint(store, node, LOCALHOST, exchange_timeout), neighbours)
     try:
         for peer in neighbours:
             end.connect(peer, "1.1", connect_timeout)
@@ -258,7 +259,7 @@ def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> No
 
 
 def test_waiting_for_a_neighbour_may_be_ended() -> None:
-    end = MeshPublished(HashStore(), 0, [1], LOCALHOST, LONG)
+    end = MeshPublished(Endpoint(HashStore(), 0, LOCALHOST, LONG), [1])
 
     def stop() -> None:
         raise IslandLostError("gone again")

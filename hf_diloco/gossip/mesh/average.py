@@ -18,17 +18,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
-from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board, SharedStore
+from hf_diloco.gossip.mesh.edges import Endpoint
+from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -43,17 +40,12 @@ class GroupAverage:
     """One node's part in averages over all nodes.
 
     Args:
-        store: where the groups connect.
+        endpoint: this node's.
         board: where nodes meet.
-        node: this node.
         num_nodes: n.
-        address: local address to listen on.
-        timeout: seconds that an exchange may take.
-        rate_limit: for all that is sent.
         find_lost: the neighbours that this one has lost.
         is_new: it has come back to others that may have averaged before.
         notes: say for whom this node waits.
-        key: see `MeshExchange`.
 
     Attributes:
         members: the nodes in the last average.
@@ -61,28 +53,20 @@ class GroupAverage:
 
     def __init__(
         self,
-        store: Store,
+        endpoint: Endpoint,
         board: Board,
-        node: int,
         num_nodes: int,
-        address: str,
-        timeout: float,
-        rate_limit: RateLimit,
         find_lost: Callable[[], Collection[int]],
         is_new: bool,
         notes: WaitNotes,
-        key: LinkKey | None = None,
     ) -> None:
         self._notes = notes
-        self._link_key = key
         self.members: tuple[int, ...] = ()
-        self._store = SharedStore(store, timeout)
+        self._endpoint = endpoint
         self._board = board
-        self._node = node
+        self._node = endpoint.node
         self._num_nodes = num_nodes
-        self._address = address
-        self._timeout = timeout
-        self._rate_limit = rate_limit
+        self._timeout = endpoint.timeout
         self._find_lost = find_lost
         self._attempt = 0
         self._num_averages = 0
@@ -207,19 +191,8 @@ class GroupAverage:
         return have_all
 
     def _connect(self, members: tuple[int, ...]) -> MeshExchange:
-        return MeshExchange(
-            Lane(
-                self._store,
-                f"{self._board.name}/average{self._attempt}",
-                members.index(self._node),
-                len(members),
-                self._address,
-                self._timeout,
-                self._link_key,
-                rate_limit=self._rate_limit,
-                parties=Parties(members, "node"),
-            )
-        )
+        name = f"{self._board.name}/average{self._attempt}"
+        return MeshExchange(self._endpoint.lane(name, members, self._timeout))
 
     def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:
         """Shows that this node is there; returns who is in the next group, as one of them decides.

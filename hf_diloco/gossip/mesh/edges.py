@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed import Store
@@ -20,19 +21,60 @@ from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.text import numbers, plural
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """How a node reaches others, and they it.
+
+    Attributes:
+        store: where nodes find each other.
+        node: this node.
+        address: local address to listen on, as the others see it.
+        timeout: seconds that an exchange may take.
+        rate_limit: for all that is sent. Default: none.
+        key: see `Lane`.
+    """
+
+    store: Store
+    node: int
+    address: str
+    timeout: float
+    rate_limit: RateLimit = field(default_factory=RateLimit)
+    key: LinkKey | None = None
+
+    def lane(
+        self, name: str, members: Sequence[int], timeout: float, meanwhile: Callable[[], None] | None = None
+    ) -> Lane:
+        """This node's end of a lane of some nodes.
+
+        Args:
+            name: of the lane, unique in the store.
+            members: who is joined, in the order of their numbers; this node is one.
+            timeout: seconds that connecting may take.
+            meanwhile: called now and then while others are waited for; what it raises ends that.
+        """
+        return Lane(
+            SharedStore(self.store, timeout, meanwhile),
+            name,
+            members.index(self.node),
+            len(members),
+            self.address,
+            timeout,
+            self.key,
+            rate_limit=self.rate_limit,
+            parties=Parties(tuple(members), "node"),
+        )
+
+
 class Edge:
     """One node's end of the way to a neighbour. Both ends begin their transfers in the same order.
 
     Args:
-        store: where the ends find each other; waiting in it must not keep others from using it.
+        endpoint: this node's.
         name: of the mesh, unique in the store.
-        node: this node.
         peer: the neighbour.
         life: tells this edge from earlier ones between the two; the same at both ends.
-        address: local address to listen on.
         timeout: seconds that connecting may take.
-        rate_limit: for all that is sent.
-        key: see `Connections`.
+        meanwhile: see `Endpoint.lane`.
 
     Raises:
         IslandLostError: the neighbour did not connect in time.
@@ -40,35 +82,19 @@ class Edge:
 
     def __init__(
         self,
-        store: Store,
+        endpoint: Endpoint,
         name: str,
-        node: int,
         peer: int,
         life: str,
-        address: str,
         timeout: float,
-        rate_limit: RateLimit,
-        key: LinkKey | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self.peer = peer
         self.life = life
-        low, high = sorted((node, peer))
-        end = int(node == high)
-        self._other_end = 1 - end
+        low, high = ends = sorted((endpoint.node, peer))
+        self._other_end = ends.index(peer)
         self._tag = 0
-        self._links = Connections(
-            Lane(
-                store,
-                f"{name}/{low}-{high}/{life}",
-                end,
-                2,
-                address,
-                timeout,
-                key,
-                rate_limit=rate_limit,
-                parties=Parties((low, high), "node"),
-            )
-        )
+        self._links = Connections(endpoint.lane(f"{name}/{low}-{high}/{life}", ends, timeout, meanwhile))
 
     def begin(self) -> Transfers:
         """The next transfers on this edge, which both ends begin: to be filled by `receive` and `send`."""
@@ -125,22 +151,20 @@ def edge_life(starts: Mapping[int, int]) -> str:
 
 
 def connect_edges(
-    lives: Mapping[int, str],
-    store: Store,
+    endpoint: Endpoint,
     name: str,
-    node: int,
-    address: str,
+    lives: Mapping[int, str],
     timeout: float,
-    rate_limit: RateLimit,
     meanwhile: Callable[[], None] | None = None,
-    key: LinkKey | None = None,
 ) -> tuple[dict[int, Edge], list[int]]:
     """Connects to several neighbours at the same time, as each takes many round trips.
 
     Args:
+        endpoint: this node's.
+        name: of the mesh, unique in the store.
         lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
-        meanwhile: called now and then while a neighbour is waited for; what it raises ends that.
-        key: see `Connections`.
+        timeout: seconds that connecting may take.
+        meanwhile: see `Endpoint.lane`.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.
@@ -151,13 +175,12 @@ def connect_edges(
 
     def connect(peer: int) -> Edge | None:
         try:
-            return Edge(shared, name, node, peer, lives[peer], address, timeout, rate_limit, key)
+            return Edge(endpoint, name, peer, lives[peer], timeout, meanwhile)
         except (IslandLostError, RuntimeError):
             return None
 
     if not lives:
         return {}, []
-    shared = SharedStore(store, timeout, meanwhile)
     with ThreadPoolExecutor(len(lives), thread_name_prefix="hf-diloco-edges") as threads:
         made = dict(zip(lives, threads.map(connect, lives), strict=True))
     edges = {peer: edge for peer, edge in made.items() if edge is not None}

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from torch.distributed import Store
-
 from hf_diloco.gossip.mesh.discovery import Discovery
-from hf_diloco.gossip.mesh.edges import Edge, broken_off, connect_edges, edge_life, not_connected
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint, broken_off, connect_edges, edge_life, not_connected
 from hf_diloco.gossip.mesh.entry import Greetings
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import starts_key
 from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.sealing import LinkKey
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 MIN_GREETING_SECONDS = 2.5
@@ -31,16 +27,11 @@ class Joining:
     """One node's. Counts its starts: beyond the first it joins others that go on.
 
     Args:
-        store: where nodes find each other.
-        board: where they meet.
-        node: this node.
+        endpoint: this node's; connecting to one that returns may take as long as an exchange.
+        board: where nodes meet.
         peers: its neighbours.
-        address: local address to listen on.
         connect_timeout: seconds to wait for all neighbours.
-        exchange_timeout: seconds that connecting to one that returns may take.
-        rate_limit: for all that is sent.
         notes: say for whom this node waits.
-        key: see `Connections`.
 
     Attributes:
         start: which of this node's starts this is, from 1.
@@ -49,32 +40,18 @@ class Joining:
     """
 
     def __init__(
-        self,
-        store: Store,
-        board: Board,
-        node: int,
-        peers: list[int],
-        address: str,
-        connect_timeout: float,
-        exchange_timeout: float,
-        rate_limit: RateLimit,
-        notes: WaitNotes,
-        key: LinkKey | None = None,
+        self, endpoint: Endpoint, board: Board, peers: list[int], connect_timeout: float, notes: WaitNotes
     ) -> None:
         self._notes = notes
-        self._key = key
-        self._store = store
+        self._endpoint = endpoint
         self._board = board
-        self._node = node
+        self._node = endpoint.node
         self._peers = peers
-        self._address = address
         self._connect_timeout = connect_timeout
-        self._exchange_timeout = exchange_timeout
-        self._late = max(MIN_CONNECT_SECONDS, exchange_timeout)
-        self._rate_limit = rate_limit
-        self.start = board.count(starts_key(node), 1)
+        self._late = max(MIN_CONNECT_SECONDS, endpoint.timeout)
+        self.start = board.count(starts_key(self._node), 1)
         self.starts: dict[int, int] = {}
-        self.discovery = Discovery(board, node, self.start)
+        self.discovery = Discovery(board, self._node, self.start)
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours, or where others go on to those that are there.
@@ -98,23 +75,23 @@ class Joining:
                 edge.close()  # or those neighbours would wait for this node, which ends
             if (took := time.monotonic() - begun) < self._connect_timeout:
                 raise broken_off(missing, took)
-            raise not_connected(missing, self._address, self._connect_timeout)
+            raise not_connected(missing, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _return(self) -> dict[int, Edge]:
         greetings = Greetings(self._board, self.discovery, self._node, self.start, self.starts)
         wait = self._notes.begin(self._connect_timeout, "returning")
-        patience_with_others = max(MIN_GREETING_SECONDS, self._exchange_timeout / 2)
+        patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)
         edges, _ = self._connect_all(there, self._late)
         if not edges and self._peers:
-            raise not_connected(self._peers, self._address, self._connect_timeout)
+            raise not_connected(self._peers, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
         self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
         lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
-        with self._notes.begin(seconds, f"connecting from {self._address}").blocking(there):
+        with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
             return self._connect(lives, seconds)
 
     def connect_again(
@@ -137,7 +114,7 @@ class Joining:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
         edges, missing = self._connect({peer: life}, seconds, meanwhile)
         if missing:
-            raise not_connected(missing, self._address, seconds)
+            raise not_connected(missing, self._endpoint.address, seconds)
         if published is not None:
             try:
                 self.link(published, edges[peer])
@@ -157,17 +134,7 @@ class Joining:
     def _connect(
         self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[], None] | None = None
     ) -> tuple[dict[int, Edge], list[int]]:
-        return connect_edges(
-            lives,
-            self._store,
-            self._board.name,
-            self._node,
-            self._address,
-            seconds,
-            self._rate_limit,
-            meanwhile,
-            self._key,
-        )
+        return connect_edges(self._endpoint, self._board.name, lives, seconds, meanwhile)
 
     def _count_starts(self, peers: Collection[int]) -> dict[int, int]:
         return {peer: self._board.count(starts_key(peer)) for peer in peers}

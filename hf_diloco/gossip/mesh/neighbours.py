@@ -17,7 +17,7 @@ from torch.distributed import Store
 from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
-from hf_diloco.gossip.mesh.edges import edge_peers
+from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
 from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
 from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.mixing import sum_pieces
@@ -97,12 +97,9 @@ class MeshNeighbours(Neighbours):
         self.lost: dict[int, str] = {}
         self._num_returns: dict[int, int] = {}
         self._news: list[str] = []
-        self._address = address
+        self._endpoint = Endpoint(store, node, address, exchange_timeout, rate_limit or RateLimit(), key)
         self._connect_timeout = connect_timeout
         self._exchange_timeout = exchange_timeout
-        self._rate_limit = rate_limit or RateLimit()
-        self._store = store
-        self._key = key
         self._notes = notes or WaitNotes(node, "node")
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
@@ -110,18 +107,7 @@ class MeshNeighbours(Neighbours):
         self._is_swapping = threading.Lock()
         self._is_closed = False
         self.peers = edge_peers(topology, node)
-        self._joining = Joining(
-            store,
-            self._board,
-            node,
-            self.peers,
-            address,
-            connect_timeout,
-            exchange_timeout,
-            self._rate_limit,
-            self._notes,
-            key,
-        )
+        self._joining = Joining(self._endpoint, self._board, self.peers, connect_timeout, self._notes)
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
         self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
@@ -143,17 +129,7 @@ class MeshNeighbours(Neighbours):
         self._buffers = Buffers()
         self._swapping = Swapping(self._edges, self._straggler_timeout, self._lose, self._buffers)
         self._group = GroupAverage(
-            store,
-            self._board,
-            node,
-            self.num_nodes,
-            address,
-            exchange_timeout,
-            self._rate_limit,
-            self._find_lost,
-            self.is_returning,
-            self._notes,
-            key,
+            self._endpoint, self._board, self.num_nodes, self._find_lost, self.is_returning, self._notes
         )
 
     # Exchanges.
@@ -213,16 +189,7 @@ class MeshNeighbours(Neighbours):
 
     def published(self) -> Published:
         """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
-        published = MeshPublished(
-            self._store,
-            self.node,
-            self.peers,
-            self._address,
-            self._exchange_timeout,
-            self._rate_limit,
-            f"{self._board.name}/published",
-            self._key,
-        )
+        published = MeshPublished(self._endpoint, self.peers, f"{self._board.name}/published")
         for peer, edge in sorted(self._edges.items()):
             try:
                 self._joining.link(published, edge)
@@ -368,10 +335,11 @@ class MeshNeighbours(Neighbours):
     def _check_rate(self, pieces: Sequence[Piece]) -> None:
         """Raises `ExchangeError` if the rate limit alone takes longer than an exchange may."""
         num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
-        seconds = self._rate_limit.seconds(num_bytes)
+        limit = self._endpoint.rate_limit
+        seconds = limit.seconds(num_bytes)
         if seconds > self._exchange_timeout:
             raise ExchangeError(
-                f"at rate_limit ({self._rate_limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
+                f"at rate_limit ({limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
                 f"node sends in a step take {seconds:,.0f} s, but exchange_timeout is {self._exchange_timeout:g} s: "
                 "raise one of them, or choose a graph with fewer neighbours"
             )

@@ -17,17 +17,13 @@ from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, damage
-from hf_diloco.gossip.mesh.store import SharedStore
+from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.versioned_buffer import Shelf
-from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import PROBE_TAG, Connections
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
 
 logger = logging.getLogger("hf_diloco")
@@ -44,35 +40,17 @@ class MeshPublished(Published):
     until `connect` has made new connections to it, which another thread may do. Others notice whom this node loses.
 
     Args:
-        store: where neighbours find each other's ports; reachable from all.
-        node: this node's number.
+        endpoint: this node's; a payload may take as long as an exchange.
         neighbours: whom it may ask and who may ask it. Links go both ways: each has the other in its list.
-        address: local address to listen on, as the neighbours see it.
-        exchange_timeout: seconds that a payload may take over the wire.
-        rate_limit: for all that is sent; default: none.
         name: tells the links from others in the store.
-        key: see `Connections`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        node: int,
-        neighbours: Collection[int],
-        address: str,
-        exchange_timeout: float,
-        rate_limit: RateLimit | None = None,
-        name: str = "published",
-        key: LinkKey | None = None,
-    ) -> None:
-        super().__init__(node, Shelf())
-        self._store = store
+    def __init__(self, endpoint: Endpoint, neighbours: Collection[int], name: str = "published") -> None:
+        super().__init__(endpoint.node, Shelf())
+        self._endpoint = endpoint
         self._neighbours = frozenset(neighbours)
-        self._address = address
-        self._timeout = exchange_timeout
-        self._rate_limit = rate_limit or RateLimit()
+        self._timeout = endpoint.timeout
         self._name = name
-        self._key = key
         self._lock = threading.Lock()
         self._links: dict[int, _Links] = {}  # to those who are there
         self._newly_lost: dict[int, str] = {}
@@ -97,25 +75,11 @@ class MeshPublished(Published):
             IslandLostError: the neighbour did not connect in time.
         """
         made: dict[int, Connections] = {}
-        low, high = sorted((self.node, peer))
+        low, high = ends = sorted((self.node, peer))
         try:
-            for asker in (low, high):
+            for asker in ends:
                 name = f"{self._name}/{low}-{high}/{life}/{asker}"
-                store = SharedStore(self._store, timeout, meanwhile)
-                end = int(self.node == high)
-                made[asker] = Connections(
-                    Lane(
-                        store,
-                        name,
-                        end,
-                        2,
-                        self._address,
-                        timeout,
-                        self._key,
-                        rate_limit=self._rate_limit,
-                        parties=Parties((low, high), "node"),
-                    )
-                )
+                made[asker] = Connections(self._endpoint.lane(name, ends, timeout, meanwhile))
         except (RuntimeError, ExchangeError) as error:
             _close(made.values())
             raise IslandLostError(f"nodes {low} and {high} did not connect: {error}", [peer]) from None
