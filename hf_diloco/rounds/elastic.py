@@ -158,9 +158,7 @@ class ElasticSession(BaseSession):
                 self.outer.begin()
             parent = self.outer.run
             is_new = self._enter(shards, folder, facts or {})
-            joining = Joining(
-                self._run, self.rounds, self._snapshots, self._pace, self._should_stop, self._stand, self._clock
-            )
+            joining = Joining(self._run, self.rounds, self._pace, self._should_stop, self._stand)
             replaced = joining.take_state(is_new, parent, from_checkpoint=checkpoint is not None)
             if not self._has_last_round:
                 joining.await_islands()

@@ -45,6 +45,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         context: this rank's side of the run.
 
     Attributes:
+        context: likewise.
         plans: of rounds, and what is decided.
         recovery: where a round cannot be carried out.
         archive: what is left in the store of rounds that are over.
@@ -53,7 +54,7 @@ class ElasticRounds(Rounds[PlannedRound]):
 
     def __init__(self, context: RoundContext) -> None:
         super().__init__(context.config, context.outer, context.island)
-        self._engines = context.engines
+        self.context = context
         self._engine_of = context.engine_of
         self._snapshots = context.snapshots
         self.plans = Plans(context.outer, context.island, context.quorum)
@@ -118,7 +119,7 @@ class ElasticRounds(Rounds[PlannedRound]):
 
     def rest(self) -> None:
         """Returns when no average is on its way into the store: it may be overwritten."""
-        for engine in self._engines:
+        for engine in self.context.engines:
             engine.rest()
         while self._lent:
             fragment, vector = self._lent.pop()

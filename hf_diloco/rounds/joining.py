@@ -19,7 +19,6 @@ from hf_diloco.membership.snapshot_records import round_of
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.measure import SyncClock
 from hf_diloco.rounds.pace import Pace
-from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -34,22 +33,18 @@ class Joining:
     Args:
         run: that the island has entered.
         rounds: of the run.
-        snapshots: of the run.
         pace: knows where the others are.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         stand: tells the others what this island does.
-        clock: by which it waits.
     """
 
     def __init__(
         self,
         run: RunRecord,
         rounds: ElasticRounds,
-        snapshots: Snapshots,
         pace: Pace,
         should_stop: Callable[[], bool],
         stand: Callable[[Phase], None],
-        clock: Clock,
     ) -> None:
         self.config = rounds.config
         self.outer = rounds.outer
@@ -57,11 +52,11 @@ class Joining:
         self._run = run
         self._rounds = rounds
         self._plans = rounds.plans
-        self._snapshots = snapshots
+        self._snapshots = rounds.context.snapshots
         self._pace = pace
         self._should_stop = should_stop
         self._stand = stand
-        self._clock = clock
+        self._clock = rounds.context.clock
 
     def take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
         """Comes to the newest outer state of the run; returns whether the masters were replaced."""
