@@ -308,6 +308,6 @@ def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, ther
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))
     later.start()
-    greetings = Greetings(board, Discovery(board, 2, 2), 2, 2, {1: 1, 3: 1})
+    greetings = Greetings(Discovery(board, 2, 2), {1: 1, 3: 1})
     assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
     later.cancel()

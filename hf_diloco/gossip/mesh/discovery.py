@@ -33,24 +33,24 @@ class Announcement:
 class Discovery:
     """One node's, and what it hears of its neighbours'.
 
-    Args:
+    Attributes:
         board: the mesh's.
         node: this node.
         start: which of its starts this is.
     """
 
     def __init__(self, board: Board, node: int, start: int) -> None:
-        self._board = board
-        self._node = node
-        self._start = start
+        self.board = board
+        self.node = node
+        self.start = start
         self._number = 0
         self._heard: dict[int, Record] = {}
 
     def announce(self, misses: Collection[int], is_in: bool) -> None:
         """This node is there, and looks for others."""
         self._number += 1
-        record = {"start": self._start, "is_in": is_in, "misses": sorted(misses), "number": self._number}
-        self._board.put(f"calls/{self._node}", record)
+        record = {"start": self.start, "is_in": is_in, "misses": sorted(misses), "number": self._number}
+        self.board.put(f"calls/{self.node}", record)
 
     def announcement_of(self, peer: int, start: int) -> Announcement | None:
         """What a neighbour says, if it is there.
@@ -62,7 +62,7 @@ class Discovery:
         Raises:
             PayloadError: what is said makes no sense.
         """
-        record = self._board.read(f"calls/{peer}", peer)
+        record = self.board.read(f"calls/{peer}", peer)
         before = self._heard.get(peer)
         if record is None or record == before:
             return None

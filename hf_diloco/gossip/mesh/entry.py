@@ -32,18 +32,15 @@ class Greetings:
     """Awaits the neighbours that see that this node is back.
 
     Args:
-        board: the mesh's.
         discovery: how this node says that it waits for them.
-        node: this node.
-        start: which of its starts this is.
         starts: how often each neighbour was started, as far as is known.
     """
 
-    def __init__(self, board: Board, discovery: Discovery, node: int, start: int, starts: Mapping[int, int]) -> None:
-        self._board = board
+    def __init__(self, discovery: Discovery, starts: Mapping[int, int]) -> None:
+        self._board = discovery.board
         self._discovery = discovery
-        self._node = node
-        self._start = start
+        self._node = discovery.node
+        self._start = discovery.start
         self._starts = starts
         self._greeted: set[int] = set()
         self._waiting: set[int] = set()  # as this one does: they let nobody in

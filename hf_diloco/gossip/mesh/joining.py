@@ -79,7 +79,7 @@ class Joining:
         return edges
 
     def _return(self) -> dict[int, Edge]:
-        greetings = Greetings(self._board, self.discovery, self._node, self.start, self.starts)
+        greetings = Greetings(self.discovery, self.starts)
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)

@@ -112,10 +112,7 @@ class MeshNeighbours(Neighbours):
         self._edges = self._joining.meet()
         self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._reception = Reception(
-            self._board,
             self._joining.discovery,
-            node,
-            self._joining.start,
             self.num_nodes,
             dict(self._joining.starts),
             lambda peer, start, attempt, meanwhile: self._joining.connect_again(

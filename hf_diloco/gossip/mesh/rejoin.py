@@ -37,7 +37,6 @@ from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
-from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.transport.transfers import Transfers
 
@@ -93,10 +92,7 @@ class Reception:
     """Looks for lost neighbours in a thread of its own, connects to each in another one, and lets them in.
 
     Args:
-        board: the mesh's.
         discovery: how this node says that it looks for them.
-        node: this node.
-        start: which of its starts this is.
         num_nodes: n.
         starts: how often each neighbour was started when its edge was made.
         connect: see `Connect`; called in a thread for each neighbour.
@@ -108,20 +104,17 @@ class Reception:
 
     def __init__(
         self,
-        board: Board,
         discovery: Discovery,
-        node: int,
-        start: int,
         num_nodes: int,
         starts: dict[int, int],
         connect: Connect,
         straggler_timeout: StragglerTimeout,
     ) -> None:
         self.is_given_up = False
-        self._board = board
+        self._board = discovery.board
         self._discovery = discovery
-        self._node = node
-        self._start = start
+        self._node = discovery.node
+        self._start = discovery.start
         self._num_nodes = num_nodes
         self._starts = starts
         self._connect = connect
