@@ -173,8 +173,8 @@ class Members:
                 raise RendezvousError(
                     f"island {island} does not believe island {self.island}: this one's identity "
                     f"{show_public(signer.public)} is not listed there (identities.{self.island}), or only until a "
-                    f"round. List it on all islands and start island {island} again, or give this one the "
-                    "identity_file whose key is listed"
+                    "round, as it was replaced, or this island taken out. Give this one the identity_file whose key "
+                    f"is listed; or list its key on all islands, and start island {island} again"
                 )
 
     def newest_claim(self, island: int) -> int:

@@ -56,12 +56,19 @@ class Roster:
         Raises:
             UnknownIdentityError: its key is not listed, or counts until some round only.
         """
-        if self.find(signer.number, signer.public).last_round is not None:
-            raise UnknownIdentityError(
-                f"{self.unit} {signer.number}'s identity {show_public(signer.public)} counts until a round only: "
-                "start it with its new identity_file",
-                signer.number,
-            )
+        last = self.find(signer.number, signer.public).last_round
+        if last is not None:
+            raise self.retired(signer.number, signer.public, last)
+
+    def retired(self, island: int, public: bytes, last_round: int) -> UnknownIdentityError:
+        """The error for an island that shows a key that counts until some round only."""
+        return UnknownIdentityError(
+            f"{self.unit} {island} shows the identity {show_public(public)}, which counts until round {last_round} "
+            f"only (identities.{island}): it was replaced, or the {self.unit} taken out. If it is to take part, make "
+            f"a new one by `hf-diloco keys make FILE`, list it on all {self.unit}s, and give it to {self.unit} "
+            f"{island} as identity_file",
+            island,
+        )
 
     def admits(self, island: int, public: bytes) -> bool:
         """Whether who holds a key may take part as this island."""
@@ -89,18 +96,16 @@ class Signer:
             raise ConfigError(self._why_refused())
 
     def _why_refused(self) -> str:
-        unit, number, shown = self.roster.unit, self.number, show_public(self.public)
+        unit, number = self.roster.unit, self.number
         try:
             last = self.roster.find(number, self.public).last_round
         except UnknownIdentityError:
-            return (
-                f"{unit} {number}'s identity is {shown}, and identities.{number} does not list it: add it there, on "
-                f"all {unit}s, or give {unit} {number} its own identity_file"
-            )
+            last = None
+        if last is not None:
+            return str(self.roster.retired(number, self.public, last))
         return (
-            f"{unit} {number}'s identity {shown} counts until round {last} only (identities.{number}), as it was "
-            f"replaced, or {unit} {number} taken out: make a new one by `hf-diloco keys make FILE`, list it there, on "
-            f"all {unit}s, and give it to {unit} {number} as identity_file"
+            f"{unit} {number}'s identity is {show_public(self.public)}, and identities.{number} does not list it: add "
+            f"it there, on all {unit}s, or give {unit} {number} its own identity_file"
         )
 
     def __repr__(self) -> str:
@@ -134,11 +139,7 @@ class Signer:
         public, proof = signature[:PUBLIC_BYTES], signature[PUBLIC_BYTES:]
         listed = self.roster.find(island, public)
         if listed.last_round is not None and (last_round is None or last_round > listed.last_round):
-            raise UnknownIdentityError(
-                f"{self.roster.unit} {island} shows the identity {show_public(public)}, which counts until round "
-                f"{listed.last_round} only (identities.{island}): start it with its new identity_file",
-                island,
-            )
+            raise self.roster.retired(island, public, listed.last_round)
         try:
             Ed25519PublicKey.from_public_bytes(public).verify(proof, _text(purpose, island, said))
         except (InvalidSignature, ValueError):

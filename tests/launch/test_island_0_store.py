@@ -112,9 +112,13 @@ def test_island_0_goes_on_without_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("stranger", "max_islands"), [(1, None), (2, 3)], ids=["fixed", "come and go"])
+@pytest.mark.parametrize(
+    ("stranger", "max_islands", "is_revoked"),
+    [(1, None, False), (2, 3, False), (1, None, True)],
+    ids=["fixed", "come and go", "fixed, revoked"],
+)
 def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
-    tmp_path: Path, stranger: int, max_islands: int | None
+    tmp_path: Path, stranger: int, max_islands: int | None, is_revoked: bool
 ) -> None:
     """It holds the run's key. By the command line alone: keys are made there, and every island is launched."""
     keys = [*COMMAND, "keys", "make"]
@@ -122,7 +126,9 @@ def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
     files = [tmp_path / f"island-{name}.pem" for name in ("0", "1", "other")]
     public = [run_command([*keys, str(file)]).output.split()[-1] for file in files]
     secrets = {"key_file": tmp_path / "run.key", "max_islands": max_islands, "min_islands": max_islands and 2}
-    listed = dict(enumerate(public[:2]))
+    listed: dict[int, Any] = dict(enumerate(public[:2]))
+    if is_revoked:
+        listed[stranger] = [public[1], f"{public[2]} until 1"]
     with Processes() as processes:
         run = Run(tmp_path, processes, identity_file=tmp_path / "island-{island}.pem", identities=listed, **secrets)
         run.jobs.append(run.launch(0))
@@ -135,7 +141,7 @@ def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
     assert said.startswith(f"error: island {stranger} failed (exit code 1): island ")
     assert public[2] in said
     assert f"(identities.{stranger})" in said
-    assert "on all islands" in said
+    assert ("taken out" if is_revoked else "on all islands") in said
     assert "Traceback" not in refused
     hashes = [syncs_of(folder)[-1]["outer_hash"] for folder in run.folders]
     assert hashes[0] == hashes[1], output

@@ -229,7 +229,7 @@ def test_a_value_in_the_name_of_another_counts_as_absent(bare: TCPStore, caplog:
         (
             signer(0, listed={1: [f"{PUBLIC[1]} until 4"]}),
             signer(1),
-            "island 1's identity .* counts until a round only",
+            "island 1 shows the identity .*, which counts until round 4 only",
         ),
         (
             signer(0),
