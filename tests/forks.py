@@ -42,7 +42,7 @@ PRELOADED = (
     "datasets",
     "deepspeed",
     "deepspeed.runtime.engine",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which brings torch's compiler
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by every engine that is made
     "numba",
     "torch.distributed.run",
     "transformers",
@@ -426,6 +426,7 @@ def main() -> None:
     inherited = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     _paths[:] = [path for path in sys.path[1:] if path not in inherited]
     skip_fsync()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else DeepSpeed has Muon's iteration compiled, which takes minutes
     for name in PRELOADED:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
