@@ -81,7 +81,7 @@ def the_error(output: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.parametrize("override", WRONG_SETTINGS)
 def test_wrong_setting(runs: Runs, override: str) -> None:
-    completed = run([*LAUNCH, runs.write("wrong", {}), *override.split()], expect=2, timeout=60)
+    completed = run([*LAUNCH, runs.write("wrong", {}), *override.split()], expect=2, timeout=120)
     error = the_error(completed.output)
     assert all(part in error for part in WRONG_SETTINGS[override]), error
     assert not (runs.folder / "wrong").exists()  # nothing was started
@@ -109,7 +109,7 @@ def test_a_key_that_is_too_short(runs: Runs, tmp_path: Path, where: str) -> None
     key.write_text("swordfish\n")
     overrides = ["diloco.rendezvous=file:///no/such", *([f"diloco.key_file={key}"] if where == "file" else [])]
     command: list[str | Path] = [*LAUNCH, runs.write("wrong", {}), *overrides]
-    output = run(command, env={"HF_DILOCO_KEY": "swordfish"}, expect=2, timeout=60).output
+    output = run(command, env={"HF_DILOCO_KEY": "swordfish"}, expect=2, timeout=120).output
     error = the_error(output)
     assert (f"key_file={key}" if where == "file" else "HF_DILOCO_KEY") in error
     assert "9 bytes, fewer than 16: make one by" in error
@@ -131,7 +131,7 @@ def test_a_revoked_identity(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_missing_run_file() -> None:
-    error = the_error(run([*LAUNCH, "no-such-run.yaml"], expect=2, timeout=60).output)
+    error = the_error(run([*LAUNCH, "no-such-run.yaml"], expect=2, timeout=120).output)
     assert "no-such-run.yaml" in error
 
 
