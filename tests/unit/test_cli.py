@@ -102,6 +102,7 @@ def test_unknown_options_and_commands_are_usage_errors() -> None:
     assert "lunch" in hf_diloco("lunch", expect=2).output
 
 
+@pytest.mark.distributed
 def test_dry_run_shows_a_command_for_each_island_and_starts_none(tmp_path: Path) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text(f"training: {{max_steps: 3}}\noutput: {tmp_path}/runs\ndiloco: {{num_islands: 2}}\n")

@@ -376,6 +376,7 @@ def test_nobody_listens_for_the_whole_internet(host: str, why: str) -> None:
 # The commands
 
 
+@pytest.mark.distributed
 def test_doctor_tells_and_its_exit_code(tmp_path: Path) -> None:
     completed = hf_diloco("doctor", "--json", "--store", f"file://{tmp_path}/store", "--folder", tmp_path)
     report = json.loads(completed.output)
@@ -388,6 +389,7 @@ def test_doctor_tells_and_its_exit_code(tmp_path: Path) -> None:
     assert hf_diloco("doctor", "--peer", "nowhere", expect=2).output.startswith("error: --peer nowhere")
 
 
+@pytest.mark.distributed
 def test_env_has_versions_and_no_secrets() -> None:
     secret = "a-key-that-nobody-may-see"
     output = hf_diloco("env", HF_DILOCO_KEY=secret, HF_DILOCO_ISLAND="3").output

@@ -284,6 +284,7 @@ def test_estimate_by_numbers() -> None:
     assert "set payload: fp4, num_fragments: 8, fragment_sync_delay: 5" in output
 
 
+@pytest.mark.distributed
 def test_estimate_of_a_run_file(tmp_path: Path) -> None:
     picture = tmp_path / "estimate.svg"
     path = ROOT / "configs" / "quickstart.yaml"
@@ -310,6 +311,7 @@ def test_estimate_of_a_run_file(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.distributed
 def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
     folder = tmp_path / "known" / "island-0"
     folder.mkdir(parents=True)
