@@ -9,11 +9,11 @@ between two exchanges of the same fragment, an island sends for each exchange of
 
 and an exchange of S bytes takes
 
-    seconds = 8 S / min(0.956 B, K W / RTT)  +  slow start  +  trips x RTT
+    seconds = 8 S / min(0.956 B, K W / RTT)  +  slow start  +  trips x RTT  +  coding
 
-0.956 is what TCP leaves of a link (1,448 of the 1,514 bytes of a frame), K the number of connections, and W what each
-has under way at a time. Not in it: the processor's time for codecs, reading and writing weights, and waiting for
-slower islands.
+0.956 is what TCP leaves of a link (1,448 of the 1,514 bytes of a frame), K the number of connections, W what each has
+under way at a time, and coding what a rank's processor takes to encode and decode values, beyond what it does while
+the link is busy. Not in it: reading and writing weights, and waiting for slower islands.
 
 The memory of model states is what DeepSpeed's own estimators say for ZeRO-2 and 3, and otherwise by the ZeRO paper
 (arXiv 1910.02054, section 3.1). Activations are in neither.
@@ -51,6 +51,10 @@ direct: half a one for the values, half a one for the votes, one until the store
 island 0: measured as 2.9: two questions to island 0, for the plan and the outcome, and the values between them.
 store, bucket: requests that follow one another, counted as 13 to 17.
 """
+
+CODING_SECONDS = 1e-9
+"""A value of a rank, of payloads below 32 bits: exchanges of 20 million values at 1 Gbit/s and 10 ms took 15 (bf16),
+21 (int8) and 24 ms (fp4) longer than their bytes and trips, and 4 ms with fp32 (docs/planning.md)."""
 
 WAY_BACK_TRIPS = 0.5
 """Besides, where more than two islands share out the averaging: the averages' way to the others."""

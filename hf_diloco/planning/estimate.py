@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from hf_diloco.planning.equations import (
+    CODING_SECONDS,
+    OUTER_BYTES,
     Exchange,
     Memory,
     model_memory,
@@ -150,9 +152,13 @@ def exchange_of(scenario: Scenario, way: Way) -> Exchange:
     from hf_diloco.transport.base import averaged_by_all
 
     codec = find_codec(way.payload)
-    num_bytes = codec.num_bytes(-(-scenario.num_parameters // way.num_fragments))
+    num_values = -(-scenario.num_parameters // way.num_fragments)
+    num_bytes = codec.num_bytes(num_values)
     by_all = averaged_by_all(scenario.num_islands, codec)
-    return outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
+    exchange = outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
+    if num_bytes >= OUTER_BYTES * num_values or not exchange.bytes_sent:
+        return exchange
+    return replace(exchange, latency=exchange.latency + CODING_SECONDS * num_values / scenario.num_ranks)
 
 
 def utilisation_of(scenario: Scenario, way: Way) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import (
+    CODING_SECONDS,
     FIRST_WINDOW_BYTES,
     TCP_SHARE,
     TRIPS,
@@ -175,8 +177,16 @@ def test_ways_of_an_exchange() -> None:
     ],
 )
 def test_trips_of_an_exchange(diloco: dict[str, Any], trips: float) -> None:
-    far = make_scenario(rtt=0.1, **diloco)
-    assert exchange_of(far, own_way(far)).latency == pytest.approx(0.1 * trips)
+    far, near = make_scenario(rtt=0.1, **diloco), make_scenario(rtt=0.0, **diloco)
+    coding = exchange_of(near, own_way(near)).latency
+    assert exchange_of(far, own_way(far)).latency - coding == pytest.approx(0.1 * trips)
+
+
+@pytest.mark.parametrize(("payload", "num_ranks"), [("fp32", 1), ("int8", 1), ("fp4", 4)])
+def test_each_rank_codes_its_own_values(payload: str, num_ranks: int) -> None:
+    near = replace(make_scenario(rtt=0.0, payload=payload), num_ranks=num_ranks)
+    seconds = 0.0 if payload == "fp32" else CODING_SECONDS * near.num_parameters / num_ranks
+    assert exchange_of(near, own_way(near)).latency == pytest.approx(seconds)
 
 
 def test_memory_of_model_states() -> None:
@@ -255,8 +265,8 @@ def test_what_reaches_the_target_is_what_the_row_says() -> None:
     [
         (1e15, {}, "Exchange gradients at every step"),
         (10e9, {}, "Keep these settings"),
-        (3.5e9, {}, "set payload: bf16 for"),
-        (2e9, {}, "set payload: int8 for"),
+        (5e9, {}, "set payload: bf16 for"),
+        (3e9, {}, "set payload: int8 for"),
         (1e6, {}, "no setting reaches"),
         (10e9, {"num_islands": 1}, "One island exchanges nothing"),
         (200e6, {}, "fragment_sync_delay: 5"),
