@@ -4,6 +4,7 @@
     python -m benchmarks.exchange --link 1000,100 --islands 2 --payload fp32 --connections 1 4 16 --json FILE
     python -m benchmarks.exchange --link 1000,10 --payload fp32 int8 --compare-checksums
     python -m benchmarks.exchange --link 1000,10 --link 40000,0 --payload fp32 int8 --compare-sealing
+    python -m benchmarks.exchange --link loopback --payload fp32 int8 --compare-sealing
 
 Every island is a process with a network of its own, joined to the others by a link that carries RATE Mbit/s in each
 direction; RTT milliseconds lie between any two islands and back (`benchmarks/links.py`). Each measurement averages
@@ -20,7 +21,8 @@ connecting     seconds to set up the connections
 With `--compare-checksums` each payload has a second row, "fp32, bare" and so on, for the same exchange without the
 checksums that go behind its pieces. With `--compare-sealing` there are rows for the same exchange with a key: "fp32,
 sealed", where each piece is encrypted and authenticated instead, and "fp32, signed", where it is only authenticated.
-All take turns. A `--link` of 40000,0 is as fast as the machine is. Two columns more then say what a key costs:
+All take turns. A `--link` of 40000,0 is as fast as the machine is; with `loopback` islands share one network and its
+loopback interface. Two columns more then say what a key costs:
 
 slower   than with checksums: the median over all turns of the time that the exchange took, over that of the one with
          checksums in the same turn
@@ -62,6 +64,8 @@ TCP_SHARE = 1448 / 1514
 LINK_LIMIT, MACHINE_LIMIT = 0.03, 0.15
 """By how much a key may slow an exchange down: on links, and where these are as fast as the machine is."""
 MACHINE_RATE = 40_000.0  # Mbit/s; a link of this rate or more is as fast as the machine is
+LOOPBACK = "loopback"
+LINK_HELP = f"Mbit/s, ms; or {LOOPBACK}; repeatable"
 TIMEOUT = 600.0
 _TCP = Path("/proc/sys/net/ipv4")
 
@@ -74,11 +78,21 @@ class Link(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From RATE,RTT."""
+        """From RATE,RTT, or "loopback"."""
+        if text == LOOPBACK:
+            return cls(math.inf, 0.0)
         rate, rtt = (float(part) for part in text.split(","))
         if rate <= 0 or rtt < 0:
             raise ValueError(text)
         return cls(rate, rtt)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether islands have no networks of their own."""
+        return math.isinf(self.rate)
+
+    def __str__(self) -> str:
+        return LOOPBACK if self.is_loopback else f"{self.rate:g}, {self.rtt:g}"
 
 
 @dataclass
@@ -231,13 +245,17 @@ class Archipelago:
         self._rtt = link.rtt
         self._links = links
         store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
-        command = ["unshare", "--net", sys.executable, "-m", "benchmarks.exchange", "--port", str(store.port)]
+        own_network = [] if link.is_loopback else ["unshare", "--net"]
+        command = [*own_network, sys.executable, "-m", "benchmarks.exchange", "--port", str(store.port)]
         self._islands: list[Process] = [
             processes.spawn([*command, "--island", str(number)], env={"OMP_NUM_THREADS": "1"})
             for number in range(num_islands)
         ]
         for number, process in enumerate(self._islands):
             process.wait_for("up")
+            if link.is_loopback:
+                self._links.loop_back(number)
+                continue
             self._links.join(number, process.pid)
             self._links.shape(number, *link)
         self._workers = Workers(store, self._islands)
@@ -315,7 +333,7 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
     checked = {(place(row), row.payload): row for row in measurements if row.guard == CHECKED}
     for row in measurements:
         table.add_row(
-            f"{row.rate:g}, {row.rtt:g}",
+            str(Link(row.rate, row.rtt)),
             str(row.islands),
             "" if row.payload == BASELINE else str(row.connections),
             row.label,
@@ -348,7 +366,7 @@ def describe_machine() -> str:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--link", type=Link.parse, action="append", metavar="RATE,RTT", help="Mbit/s, ms; repeatable")
+    parser.add_argument("--link", type=Link.parse, action="append", metavar="RATE,RTT", help=LINK_HELP)
     parser.add_argument("--islands", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--connections", type=int, nargs="+", default=[1], help="between two islands")
     parser.add_argument("--payload", nargs="+", help="default: all that there are")

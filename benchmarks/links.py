@@ -44,6 +44,7 @@ class Links:
         self._processes = processes
         self._congestion = congestion
         self._pids: dict[int, int] = {}
+        self._looped: list[int] = []
         self._delays: dict[int, Process] = {}
         _run("ip link set lo up")
         _run("ip link add bridge0 type bridge")
@@ -69,6 +70,11 @@ class Links:
             self._inside(island, f"ip {command}")
         if self._congestion:
             self._inside(island, f"sysctl -qw net.ipv4.tcp_congestion_control={self._congestion}")
+
+    def loop_back(self, island: int) -> None:
+        """Gives an island that has no network of its own its address on the loopback interface that all share."""
+        self._looped.append(island)
+        _run(f"ip addr add {self.address(island)}/32 dev lo")
 
     def shape(self, island: int, rate: float, rtt: float = 0.0) -> None:
         """Gives an island's link a rate, in each direction.
@@ -108,7 +114,10 @@ class Links:
             process.kill()
         for island in self._pids:  # a link has gone by itself where the network inside is no more
             subprocess.run(["ip", "link", "del", f"out{island}"], check=False, capture_output=True)
+        for island in self._looped:
+            _run(f"ip addr del {self.address(island)}/32 dev lo")
         self._pids.clear()
+        self._looped.clear()
         self._delays.clear()
 
     def _delay(self, island: int, milliseconds: float) -> None:
