@@ -880,7 +880,7 @@ def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> No
 def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_without_it(
     tmp_path: Path, fast_clock: FastClock
 ) -> None:
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0)  # all are in the first two rounds
     islands = run_islands(3, lambda island: meeting.island(island).train(4))
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
