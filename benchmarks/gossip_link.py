@@ -48,13 +48,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from benchmarks.exchange import TCP_SHARE, Link, describe_machine
 from benchmarks.links import Links, enter_network
 from benchmarks.others import bytes_sent
+from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.tcp_store import meet
+from hf_diloco.store.torch_store import ValueStore
 from tests.processes import Process, Processes
 
 TOPOLOGIES = ("ring", "one-peer-exponential", "symmetric-exponential")
@@ -111,7 +115,7 @@ class Node:
         store: where nodes meet.
     """
 
-    def __init__(self, number: int, num_nodes: int, store: Store) -> None:
+    def __init__(self, number: int, num_nodes: int, store: ValueStore) -> None:
         torch.set_num_threads(1)
         self._number = number
         self._num_nodes = num_nodes
@@ -173,7 +177,7 @@ class Node:
         return float(weights @ everybody.to(weights.dtype))
 
 
-def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, Store], Any] = Node) -> None:
+def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, ValueStore], Any] = Node) -> None:
     """Answers what `make`'s node does until the program that asks kills this process."""
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
     while True:
@@ -184,10 +188,10 @@ def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, S
             time.sleep(0.1)
     timeout = timedelta(seconds=TIMEOUT)
     orders = TCPStore(Links.host, port, wait_for_workers=False, timeout=timeout)
-    orders.get("open" if number else "joined")  # node 0 keeps the store where nodes meet, and opens it
-    meeting = TCPStore(Links.address(0), PORT, is_master=not number, wait_for_workers=False, timeout=timeout)
-    orders.set("open", "")
-    node = make(number, num_nodes, meeting)
+    orders.get("joined")
+    rendezvous = f"tcp://{Links.address(0)}:{PORT}"
+    config = GossipConfig(num_nodes=num_nodes, node=number, rendezvous=rendezvous, join_timeout=TIMEOUT)
+    node = make(number, num_nodes, meet(config, Credentials(), is_host=not number, who=f"node {number}").store)
     orders.set(f"ready/{number}", "")
     for count in itertools.count():
         order = json.loads(orders.get(f"order/{count}"))

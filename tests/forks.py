@@ -55,6 +55,9 @@ PRELOADED = (
     "hf_diloco.apps.lm.assemble",
     "hf_diloco.apps.lm.finish",
     "hf_diloco.apps.lm.train",
+    "hf_diloco.store.serving",
+    "hf_diloco.store.server",
+    "hf_diloco.store.tcp_store",
     "hf_diloco.trainer.loop",
 )
 

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from torch.distributed import TCPStore
-
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology
 from tests.clocks import LONG
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 LOCALHOST = "127.0.0.1"
 
@@ -24,14 +23,9 @@ N = TypeVar("N", bound=Closable)
 T = TypeVar("T")
 
 
-def make_store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-
-
-def join(store: TCPStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
-    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+def join(store: KeptStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
-    return MeshNeighbours(client, topology, node, LOCALHOST, **{**timeouts, **settings})
+    return MeshNeighbours(store.client(), topology, node, LOCALHOST, **{**timeouts, **settings})
 
 
 def talk_together(num_nodes: int, enter: Callable[[int], N], talk: Callable[[int, N], T]) -> list[T]:

@@ -26,12 +26,16 @@ from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
-from hf_diloco.store.sealed_store import seal_store
+from hf_diloco.store.rendezvous import warn_if_exposed
+from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 from hf_diloco.utils.workspace import Workspace
+
+SILENT_SECONDS = 30.0
+"""What the store may take to answer before it counts as gone. It does within a round trip, but a process may stand
+still for seconds; one that ended is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -304,8 +308,7 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
         return MemoryGraph(topology).node(0)
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    bare, address = connect_store(config, is_host, notes)
-    store, key = seal_store(bare, credentials, config, is_host, f"node {config.node}")
+    store, key, address = meet(config, credentials, is_host, f"node {config.node}", notes, SILENT_SECONDS)
     if not credentials.key:
         warn_if_exposed(address)
     return MeshNeighbours(

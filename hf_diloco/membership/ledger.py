@@ -8,8 +8,8 @@ Every entry is a small JSON record under a key that is written once. A round has
     round/R/vote/I      island I holds the average (with its hash), or why it does not
     round/R/outcome     "commit", "abort" or "again": whoever writes first decides, all others read it
 
-After "again" (the averages differ, or a transfer came damaged) all take the round once more, under `round/R~1`, and
-then `round/R~2`.
+After "again" (the averages differ, or a transfer came damaged) all take the round once more, under `round/R+1`, and
+then `round/R+2`.
 
 The store may be far away. So `arrived` and `vote` go over the islands' open connections as well, which takes half a
 round trip each; they are read in the store only where a connection has failed. With `outcome`, of which an island must
@@ -23,7 +23,9 @@ up waiting writes "abort", and if "commit" was there first, reads that and commi
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
@@ -251,7 +253,7 @@ class Ledger:
 
     def _topic(self, round_number: int) -> str:
         number = self.tries(round_number)
-        return f"round/{round_number}~{number}" if number else f"round/{round_number}"
+        return f"round/{round_number}+{number}" if number else f"round/{round_number}"
 
     def leave(self, next_round: int, finished: bool = False) -> None:
         """Tells the others that this island takes no part in `next_round`, so that nobody waits for it.
@@ -270,11 +272,22 @@ class Ledger:
         self._guard(lambda: self._store.set(key, json.dumps(dict(record))))
 
     def _announce(self, topic: str, record: Mapping[str, Any]) -> Links | None:
-        """Posts this island's record under `topic`; returns the links that carry it, and the others', as well."""
-        self._post(f"{topic}/{self.island}", record)
+        """Posts this island's record under `topic`; returns the links that carry it, and the others', as well.
+
+        Nobody waits for the store to take what links carry: it is read there only where one of them fails.
+        """
+        key = f"{topic}/{self.island}"
         links = self._links[0] if self._links else None
         message = json.dumps({"topic": topic, "record": dict(record)}).encode()
-        return links if links and links.send_message(message, self._news.set) else None
+        if links and links.send_message(message, self._news.set):
+            threading.Thread(target=self._try_to_post, args=(key, record), name="hf-diloco-post", daemon=True).start()
+            return links
+        self._post(key, record)
+        return None
+
+    def _try_to_post(self, key: str, record: Mapping[str, Any]) -> None:
+        with suppress(IslandLostError):  # which is met where the store is needed
+            self._post(key, record)
 
     def _absent(self, found: Mapping[int, Record]) -> list[int]:
         return [island for island in range(self.num_islands) if island not in found]

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
-from hf_diloco.store.authors import RUN_PATH
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.authors import MEETING, RUN_PATH
+from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL, Clock
@@ -54,8 +54,8 @@ def enter_run(
 
     Raises:
         FingerprintError: the run trains something else, or in another way.
-        RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone; or islands
-            cannot agree in this store.
+        RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone, or one of
+            fixed membership; or islands cannot agree in this store.
     """
     log = RunLog(store, seal.of(NO_RUN))
     mine = RunRecord(
@@ -63,6 +63,11 @@ def enter_run(
     )
     found = find_run(log) or _find_again(log, clock)
     if found is None:
+        if store.get(MEETING, MAX_RECORD_BYTES) is not None:
+            raise RendezvousError(
+                f"the islands of the run at {store.url} wait for each other, and this one may come and go: give all "
+                "the same settings (min_islands, max_islands, exchange)"
+            )
         store.check_creation()
         try:
             found = log.decide(PATH, mine)

@@ -1,7 +1,6 @@
-"""Values in a store that others reach too: only holders of the run's key can make or read them, each for one place.
+"""Records in a store that others reach too: only holders of the run's key can make or read them, each for one place.
 
-sealed value   base64 of: nonce (12 random bytes) | AES-256-GCM of the value, with its key in the store as
-               associated data. Without encryption of: nonce | value | tag, with both as associated data
+sealed value   base64 of: nonce (12 random bytes) | AES-256-GCM of the value, with its path as associated data
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hf_diloco.errors import ForgedError
-from hf_diloco.sealing.keys import derive, pack
+from hf_diloco.sealing.keys import derive
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 
@@ -24,22 +23,15 @@ class ValueSeal:
     Args:
         key: the run's.
         run: names the run; values of another do not open.
-        encrypt: whether values are encrypted, or only authenticated.
-        purpose: what kind of values; those of another kind do not open. Default: at tcp://.
     """
 
-    def __init__(self, key: bytes, run: str, encrypt: bool, purpose: str = "") -> None:
-        self._encrypts = encrypt
-        self._cipher = AESGCM(derive(key, purpose or ("encrypted values" if encrypt else "authenticated values"), run))
+    def __init__(self, key: bytes, run: str) -> None:
+        self._cipher = AESGCM(derive(key, "encrypted records", run))
 
     def wrap(self, path: str, value: bytes) -> str:
         """The sealed value for a place."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        if self._encrypts:
-            sealed = self._cipher.encrypt(nonce, value, path.encode())
-        else:
-            sealed = value + self._cipher.encrypt(nonce, b"", pack(path.encode(), value))
-        return base64.b64encode(nonce + sealed).decode()
+        return base64.b64encode(nonce + self._cipher.encrypt(nonce, value, path.encode())).decode()
 
     def open(self, path: str, sealed: bytes) -> bytes:
         """The value that lies at a place.
@@ -62,9 +54,4 @@ class ValueSeal:
     def _open(self, path: str, sealed: bytes) -> bytes:
         if len(sealed) < _NONCE_BYTES + _TAG_BYTES:
             raise InvalidTag
-        nonce, rest = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
-        if self._encrypts:
-            return self._cipher.decrypt(nonce, rest, path.encode())
-        value, tag = rest[:-_TAG_BYTES], rest[-_TAG_BYTES:]
-        self._cipher.decrypt(nonce, tag, pack(path.encode(), value))
-        return value
+        return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], path.encode())

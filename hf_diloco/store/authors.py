@@ -25,8 +25,11 @@ _VOTE = re.compile(r"rounds/\d+/\d+/votes/")
 _HISTORY = re.compile(r"(?:rounds|snapshots)/(\d+)/")
 _STANDING = re.compile(r"claims/|start(?:-\d)?\.json")
 
+VALUES = "values/"
+"""Where islands of fixed membership, and nodes, leave values for each other."""
+
 _VALUES = re.compile(
-    r"(?:^|/)(?:claim|join|state|done|checkpoints\d*|sound\d*|round/[\d~]+/arrived|round/[\d~]+/vote"
+    r"(?:^|/)(?:claim|join|state|done|checkpoints\d*|sound\d*|round/[\d+]+/arrived|round/[\d+]+/vote"
     r"|starts|calls|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
 )
 
@@ -55,12 +58,14 @@ def owner_of(path: str) -> int | None:
     """The island that alone may write a record of the log; None: all may."""
     if path == MEETING:
         return 0
+    if path.startswith(VALUES):
+        return _owner_of_value(path.removeprefix(VALUES).removesuffix(".json"))
     match = _OBJECTS.match(path)
     return int(next(filter(None, match.groups()))) if match else None
 
 
-def owner_of_value(key: str) -> int | None:
-    """The same for a value at tcp://. Gloo's keys are anybody's: ends of a connection prove who they are."""
+def _owner_of_value(key: str) -> int | None:
+    """Gloo's keys are anybody's: ends of a connection prove who they are."""
     match = _VALUES.search(key) if not key.startswith(("mesh/", "lost/")) else None
     return int(match[1]) if match else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -13,7 +14,7 @@ from urllib.parse import unquote
 
 import obstore
 import urllib3
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import MemoryStore, S3Store, from_url
 from pydantic import ValidationError
 
@@ -82,6 +83,24 @@ class Cloud:
             raise OverflowError(size)
         return bytes(result.bytes())
 
+    def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
+        """A tag that tells an object apart from what lies there later; and its bytes, if no more than `limit`.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        result = obstore.get(self._client, path)
+        is_small = result.meta["size"] <= limit
+        return result.meta["e_tag"] or "", bytes(result.bytes()) if is_small else None
+
+    def replace(self, path: str, tag: str, data: bytes) -> bool:
+        """Writes an object in place of that which bears a tag; whether `data` is there now."""
+        try:
+            obstore.put(self._client, path, data, mode={"e_tag": tag}, use_multipart=False)
+        except (PreconditionError, FileNotFoundError):
+            return False
+        return True
+
     def read_range(self, path: str, start: int, end: int) -> Any:
         return obstore.get_range(self._client, path, start=start, end=end)
 
@@ -120,7 +139,7 @@ class Cloud:
 
 
 class Server(Cloud):
-    """Objects that a server of `hf-diloco rendezvous` keeps, which can also be asked for what changes.
+    """Objects that a server of ours keeps; small ones travel with the questions that only such a server answers.
 
     Args:
         client: for objects.
@@ -135,10 +154,47 @@ class Server(Cloud):
         self._connections = urllib3.connection_from_url(address, maxsize=_CONNECTIONS_KEPT, retries=False)
         self._path = f"/changes/{path}"
 
+    def create(self, path: str, data: bytes) -> None:
+        if self._ask(create={path: data}).created.get(path) != data:
+            raise FileExistsError(path)
+
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
+    ) -> None:
+        from hf_diloco.store.question import MAX_DATA_BYTES
+
+        if pace or data.nbytes > MAX_DATA_BYTES:
+            super().put(path, data, pace, is_lasting)
+        else:
+            self._ask(put={path: bytes(data)}, is_lasting=is_lasting)
+
+    def read(self, path: str, limit: int) -> bytes:
+        _, data = self.read_tagged(path, limit)
+        if data is None:  # too large to be told
+            return super().read(path, limit)
+        if len(data) > limit:
+            raise OverflowError(len(data))
+        return data
+
+    def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
+        found = self._ask(paths=[path]).objects.get(path)
+        if found is None:
+            raise FileNotFoundError(path)
+        return found
+
+    def replace(self, path: str, tag: str, data: bytes) -> bool:
+        return self._ask(replace={path: (tag, data)}).created.get(path) == data
+
+    def _ask(self, **what: Any) -> Answer:
+        from hf_diloco.store.question import Question
+
+        return self.ask(Question(**what))
+
     def ask(self, question: Question) -> Answer:
         """See `store.question`.
 
         Raises:
+            ConnectionRefusedError: nobody listens there.
             OSError: no answer, or a refusal.
             RendezvousError: the server does not know such requests.
         """
@@ -147,7 +203,7 @@ class Server(Cloud):
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
         try:
             said = self._connections.request(
-                "POST", self._path, body=question.model_dump_json(exclude_none=True).encode(), timeout=limits
+                "POST", self._path, body=question.model_dump_json(exclude_defaults=True).encode(), timeout=limits
             )
             if said.status == 404:
                 raise RendezvousError(
@@ -157,6 +213,10 @@ class Server(Cloud):
             if said.status != 200:
                 raise ConnectionError(f"status code: {said.status} {said.reason} {said.data[:300]!r}")
             return Answer.model_validate_json(said.data)
+        except urllib3.exceptions.NewConnectionError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there") from None
+            raise ConnectionError(f"no connection ({error.__cause__ or error})") from None
         except (urllib3.exceptions.HTTPError, ValidationError) as error:
             raise ConnectionError(f"no answer in time, or none of a server of ours ({error})") from None
 

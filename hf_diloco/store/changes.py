@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 from aiohttp import web
@@ -20,9 +21,17 @@ MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 << 20
 """Of questions that wait at a time, as they were sent; likewise."""
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_ABSENT = FileNotFoundError.__name__
 Found = dict[str, tuple[str, bytes | None]]
 """Tag and data of objects, by path."""
+
+
+class Do(Protocol):
+    """Calls a function, perhaps in a thread, and returns what that returns."""
+
+    def __call__(self, call: Callable[..., T], /, *args: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
 
 class Changes:
@@ -30,13 +39,16 @@ class Changes:
 
     Args:
         folder: holds the objects.
+        do: has it do something.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, do: Do = asyncio.to_thread) -> None:
         self._folder = folder
+        self._do = do
         self._count = 0
         self._changed = asyncio.Event()
         self._num_waiting = self._bytes_waiting = 0
+        self._replacing = asyncio.Lock()
         self._looks: dict[str, tuple[int, float, asyncio.Task[Found]]] = {}
 
     @web.middleware
@@ -56,9 +68,7 @@ class Changes:
             question = Question.model_validate_json(asked)
         except ValueError as error:
             return web.Response(status=400, text=str(error))
-        created = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
-        if created:
-            self._tell()
+        created = await self._write(root, question)
         may_wait = self._num_waiting < MAX_WAITING and self._bytes_waiting + len(asked) <= MAX_WAITING_BYTES
         self._num_waiting += may_wait
         self._bytes_waiting += may_wait * len(asked)
@@ -75,6 +85,17 @@ class Changes:
         answer = Answer.model_construct(created=created, objects=objects)
         return web.Response(text=answer.model_dump_json(), content_type="application/json")
 
+    async def _write(self, root: str, question: Question) -> dict[str, bytes | None]:
+        """Writes what an island wants to be there; returns what lies where that depends on what lay there."""
+        found = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
+        for path, (tag, data) in question.replace.items():
+            found[path] = await self._replace(f"{root}/{path}", tag, data)
+        for path, data in question.put.items():
+            await self._do(self._folder.put, f"{root}/{path}", memoryview(data), is_lasting=question.is_lasting)
+        if found or question.put:
+            self._tell()
+        return found
+
     async def _await_change(self, root: str, question: Question, may_wait: bool) -> Found:
         """All objects below the prefixes, once they are others than those known, and what is awaited is among them or
         did not come in time; at the latest when the time is over."""
@@ -88,6 +109,8 @@ class Changes:
             found: Found = {}
             for prefix in question.prefixes:
                 found |= await self._look(f"{root}/{prefix}")
+            if question.paths:
+                found |= await self._do(self._read_some, [f"{root}/{path}" for path in question.paths])
             if not is_news and known != {path: tag for path, (tag, _) in found.items()}:
                 is_news, until = True, min(until, clock() + linger)
             left = until - clock()
@@ -107,7 +130,20 @@ class Changes:
             except FileExistsError:
                 return self._read(path)[1]
 
-        return await asyncio.to_thread(create)
+        return await self._do(create)
+
+    async def _replace(self, path: str, tag: str, data: bytes) -> bytes | None:
+        """What lies at a path, once `data` is there if it was what the tag says; None if that cannot be read."""
+
+        def replace() -> bytes | None:
+            found = self._read_some([path]).get(path)
+            if found is None or found[0] != tag:
+                return found[1] if found else None
+            self._folder.put(path, memoryview(data))
+            return data
+
+        async with self._replacing:
+            return await self._do(replace)
 
     def _tell(self) -> None:
         self._count += 1
@@ -121,12 +157,17 @@ class Changes:
         if task is None or count != self._count or now - at >= _STALE_SECONDS:
             if len(self._looks) >= _KEPT_LOOKS:
                 self._looks.clear()
-            task = asyncio.create_task(asyncio.to_thread(self._read_all, prefix))
+            task = asyncio.create_task(self._do(self._read_all, prefix))
             self._looks[prefix] = self._count, now, task
         return await asyncio.shield(task)  # others may want it if this island goes
 
     def _read_all(self, prefix: str) -> Found:
         return {entry.path: self._read(entry.path) for entry in self._folder.find(prefix)}
+
+    def _read_some(self, paths: Sequence[str]) -> Found:
+        """Those of some objects that are there."""
+        found = {path: self._read(path) for path in paths}
+        return {path: read for path, read in found.items() if read[0] != _ABSENT}
 
     def _read(self, path: str) -> tuple[str, bytes | None]:
         try:

@@ -43,11 +43,13 @@ class Failures:
         scheme: of its URL.
         timeout: seconds after which it counts as lost.
         read_only: nothing is to be written there.
+        is_kept_by_peer: an island or a node keeps it, for as long as it takes part.
     """
 
     scheme: str
     timeout: float
     read_only: bool
+    is_kept_by_peer: bool = False
 
     def may_pass(self, error: Exception) -> bool:
         """Whether asking again may help."""
@@ -69,6 +71,8 @@ class Failures:
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
         if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
+        if self.is_kept_by_peer:
+            return "who keeps it has ended, or cannot be reached"
         if self.scheme in ("http", "https") and (error is None or self.may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if "builder error" in text:

@@ -51,10 +51,12 @@ class Folder:
 
     Args:
         root: the folder, which exists; it may itself be a link.
+        is_lasting: what is written outlasts a loss of power.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, is_lasting: bool = True) -> None:
         self._root = root
+        self._is_lasting = is_lasting
         self._identity = os.stat(root).st_ino
 
     # Reading
@@ -127,7 +129,7 @@ class Folder:
         """
         if self._is_taken(path):  # spares the disk the work
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._write(path, [data], _link, is_lasting=True)
+        self._write(path, [data], _link)
 
     def _is_taken(self, path: str) -> bool:
         parent, _, name = path.rpartition("/")
@@ -158,15 +160,16 @@ class Folder:
 
     def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
         """Writes a file of pieces, in place of what is there."""
-        self._write(path, pieces, _rename, is_lasting=True)
+        self._write(path, pieces, _rename)
 
     def _write(
         self,
         path: str,
         data: Iterable[bytes | memoryview[Any]],
         finish: Callable[[str, str, int], None],
-        is_lasting: bool,
+        is_lasting: bool = True,
     ) -> None:
+        is_lasting = is_lasting and self._is_lasting
         parent, _, name = path.rpartition("/")
         unfinished = f"{name}{UNFINISHED}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         folder, file = self._begin(parent, unfinished, is_lasting)

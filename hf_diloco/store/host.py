@@ -1,9 +1,11 @@
-"""The store that island 0 keeps at tcp://HOST:PORT where islands may come and go: `store.server` on a thread."""
+"""The store that island 0, or node 0, keeps at tcp://HOST:PORT: `store.server` on a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -48,14 +50,15 @@ class StoreHost:
 
     Args:
         config: where to meet.
-        folder: what islands leave for each other; a host that is started again with it goes on where it was.
+        folder: what islands leave for each other; a host that is started again with it goes on where it was. Default:
+            a temporary one, which goes with this.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written, or traffic would
             cross a public network.
     """
 
-    def __init__(self, config: Place, folder: Path) -> None:
+    def __init__(self, config: Place, folder: Path | None = None) -> None:
         from hf_diloco.store.server import StoreServer
         from hf_diloco.store.serving import Serving
 
@@ -63,19 +66,20 @@ class StoreHost:
         raise_file_limit()
         listener = listen(host, port, config)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            app = StoreServer(folder).app()
+            self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="hf-diloco-")
+            kept = folder or Path(self._temporary.name if self._temporary else "")
+            kept.mkdir(parents=True, exist_ok=True)
+            app = StoreServer(kept, is_lasting=folder is not None).app()
         except OSError as error:
             listener.close()
-            raise RendezvousError(
-                f"island 0 keeps what islands leave for each other in {folder}, which cannot be written "
-                f"({error.strerror or error}): choose another output_dir, with space for a few copies of the model"
-            ) from None
+            raise RendezvousError(_folder_problem(folder, error)) from None
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._serving = Serving(app, listener)
         self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
         self._thread.start()
-        logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
+        if folder:
+            logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -86,9 +90,24 @@ class StoreHost:
 
     def close(self) -> None:
         """Returns when nobody is served any more, and the port is free."""
+        if os.getpid() != self._process:  # a fork has neither the thread nor the folder
+            return
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
+                self._thread.join()
+        if self._temporary:
+            self._temporary.cleanup()
+
+
+def _folder_problem(folder: Path | None, error: OSError) -> str:
+    reason = error.strerror or error
+    if folder is None:
+        return f"no temporary folder can be made for what islands tell each other ({reason}): set TMPDIR to one"
+    return (
+        f"island 0 keeps what islands leave for each other in {folder}, which cannot be written ({reason}): choose "
+        "another output_dir, with space for a few copies of the model"
+    )
 
 
 def _checked(config: Place) -> tuple[str, int]:

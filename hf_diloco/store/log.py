@@ -10,6 +10,7 @@
     rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
     links/KEY.json                    how the participants of a direct exchange find each other
+    values/KEY.json                   all that islands of fixed membership, and nodes, tell each other
     snapshots/R/I-N/rank-K.json       where one rank's part of the outer state after round R is
 
 Everything that is decided rests on the store's *create if absent*: whoever writes first decides, all others read it.
@@ -102,6 +103,24 @@ class RunLog:
         except ForgedError as error:
             self.refuse(path, error)
             return None
+
+    def read_tagged(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> tuple[str, R | None] | None:
+        """As `read_or_refuse`, with a tag for `replace`; None if nothing lies there."""
+        found = self.store.get_tagged(path, limit)
+        if found is None:
+            return None
+        tag, data = found
+        try:
+            if data is None:
+                raise ForgedError(f"{self.store.url}: {path} has more than the {limit} bytes that it may have")
+            return tag, self._open(path, kind, data)
+        except ForgedError as error:
+            self.refuse(path, error)
+            return tag, None
+
+    def replace(self, path: str, tag: str, record: Record) -> bool:
+        """Writes a record in place of what `read_tagged` has read, if that is there still; whether it was."""
+        return self.store.replace(path, tag, self.seal.wrap(path, _dump(record)))
 
     def read_all(self, paths: Iterable[str], kind: type[R]) -> dict[str, R]:
         """Those of several records that are there and can be read, by their paths; they are asked for at once."""

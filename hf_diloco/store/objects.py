@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from obstore.exceptions import BaseError
 
 from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
-from hf_diloco.store.backends import PART_BYTES, Server, lacks_bucket, open_backend
+from hf_diloco.store.backends import PART_BYTES, Cloud, Server, lacks_bucket, open_backend
 from hf_diloco.store.failures import CutShortError, Failures, TooLargeError, UnreadableError, is_full, reason_of
 from hf_diloco.store.folder import Entry, NoFileError
 from hf_diloco.store.question import Answer, Question
@@ -62,17 +62,23 @@ class ObjectStore:
         url: one of the forms that this module's text lists.
         timeout: seconds without an answer after which the store counts as lost.
         read_only: to look at what is there; a folder is not made, and need not be writable.
+        gone_after: seconds for which nobody may listen at a server's port until it counts as lost; default: as long as
+            it may be silent, as a server may be started again.
 
     Raises:
         RendezvousError: the URL is none of these; or the store cannot be reached, does not exist or denies access.
     """
 
-    def __init__(self, url: str, timeout: float = 30.0, read_only: bool = False) -> None:
+    def __init__(
+        self, url: str, timeout: float = 30.0, read_only: bool = False, gone_after: float | None = None
+    ) -> None:
         self.url = check_store_url(url)
         self.timeout = timeout
+        self._patience = 0.6 * timeout
+        self._patience_if_refused = self._patience if gone_after is None else gone_after
         self._scheme = self.url.partition(":")[0]
         self.sights = Sights()
-        self._failures = Failures(self._scheme, timeout, read_only)
+        self._failures = Failures(self._scheme, timeout, read_only, is_kept_by_peer=gone_after is not None)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
             self._call("list", "checks", lambda: self._backend.find("checks"))
@@ -149,6 +155,33 @@ class ObjectStore:
 
     def _too_large(self, path: str, size: OverflowError, limit: int) -> TooLargeError:
         return TooLargeError(f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have")
+
+    def get_tagged(self, path: str, limit: int) -> tuple[str, bytes | None] | None:
+        """An object's tag, for `replace`, and its bytes if they are no more than `limit`; None if there is none.
+
+        Of a server or a cloud's store, as folders know no tags. Raises `StoreError` if there is no answer.
+        """
+        _check_path(path)
+        backend = self._backend
+        assert isinstance(backend, Cloud)
+        try:
+            return self._call("read", path, lambda: backend.read_tagged(path, limit))
+        except _Absent:
+            return None
+
+    def replace(self, path: str, tag: str, data: bytes) -> bool:
+        """Writes an object in place of what `get_tagged` has read, if that is there still.
+
+        Returns:
+            Whether the object holds `data`.
+
+        Raises:
+            StoreError: no answer, or a refusal. Whether the object was written is then unknown.
+        """
+        _check_path(path)
+        backend = self._backend
+        assert isinstance(backend, Cloud)
+        return self._write("replace", path, lambda: backend.replace(path, tag, data))
 
     @property
     def tells_changes(self) -> bool:
@@ -343,7 +376,9 @@ class ObjectStore:
             except NoFileError as error:
                 raise UnreadableError(f"{self.url}: {error.filename} {error.strerror}: remove it") from None
             except (BaseError, OSError, _Unsettled) as error:
-                if not self._may_pass(error) or time.monotonic() - begun >= 0.6 * self.timeout:
+                is_refused = isinstance(error, ConnectionRefusedError)
+                patience = self._patience_if_refused if is_refused else self._patience
+                if not self._may_pass(error) or time.monotonic() - begun >= patience:
                     raise self._failure(verb, path, error) from None
             time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
             pause = min(2 * pause, 1.0, 0.05 * self.timeout)
@@ -358,9 +393,11 @@ class ObjectStore:
         return kind(f"{what} ({reason or reason_of(error)}): {self._failures.remedy(error)}")
 
 
-def open_object_store(url: str, timeout: float = 30.0, read_only: bool = False) -> ObjectStore:
+def open_object_store(
+    url: str, timeout: float = 30.0, read_only: bool = False, gone_after: float | None = None
+) -> ObjectStore:
     """Opens the store at `url`; see `ObjectStore`. memory://NAME is one store for every NAME in this process."""
-    return ObjectStore(url, timeout, read_only)
+    return ObjectStore(url, timeout, read_only, gone_after)
 
 
 def _check_path(path: str) -> None:

@@ -1,10 +1,12 @@
 """What saves islands from asking again and again: one request to a server of ours that writes, waits and reads.
 
-    POST /changes/NAME     {"create": {PATH: DATA}, "prefixes": [PATH], "known": {PATH: TAG}, "seconds": 0.5,
+    POST /changes/NAME     {"create": {PATH: DATA}, "replace": {PATH: [TAG, DATA]}, "put": {PATH: DATA},
+                            "prefixes": [PATH], "paths": [PATH], "known": {PATH: TAG}, "seconds": 0.5,
                             "awaited": {"path": PATH, "linger": 0.25}}
                            {"created": {PATH: DATA}, "objects": {PATH: [TAG, DATA]}}
 
-The server creates objects unless they exist, and returns what lies there then. It looks at all objects below some
+The server creates objects unless they exist, replaces others if they still are what the island has read, returns what
+lies there then, and puts further ones in place of what is there. It looks at some paths, and at all objects below some
 prefixes. If they are those that the island knows, it waits until one is written or deleted, at most so many seconds.
 So who waits for others hears of what they write half a round trip later, and its own record goes with the question.
 Where an object is `awaited` that somebody near the server is likely to write at once, other news are told only when it
@@ -49,10 +51,17 @@ class Awaited(_Message):
 
 
 class Question(_Message):
-    """What an island asks. Where it knows nothing (`known` is None) all that is there is news."""
+    """What an island asks. Where it knows nothing (`known` is None) all that is there is news.
+
+    What is put is flushed to the disk if `is_lasting`.
+    """
 
     create: dict[Path, bytes] = Field(default_factory=dict, max_length=16)
+    replace: dict[Path, tuple[str, bytes]] = Field(default_factory=dict, max_length=16)
+    put: dict[Path, bytes] = Field(default_factory=dict, max_length=16)
+    is_lasting: bool = True
     prefixes: list[Path] = Field(default_factory=list, max_length=16)
+    paths: list[Path] = Field(default_factory=list, max_length=4096)
     known: dict[str, str] | None = Field(default=None, max_length=100_000)
     seconds: float = Field(default=0.0, ge=0, le=MAX_WAIT_SECONDS)
     awaited: Awaited | None = None
@@ -65,7 +74,7 @@ class Question(_Message):
 
 
 class Answer(_Message):
-    """What it is told."""
+    """What it is told; what lies where something was to be created or replaced is under `created`."""
 
     created: dict[Path, bytes | None]
     objects: dict[Path, tuple[str, bytes | None]]

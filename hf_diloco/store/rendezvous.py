@@ -1,4 +1,4 @@
-"""Where islands meet: a key-value store that island 0 keeps at `tcp://HOST:PORT`."""
+"""Ports at which islands meet, and addresses at which they listen for each other."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import errno
 import logging
 import socket
 import time
-from datetime import timedelta
 from typing import Protocol
-
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.utils.addresses import check_specific, is_loopback, is_public
 from hf_diloco.utils.limits import raise_file_limit
-from hf_diloco.utils.listening import Door, keep_door
-from hf_diloco.utils.timeouts import call_within
-from hf_diloco.utils.urls import split_tcp_url
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.2
-_GREETING_SECONDS = 20.0
 _ELSEWHERE = "192.0.2.1"  # an address of nobody, RFC 5737
 
 
@@ -44,41 +37,6 @@ class Place(Protocol):
     @property
     def join_timeout(self) -> float:
         """Seconds to wait for the others."""
-
-
-def connect_store(config: Place, is_host: bool, notes: WaitNotes | None = None) -> tuple[TCPStore, str]:
-    """Connects to the rendezvous; on the rank that `is_host` (island 0's leader) also opens it.
-
-    Args:
-        config: where to meet.
-        is_host: opens the rendezvous; else this waits until it is open.
-        notes: say for whom this waits; default: nothing is said.
-
-    Returns:
-        The store, and the local address that reaches it, which is where this rank listens for other islands.
-
-    Raises:
-        RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic
-            would cross a public network.
-    """
-    assert config.rendezvous is not None
-    raise_file_limit()
-    host, port = split_tcp_url(config.rendezvous)
-    for address in filter(None, (host, config.bind_address)):
-        refuse_public(address, port, config)
-    listener = listen(host, port, config) if is_host else None
-    if listener is None:
-        await_host(host, port, config, notes)
-    door = Door(listener.fileno()) if listener else None
-    try:
-        store = _open_store(config, host, port, listener)
-    except RendezvousError:
-        if door:
-            door.close()
-        raise
-    if door:
-        keep_door(door, store)
-    return store, config.bind_address or local_address(host, port)
 
 
 def find_address(config: Place) -> str:
@@ -132,32 +90,6 @@ def refuse_public(address: str, port: int, config: Place) -> None:
         )
 
 
-def _open_store(config: Place, host: str, port: int, listener: socket.socket | None) -> TCPStore:
-    """Greets what listens at HOST:PORT, which may be anything."""
-    patience = min(config.join_timeout, _GREETING_SECONDS)
-    try:
-        store = call_within(
-            2 * patience,
-            lambda: TCPStore(
-                host,
-                port,
-                None,
-                is_master=listener is not None,
-                timeout=timedelta(seconds=patience),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach() if listener else None,
-            ),
-        )
-    except (RuntimeError, TimeoutError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RendezvousError(
-            f"what answers at {config.rendezvous} is not the rendezvous of a run ({reason}): another program has the "
-            "port, or a proxy stands in between. Correct rendezvous, or choose another port for all islands"
-        ) from None
-    store.set_timeout(timedelta(seconds=config.join_timeout))
-    return store
-
-
 def listen(host: str, port: int, config: Place) -> socket.socket:
     """Opens the port on HOST's own address only, not on every interface of the machine."""
     address = config.bind_address or host
@@ -183,7 +115,7 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
 
 
 def await_host(host: str, port: int, config: Place, notes: WaitNotes | None) -> None:
-    """Knocks until island 0 answers; TCPStore's own retries cannot say what is wrong."""
+    """Knocks until island 0 answers."""
     deadline = time.monotonic() + config.join_timeout
     wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
     while True:

@@ -22,12 +22,13 @@ import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC
 from pathlib import Path
+from typing import Any, TypeVar
 from xml.sax.saxutils import escape
 
 from aiohttp import web
 
 from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
-from hf_diloco.store.changes import Changes
+from hf_diloco.store.changes import Changes, Do
 from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
 from hf_diloco.utils.urls import OBJECT_PATH
 
@@ -37,6 +38,7 @@ _PIECE_BYTES = 4 << 20
 _MAX_PARTS = 10_000
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -59,21 +61,24 @@ class StoreServer:
 
     Args:
         folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete.
+        is_lasting: they outlast a loss of power. Else they are small, and no disk is waited for; so no thread is used,
+            as Python begins none any more while a process ends, and others have yet to say goodbye.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_lasting: bool = True) -> None:
         objects, self._uploads = folder / "objects", folder / "uploads"
         shutil.rmtree(self._uploads, ignore_errors=True)
         for needed in (folder, objects, self._uploads):
             needed.mkdir(exist_ok=True)
-        self._folder = Folder(objects)
+        self._folder = Folder(objects, is_lasting)
+        self._do: Do = asyncio.to_thread if is_lasting else _do_at_once
 
     def app(self) -> web.Application:
         """The web application."""
-        changes = Changes(self._folder)
+        changes = Changes(self._folder, self._do)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_tell_failures, changes.notice])
         app.router.add_post("/changes/{path:.+}", changes.answer)
         app.router.add_get(f"/{BUCKET}", self._list)
@@ -100,7 +105,7 @@ class StoreServer:
                 answer.headers["Content-Range"] = f"bytes {start}-{end - 1}/{found.st_size}"
             await answer.prepare(request)
             while start < end and request.method != "HEAD":
-                piece = await asyncio.to_thread(os.pread, file, min(end - start, _PIECE_BYTES), start)
+                piece = await self._do(os.pread, file, min(end - start, _PIECE_BYTES), start)
                 await answer.write(piece)
                 start += len(piece)
         await answer.write_eof()
@@ -114,9 +119,9 @@ class StoreServer:
             return await self._copy(_checked(source.strip("/").removeprefix(f"{BUCKET}/")), path)
         data = await request.read()
         if request.headers.get("If-None-Match") == "*":
-            await asyncio.to_thread(self._folder.create, path, data)
+            await self._do(self._folder.create, path, data)
         else:
-            await asyncio.to_thread(self._folder.put, path, memoryview(data))
+            await self._do(self._folder.put, path, memoryview(data))
         return web.Response(headers={"ETag": _new_tag()})
 
     async def _copy(self, source: str, path: str) -> web.Response:
@@ -124,14 +129,14 @@ class StoreServer:
             with self._folder.opened(source) as file:
                 self._folder.assemble(path, iter(lambda: os.read(file, _PIECE_BYTES), b""))
 
-        await asyncio.to_thread(copy)
+        await self._do(copy)
         return _xml("CopyObjectResult", f"<ETag>{escape(_new_tag())}</ETag>")
 
     async def _delete(self, request: web.Request) -> web.Response:
         if "uploadId" in request.query:
-            await asyncio.to_thread(shutil.rmtree, self._upload_of(request), True)
+            await self._do(shutil.rmtree, self._upload_of(request), True)
         else:
-            await asyncio.to_thread(self._folder.delete, [_path_of(request)])
+            await self._do(self._folder.delete, [_path_of(request)])
         return web.Response(status=204)
 
     # Large ones, in parts
@@ -150,8 +155,8 @@ class StoreServer:
         parts = [folder / f"{number:05d}" for number in numbers]
         if not all(part.is_file() for part in parts):
             raise _Refused(400, "InvalidPart", "a part is missing")
-        await asyncio.to_thread(self._folder.assemble, path, (part.read_bytes() for part in parts))
-        await asyncio.to_thread(shutil.rmtree, folder, True)
+        await self._do(self._folder.assemble, path, (part.read_bytes() for part in parts))
+        await self._do(shutil.rmtree, folder, True)
         return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(_new_tag())}</ETag>")
 
     async def _put_part(self, request: web.Request) -> web.Response:
@@ -159,7 +164,7 @@ class StoreServer:
         if not number.isdecimal() or not 1 <= int(number) <= _MAX_PARTS:
             raise _Refused(400, "InvalidArgument", f"parts are numbered from 1 to {_MAX_PARTS}")
         part = self._upload_of(request) / f"{int(number):05d}"
-        await asyncio.to_thread(part.write_bytes, await request.read())
+        await self._do(part.write_bytes, await request.read())
         return web.Response(headers={"ETag": _new_tag()})
 
     def _upload_of(self, request: web.Request) -> Path:
@@ -174,7 +179,7 @@ class StoreServer:
     async def _list(self, request: web.Request) -> web.Response:
         prefix = request.query.get("prefix", "")
         above = prefix.rpartition("/")[0]
-        found = await asyncio.to_thread(self._folder.find, _checked(above) if above else "")
+        found = await self._do(self._folder.find, _checked(above) if above else "")
         contents = "".join(_listed(entry) for entry in sorted(found) if entry.path.startswith(prefix))
         return _xml("ListBucketResult", f"<IsTruncated>false</IsTruncated>{contents}")
 
@@ -183,8 +188,12 @@ class StoreServer:
             raise _Refused(400, "InvalidRequest", "only deletions are posted to a bucket")
         keys = re.findall(r"<Key>([^<]*)</Key>", await request.text())
         paths = [_checked(html.unescape(key)) for key in keys]
-        await asyncio.to_thread(self._folder.delete, paths)
+        await self._do(self._folder.delete, paths)
         return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(path)}</Key></Deleted>" for path in paths))
+
+
+async def _do_at_once(call: Callable[..., T], /, *args: Any, **named: Any) -> T:
+    return call(*args, **named)
 
 
 @web.middleware

@@ -7,7 +7,7 @@ once, as soon as there is something new (`store.question`). A `Watch` hides the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ class Sight:
 
     Attributes:
         prefixes: where was looked.
+        paths: likewise.
         objects: their data by path; None for what was not told, as it is too large or cannot be read.
         tags: tell versions of an object apart.
         created: what lies where something was to be created; None if that was not told.
@@ -36,10 +37,11 @@ class Sight:
     objects: Mapping[str, bytes | None] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     created: Mapping[str, bytes | None] = field(default_factory=dict)
+    paths: frozenset[str] = frozenset()
 
     def covers(self, path: str) -> bool:
         """Whether it shows what lies at a path, or below it."""
-        return any(path == prefix or path.startswith(f"{prefix}/") for prefix in self.prefixes)
+        return path in self.paths or any(path == prefix or path.startswith(f"{prefix}/") for prefix in self.prefixes)
 
     def below(self, prefix: str) -> list[tuple[str, int]]:
         """Paths below a prefix that it covers, and sizes, where they were told; in order."""
@@ -73,6 +75,7 @@ def look(
     seconds: float = 0.0,
     create: Mapping[str, bytes] | None = None,
     awaited: Awaited | None = None,
+    paths: Collection[str] = (),
 ) -> Sight:
     """All objects below some prefixes, in one request, as soon as there is something new.
 
@@ -83,13 +86,21 @@ def look(
         seconds: to wait at most for anything else than that.
         create: objects to create before, unless they exist.
         awaited: an object below one of the prefixes that other news wait for.
+        paths: further objects.
 
     Raises:
         StoreError: no answer, or a refusal.
     """
     known = None if before is None else dict(before.tags)
     answer = store.ask(
-        Question(create=dict(create or {}), prefixes=list(prefixes), known=known, seconds=seconds, awaited=awaited)
+        Question(
+            create=dict(create or {}),
+            prefixes=list(prefixes),
+            paths=list(paths),
+            known=known,
+            seconds=seconds,
+            awaited=awaited,
+        )
     )
     seen = before.objects if before else {}
     return Sight(
@@ -97,16 +108,17 @@ def look(
         {path: seen.get(path) if data is None else data for path, (_, data) in answer.objects.items()},
         {path: tag for path, (tag, _) in answer.objects.items()},
         answer.created,
+        frozenset(paths),
     )
 
 
 @contextmanager
-def looking_once(store: ObjectStore, prefixes: Sequence[str]) -> Iterator[None]:
-    """What this thread asks about some prefixes, before it writes, is answered by one request if the store can."""
+def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
+    """What this thread asks of some places, before it writes, is answered by one request if the store can."""
     if not store.tells_changes:
         yield
         return
-    with store.sights.answer_from(look(store, prefixes)):
+    with store.sights.answer_from(look(store, prefixes, paths=paths)):
         yield
 
 
@@ -120,6 +132,7 @@ class Watch:
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if there was something else.
         awaited: see `look`; ignored where the store is asked again and again.
+        paths: where the answers lie beside that.
     """
 
     def __init__(
@@ -130,8 +143,10 @@ class Watch:
         create: Mapping[str, bytes] | None = None,
         when_taken: Callable[[], None] = lambda: None,
         awaited: Awaited | None = None,
+        paths: Collection[str] = (),
     ) -> None:
         self._store = store
+        self._paths = paths
         self._prefixes = prefixes
         self._clock = clock
         self._create = dict(create or {})
@@ -149,7 +164,9 @@ class Watch:
 
     def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
         before, begun = self._sight, self._clock.now()
-        self._sight = look(self._store, self._prefixes, before, MAX_PAUSE_SECONDS, self._create, self._awaited)
+        self._sight = look(
+            self._store, self._prefixes, before, MAX_PAUSE_SECONDS, self._create, self._awaited, self._paths
+        )
         if before and before.tags == self._sight.tags and self._clock.now() - begun < MAX_PAUSE_SECONDS / 2:
             self._rest()  # the server has too many that wait, and did not
         if self._create and dict(self._sight.created) != self._create:

@@ -59,7 +59,7 @@ class Seal:
         self._key = key
         self._signer = signer
         self._encrypts = encrypt and bool(key)
-        self._cipher = ValueSeal(key, run_id, encrypt=True, purpose="encrypted records") if key else None
+        self._cipher = ValueSeal(key, run_id) if key else None
         self.blocks = BlockSeal(key, run_id) if self._encrypts else None
         self.run_id = run_id
 

@@ -1,28 +1,36 @@
-"""Torch's key-value store, kept in the run's log: what Gloo asks for to connect processes, sealed like all records.
+"""A run's log as torch's key-value store: what Gloo asks for to connect processes, sealed like all records.
 
-links/KEY.json      the bytes that one process has put there
+links/KEY.json      the bytes that one process has put there, where islands come and go
+values/KEY.json     likewise, where membership is fixed, and of nodes; see `store.tcp_store`
 """
 
 from __future__ import annotations
 
 import base64
-import time
+import secrets
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Self, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import DistStoreError, Store
 
-from hf_diloco.errors import IslandLostError
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.errors import ForgedError, IslandLostError, StoreError
+from hf_diloco.store.authors import VALUES
+from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
+from hf_diloco.store.sight import Watch, looking_once
+from hf_diloco.utils.clock import REAL
 
-_MAX_BYTES = 1 << 16
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 0.3
+T = TypeVar("T")
+
+_MAX_LINK_BYTES = 1 << 16
+_MAX_ATTEMPTS = 100
 
 
 class BytesRecord(Record):
-    """The value of one key, in base64."""
+    """The value of one key, in base64; None: there was one."""
 
-    value: str
+    value: str | None
 
 
 class RecordStore(Store):
@@ -34,6 +42,9 @@ class RecordStore(Store):
         should_give_up: polled while waiting; true ends the wait as if the patience were over.
     """
 
+    _folder = "links/"
+    _max_bytes = _MAX_LINK_BYTES
+
     def __init__(self, log: RunLog, patience: float, should_give_up: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self._log = log
@@ -41,15 +52,22 @@ class RecordStore(Store):
         self._should_give_up = should_give_up
 
     def set(self, key: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self._log.put(_path(key), BytesRecord(value=base64.b64encode(data).decode()))
+        self._log.put(self._path(key), _record(value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        found = self._find(key)
-        if found is None:
-            raise IslandLostError(f"{_path(key)} was written and can no longer be read")
-        return found
+        (value,) = self.multi_get([key])
+        return value
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys, once all are there; raises as `wait`."""
+        found = self._find(keys)
+        if len(found) < len(keys):
+            self.wait(keys)
+            found = self._find(keys)
+        try:
+            return [found[key] for key in keys]
+        except KeyError as key:
+            raise IslandLostError(f"{key} was written and can no longer be read") from None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns once all keys are there.
@@ -57,25 +75,135 @@ class RecordStore(Store):
         Raises:
             IslandLostError: they do not come; nobody is named, as keys name none.
         """
-        deadline = time.monotonic() + self._patience
-        pause = _MIN_POLL_SECONDS
-        while not self.check(keys):
-            if time.monotonic() >= deadline or self._should_give_up():
-                raise IslandLostError(f"not all have come ({', '.join(keys)})")
-            time.sleep(pause)
-            pause = min(_MAX_POLL_SECONDS, pause * 1.5)
+        if not self._await(keys, self._patience):
+            raise IslandLostError(f"not all have come ({', '.join(keys)})")
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._find(key) is not None for key in keys)
+        return len(self._find(keys)) == len(set(keys))
 
-    def _find(self, key: str) -> bytes | None:
-        """The value of a key; what is not of this run counts as absent."""
-        found = self._log.read_or_refuse(_path(key), BytesRecord, _MAX_BYTES)
+    def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
+        """The same store, for who waits in another way; see `RecordStore`."""
+        return type(self)(self._log, patience, should_give_up)
+
+    def find(self, key: str) -> bytes | None:
+        """The value of a key; None if there is none."""
+        return self._find([key]).get(key)
+
+    def _await(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all keys are there before so many seconds are over."""
+        begun = REAL.now()
+        watch = Watch(self._log.store, (), REAL, paths=[self._path(key) for key in keys])
+        while not watch.ask(lambda: self.check(keys))[0]:
+            if REAL.now() - begun >= seconds or self._should_give_up():
+                return False
+        return True
+
+    def _find(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those keys that are there; what is not of this run counts as absent."""
+        paths = {self._path(key): key for key in keys}
+        store = self._log.store
+        is_seen = store.tells_changes and all(store.sights.covering(path) for path in paths)
+        with nullcontext() if is_seen else looking_once(store, (), paths):
+            records = {path: self._log.read_or_refuse(path, BytesRecord, self._max_bytes) for path in paths}
+        return {paths[path]: value for path, record in records.items() if (value := _value(record)) is not None}
+
+    def _path(self, key: str) -> str:
+        return f"{self._folder}{key}.json"
+
+
+class ValueStore(RecordStore):
+    """All of a store that islands of fixed membership and nodes need; one of them keeps it.
+
+    What cannot be read, as a stranger has written it, counts as absent, and is replaced.
+
+    Args:
+        log: of the run, in a store that can `replace`.
+        patience: seconds that `wait` and `get` wait for a key.
+
+    Raises:
+        DistStoreError: by each call: the store does not answer; or, by `wait` and `get`, a key does not come.
+    """
+
+    _folder = VALUES
+    _max_bytes = MAX_RECORD_BYTES
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda: RecordStore.set(self, key, value))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = timeout.total_seconds() if timeout is not None else self._patience
+        if not self._ask(lambda: self._await(keys, seconds)):
+            raise DistStoreError(f"not all have come ({', '.join(keys)})")
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Creates a value; returns that which is there now. Nothing else is asked of it."""
+        assert not expected
+        path, record = self._path(key), _record(desired)
+
+        def create() -> bytes:
+            try:
+                value = _value(self._log.decide(path, record))
+                if value is not None:
+                    return value
+            except ForgedError as error:
+                self._log.refuse(path, error)
+            return self._change(key, lambda found: _bytes(desired) if found is None else found)
+
+        return self._ask(create)
+
+    def add(self, key: str, amount: int) -> int:
+        """Counts. Unlike torch's, numbers are values as others are: a stranger cannot make one."""
+        if not amount:
+            return _count(self.find(key))
+        own = secrets.token_hex(8).encode()  # of two who count to the same number, one must count on
+        return _count(self._ask(lambda: self._change(key, lambda found: b"%d %s" % (_count(found) + amount, own))))
+
+    def delete_key(self, key: str) -> bool:
+        """Leaves word that it is gone: `compare_set` and `add` must not take it for what a stranger has deleted."""
+        self._ask(lambda: self._log.put(self._path(key), BytesRecord(value=None)))
+        return True
+
+    def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
+        """Puts what `change` makes of a value in its place; returns that."""
+        path = self._path(key)
+        for _ in range(_MAX_ATTEMPTS):
+            read = self._log.read_tagged(path, BytesRecord)
+            found = _value(read[1]) if read else None
+            wish = change(found)
+            if wish == found:
+                return wish
+            record = _record(wish)
+            if self._log.replace(path, read[0], record) if read else self._log.create(path, record):
+                return wish
+        raise StoreError(f"{path} is overwritten again and again: keep others away from the rendezvous")
+
+    def _create(self, path: str, value: bytes) -> bool:
+        return self._log.create(path, _record(value))
+
+    def _find(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return self._ask(lambda: RecordStore._find(self, keys))
+
+    def _ask(self, call: Callable[[], T]) -> T:
         try:
-            return base64.b64decode(found.value, validate=True) if found else None
-        except ValueError:
-            return None
+            return call()
+        except StoreError as error:
+            raise DistStoreError(str(error)) from None
 
 
-def _path(key: str) -> str:
-    return f"links/{key}.json"
+def _record(value: str | bytes) -> BytesRecord:
+    return BytesRecord(value=base64.b64encode(_bytes(value)).decode())
+
+
+def _value(record: BytesRecord | None) -> bytes | None:
+    try:
+        return base64.b64decode(record.value, validate=True) if record and record.value is not None else None
+    except ValueError:
+        return None
+
+
+def _count(value: bytes | None) -> int:
+    return int(value.split()[0]) if value else 0
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -10,8 +10,8 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.rendezvous import connect_store, warn_if_exposed
-from hf_diloco.store.sealed_store import seal_store
+from hf_diloco.store.rendezvous import warn_if_exposed
+from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
@@ -68,7 +68,7 @@ class MemoryTransport(Transport):
 
 
 class MeshTransport(Transport):
-    """Direct connections, found through a TCP store that island 0's leader keeps.
+    """Direct connections, found through a store that island 0's leader keeps.
 
     Args:
         config: the outer loop's settings.
@@ -84,8 +84,9 @@ class MeshTransport(Transport):
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
-        store, self._address = connect_store(config, is_host, self._notes)
-        self.store, self._key = seal_store(store, credentials, config, is_host, f"island {config.island}")
+        self.store, self._key, self._address = meet(
+            config, credentials, is_host, f"island {config.island}", self._notes
+        )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)
 

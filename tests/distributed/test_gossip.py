@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.neighbours import MemoryGraph
@@ -23,6 +22,7 @@ from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.gossip_node import train
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.distributed
 
@@ -36,8 +36,8 @@ BEGINS = {"momentum-consensus": {"begins": True}}
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def store() -> KeptStore:
+    return KeptStore()
 
 
 def spawn(processes: Processes, **settings: Any) -> Process:
@@ -45,7 +45,7 @@ def spawn(processes: Processes, **settings: Any) -> Process:
 
 
 def start(
-    processes: Processes, store: TCPStore, folder: Path, graph: str, num_nodes: int, **settings: Any
+    processes: Processes, store: KeptStore, folder: Path, graph: str, num_nodes: int, **settings: Any
 ) -> list[Process]:
     return [
         spawn(
@@ -74,7 +74,7 @@ def start(
     ],
 )
 def test_processes_compute_what_threads_compute(
-    graph: str, num_nodes: int, payload: str, store: TCPStore, tmp_path: Path
+    graph: str, num_nodes: int, payload: str, store: KeptStore, tmp_path: Path
 ) -> None:
     """Every method, one after the other, bit for bit."""
     topology = make_topology(graph, num_nodes)
@@ -132,7 +132,7 @@ def check_survivors(nodes: list[Process], victim: int, folder: Path, reason: str
     ],
 )
 def test_survivors_of_a_killed_node_finish(
-    graph: str, num_nodes: int, method: str, store: TCPStore, tmp_path: Path
+    graph: str, num_nodes: int, method: str, store: KeptStore, tmp_path: Path
 ) -> None:
     victim = 2
     with Processes() as processes:
@@ -150,7 +150,7 @@ def test_survivors_of_a_killed_node_finish(
         assert not processes.alive()
 
 
-def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: TCPStore, tmp_path: Path) -> None:
+def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: KeptStore, tmp_path: Path) -> None:
     """Gloo does not wake a transfer that is half through when its connection breaks."""
     victim = 1
     with Processes() as processes:
@@ -167,7 +167,7 @@ def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: TCP
         check_survivors(nodes, victim, tmp_path, "its connection broke")
 
 
-def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: Path) -> None:
+def test_a_stopped_node_is_given_up_and_nobody_else(store: KeptStore, tmp_path: Path) -> None:
     """Those who wait for it keep others waiting, who must not take that for a loss."""
     victim = 2
     with Processes() as processes:
@@ -194,7 +194,7 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: TCPStore, tmp_path: P
     ],
 )
 def test_a_connection_that_breaks_is_made_again(
-    graph: str, method: str, payload: str, store: TCPStore, tmp_path: Path
+    graph: str, method: str, payload: str, store: KeptStore, tmp_path: Path
 ) -> None:
     """Nobody is started again; from one step on, which both name, all is as if nothing had happened."""
     one, other, num_nodes = 1, 2, 4
@@ -243,7 +243,7 @@ def simulate_with(graph: str, num_nodes: int, method: str, payload: str) -> Call
     ],
 )
 def test_a_node_that_is_started_again_takes_part_again(
-    graph: str, num_nodes: int, victim: int, method: str, payload: str, store: TCPStore, tmp_path: Path
+    graph: str, num_nodes: int, victim: int, method: str, payload: str, store: KeptStore, tmp_path: Path
 ) -> None:
     """However long its start takes: the others go on until it has taken its steps, too."""
     with Processes() as processes:
@@ -284,7 +284,7 @@ def test_a_node_that_is_started_again_takes_part_again(
 
 
 @pytest.mark.parametrize("quantization", ["none", "lattice-16"])
-def test_a_node_returns_where_nobody_waits_for_anybody(quantization: str, store: TCPStore, tmp_path: Path) -> None:
+def test_a_node_returns_where_nobody_waits_for_anybody(quantization: str, store: KeptStore, tmp_path: Path) -> None:
     """Twice; steps go on until it has taken some again."""
     num_nodes, victim = 4, 2
     near = make_topology("ring", num_nodes).neighbours(victim)
@@ -312,7 +312,7 @@ def test_a_node_returns_where_nobody_waits_for_anybody(quantization: str, store:
                 nodes[node].wait_for("(?s:.*)".join([returned] * number))
             assert entered == max(int(re.findall(returned, nodes[node].output)[-1]) for node in near)
             nodes[victim].wait_for(f"step {entered + 20}$")
-        store.set("enough", "yes")
+        store.client().set("enough", "yes")
         for process in nodes:
             output = process.wait().output
             assert f"averaged over {list(range(num_nodes))}" in output, output

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.transport.chunks import CHUNK_VALUES
@@ -24,6 +23,7 @@ from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.processes import Process, Processes
 from tests.programs.mesh_island import make_values
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.distributed
 
@@ -32,8 +32,8 @@ LOOP_VALUES = 16 << 20  # 64 MiB: long enough for a signal to come in the middle
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def store() -> KeptStore:
+    return KeptStore()
 
 
 def spawn(processes: Processes, program: str, **settings: Any) -> Process:
@@ -65,7 +65,7 @@ def make_cases(num_islands: int) -> list[Case]:
 
 
 def average_in_processes(
-    store: TCPStore, folder: Path, num_islands: int, cases: Sequence[Case], **settings: Any
+    store: KeptStore, folder: Path, num_islands: int, cases: Sequence[Case], **settings: Any
 ) -> list[list[Result]]:
     """For each island, what comes of the cases."""
     with Processes() as processes:
@@ -105,7 +105,7 @@ def average_in_threads(num_islands: int, cases: Sequence[Case]) -> list[torch.Te
 
 
 @pytest.mark.parametrize("num_islands", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: TCPStore, tmp_path: Path) -> None:
+def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, store: KeptStore, tmp_path: Path) -> None:
     cases = make_cases(num_islands)
     expected = average_in_threads(num_islands, cases)
     totals = [0] * len(cases)
@@ -121,7 +121,7 @@ def test_a_mesh_of_processes_computes_what_threads_compute(num_islands: int, sto
 
 @pytest.mark.parametrize(("num_islands", "num_connections", "key"), [(2, 4, ""), (3, 3, "key")])
 def test_more_connections_change_nothing_that_comes_out(
-    num_islands: int, num_connections: int, key: str, store: TCPStore, tmp_path: Path
+    num_islands: int, num_connections: int, key: str, store: KeptStore, tmp_path: Path
 ) -> None:
     """Large enough for every connection to carry several parts of each chunk, and too small for that."""
     weights = [3.0, 1.0, 0.25][:num_islands]
@@ -136,7 +136,7 @@ def test_more_connections_change_nothing_that_comes_out(
 
 @pytest.mark.parametrize(("num_islands", "num_connections"), [(2, 4), (3, 1)])
 def test_a_rate_limit_is_kept_and_changes_nothing_else(
-    num_islands: int, num_connections: int, store: TCPStore, tmp_path: Path
+    num_islands: int, num_connections: int, store: KeptStore, tmp_path: Path
 ) -> None:
     bytes_per_second, size = 4e6, 1_500_000
     cases: list[Case] = [("fp32", size, [1.0] * num_islands, CHUNK_VALUES)] * 2
@@ -153,7 +153,7 @@ def test_a_rate_limit_is_kept_and_changes_nothing_else(
 
 
 def start_loop(
-    processes: Processes, store: TCPStore, num_islands: int, timeout: float, num_connections: int = 1
+    processes: Processes, store: KeptStore, num_islands: int, timeout: float, num_connections: int = 1
 ) -> list[Process]:
     islands = [
         spawn(
@@ -181,7 +181,7 @@ def read_loss(process: Process) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(3, 1, 1), (4, 3, 1), (3, 0, 3)])
 def test_a_killed_island_is_named_by_all_others_within_seconds(
-    num_islands: int, victim: int, num_connections: int, store: TCPStore
+    num_islands: int, victim: int, num_connections: int, store: KeptStore
 ) -> None:
     with Processes() as processes:
         islands = start_loop(processes, store, num_islands, 300, num_connections)
@@ -198,7 +198,7 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 0, 1), (3, 1, 1), (3, 1, 4)])
 def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds(
-    num_islands: int, victim: int, num_connections: int, store: TCPStore
+    num_islands: int, victim: int, num_connections: int, store: KeptStore
 ) -> None:
     """Gloo does not wake a transfer that is half through when its connection breaks."""
     with Processes() as processes:
@@ -216,7 +216,7 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
 
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(2, 1, 1), (3, 0, 1), (2, 0, 4)])
 def test_a_stopped_island_is_named_by_all_others_at_the_deadline(
-    num_islands: int, victim: int, num_connections: int, store: TCPStore
+    num_islands: int, victim: int, num_connections: int, store: KeptStore
 ) -> None:
     with Processes() as processes:
         islands = start_loop(processes, store, num_islands, 4, num_connections)

@@ -31,6 +31,9 @@ from cryptography.utils import Buffer
 
 from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.store.credentials import load_identity, load_key
+from hf_diloco.store.host import url_of
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.tcp_store import MARK
 from hf_diloco.transport import connections, meeting
 from hf_diloco.utils.public_keys import show_public
 from tests.attackers import Attack, Attacker, at, attacks, read
@@ -190,7 +193,8 @@ class Router:
     def _impersonate(self, near: socket.socket, far: socket.socket) -> None:
         """Tells each island that this is the other one, by the run's key and an identity that is not the other's."""
         far.sendall(read(near, 4 + meeting._HELLO.size))
-        found = re.search(rb"run\W+([0-9a-f]{32})", self.attacker.seen)
+        mark = open_object_store(url_of(f"tcp://{ADDRESSES[0]}:{RENDEZVOUS}")).get(MARK, 1 << 20)
+        found = re.search(rb"run\W+([0-9a-f]{32})", mark or b"")
         assert found, "the mark of the run is in clear"
         private = load_identity(self._folder / "stranger.pem", 0)
         assert private is not None

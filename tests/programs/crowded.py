@@ -19,7 +19,8 @@ import torch
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.store.rendezvous import connect_store
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 
@@ -30,7 +31,7 @@ connected, go_on = threading.Barrier(3), threading.Event()
 
 def island(number: int) -> None:
     config = DiLoCoConfig(island=number, num_islands=2, rendezvous=f"tcp://127.0.0.1:{sys.argv[1]}")
-    store, address = connect_store(config, is_host=number == 0)
+    store, _, address = meet(config, Credentials(), number == 0, f"island {number}")
     mesh = MeshExchange(Lane(store, "lane", number, 2, address, 60))
     connected.wait(60)
     go_on.wait(120)

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -30,6 +29,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
+from tests.tcp_stores import reach
 
 LR = 0.05
 
@@ -93,7 +93,7 @@ def cut_connections(pid: int) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
+    store = reach(settings["store"])
     topology = make_topology(settings["graph"], settings["num_nodes"])
     mesh = MeshNeighbours(
         store,

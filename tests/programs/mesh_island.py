@@ -12,7 +12,6 @@ import sys
 import time
 
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
@@ -20,6 +19,7 @@ from hf_diloco.sealing import LinkKey
 from hf_diloco.transport import chunks, mesh
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.rate import RateLimit
+from tests.tcp_stores import reach
 
 
 def make_values(case: int, island: int, size: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def make_values(case: int, island: int, size: int) -> torch.Tensor:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     island, num_islands = settings["island"], settings["num_islands"]
-    store = TCPStore("127.0.0.1", settings["store"], wait_for_workers=False)
+    store = reach(settings["store"])
     exchange = mesh.MeshExchange(
         Lane(
             store,

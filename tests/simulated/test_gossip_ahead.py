@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, mix_
@@ -27,8 +26,9 @@ from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.transport.base import Traffic
 from tests.clocks import LONG
-from tests.gossip_meshes import join, make_store, talk_together
+from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,8 +50,8 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return make_store()
+def store() -> KeptStore:
+    return KeptStore()
 
 
 class Node:
@@ -83,10 +83,10 @@ def values(seed: int, size: int) -> torch.Tensor:
 
 
 def in_mesh(
-    store: TCPStore, topology: Topology, talk: Callable[[Node], T], method: str = "dsgd", **settings: Any
+    store: KeptStore, topology: Topology, talk: Callable[[Node], T], method: str = "dsgd", **settings: Any
 ) -> list[T]:
     """What `talk` returns at each node; none leaves before all have ended."""
-    name = f"mesh {next(MESHES)}"
+    name = f"mesh-{next(MESHES)}"
 
     def enter(number: int) -> Node:
         return Node(join(store, topology, number, name=name), method, **(settings or COMBINE_FIRST[method]))
@@ -99,7 +99,7 @@ def in_mesh(
 
 @pytest.mark.parametrize("method", list(COMBINE_FIRST))
 @pytest.mark.parametrize("graph", ["ring", "one-peer-exponential"])
-def test_every_bit_is_the_same(graph: str, method: str, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bit_is_the_same(graph: str, method: str, store: KeptStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixing, "CHUNK_VALUES", 96)
     topology = make_topology(graph, 4)
 
@@ -132,7 +132,7 @@ def test_every_bit_is_the_same(graph: str, method: str, store: TCPStore, monkeyp
                 assert traffic == expected_traffic
 
 
-def test_an_average_in_between_changes_nothing(store: TCPStore) -> None:
+def test_an_average_in_between_changes_nothing(store: KeptStore) -> None:
     topology = make_topology("ring", 3)
 
     def talk(averages: bool) -> Callable[[Node], list[torch.Tensor]]:
@@ -156,7 +156,7 @@ def test_an_average_in_between_changes_nothing(store: TCPStore) -> None:
     assert all(torch.equal(mean, other) for ours in means for mean, other in zip(ours, means[0], strict=True))
 
 
-def test_it_travels_while_a_node_computes(store: TCPStore) -> None:
+def test_it_travels_while_a_node_computes(store: KeptStore) -> None:
     """Node 1 is late; its whole step takes place while node 0 has not yet asked for what it has begun."""
     has_begun, has_stepped = threading.Event(), threading.Event()
 
@@ -181,7 +181,7 @@ def test_it_travels_while_a_node_computes(store: TCPStore) -> None:
 # Who is lost
 
 
-def test_a_neighbour_that_leaves_is_left_out(store: TCPStore) -> None:
+def test_a_neighbour_that_leaves_is_left_out(store: KeptStore) -> None:
     have_begun, has_left = threading.Barrier(3), threading.Event()
     topology = make_topology("ring", 3)
 
@@ -207,7 +207,7 @@ def test_a_neighbour_that_leaves_is_left_out(store: TCPStore) -> None:
         assert "node 2 was lost (its connection broke)" in news[0]
 
 
-def test_who_is_left_alone_is_told_at_the_step(store: TCPStore) -> None:
+def test_who_is_left_alone_is_told_at_the_step(store: KeptStore) -> None:
     has_begun = threading.Event()
 
     def talk(node: Node) -> None:
@@ -224,7 +224,7 @@ def test_who_is_left_alone_is_told_at_the_step(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_a_node_that_is_closed_ends_its_exchange_and_accuses_nobody(is_waited_for: bool, store: TCPStore) -> None:
+def test_a_node_that_is_closed_ends_its_exchange_and_accuses_nobody(is_waited_for: bool, store: KeptStore) -> None:
     """As after Ctrl-C in the backward pass; nobody waits for `exchange_timeout`."""
     may_close = threading.Event()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
@@ -26,11 +25,13 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import try_islands
 from tests.small_model import Linear
+from tests.tcp_stores import KeptStore, values_in_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,14 +52,14 @@ class Ring:
         self.topology = make_topology("ring", num_nodes)
         self._timeout = exchange_timeout
         self._connect_timeout = connect_timeout
-        self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._store = KeptStore()
         self._joined: list[MeshNeighbours] = []
         self._last: int | None = None
         self._ended = threading.Barrier(num_nodes)
         self._failures: list[BaseException] = []
 
-    def client(self) -> TCPStore:
-        return TCPStore(LOCALHOST, self._store.port, wait_for_workers=False)
+    def client(self) -> ValueStore:
+        return self._store.client()
 
     def board(self) -> Board:
         return Board(self.client(), "gossip")
@@ -303,7 +304,7 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
 @pytest.mark.parametrize(("by", "there"), [(2, [1, 3]), (0, [3])])
 def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, there: list[int]) -> None:
     """It was stopped, gave up a neighbour that goes on, and was started again. What others say of it counts."""
-    board = Board(HashStore(), "test")
+    board = Board(values_in_memory(), "test")
     board.put(lost_key(1), {"by": by, "reason": "it did not come within 12 s"})
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.averages import mix_
@@ -25,8 +24,9 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.chunks import CHUNK_VALUES
 from hf_diloco.transport.rate import RateLimit
 from tests.clocks import AT_ONCE, LONG
-from tests.gossip_meshes import join, make_store, talk_together
+from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands, try_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,11 +36,13 @@ Talk = Callable[[int, Neighbours], T]
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return make_store()
+def store() -> KeptStore:
+    return KeptStore()
 
 
-def in_mesh(store: TCPStore, topology: Topology, talk: Callable[[int, MeshNeighbours], T], **settings: Any) -> list[T]:
+def in_mesh(
+    store: KeptStore, topology: Topology, talk: Callable[[int, MeshNeighbours], T], **settings: Any
+) -> list[T]:
     """What `talk` returns at each node; none leaves before all have ended."""
     return talk_together(topology.num_nodes, lambda node: join(store, topology, node, **settings), talk)
 
@@ -81,7 +83,7 @@ GRAPHS = [
 @pytest.mark.parametrize(("graph", "num_nodes"), GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_mesh_mixes_what_memory_mixes(
-    graph: str, num_nodes: int, dtype: torch.dtype, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    graph: str, num_nodes: int, dtype: torch.dtype, store: KeptStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vectors of nothing, of a part of a chunk, of more chunks than are in flight; one, and two together."""
     chunk = 96  # as whole blocks are, a multiple of what a processor adds at once
@@ -103,7 +105,7 @@ def test_a_mesh_mixes_what_memory_mixes(
     assert equal(in_mesh(store, topology, talk), in_memory(topology, talk))
 
 
-def test_whole_chunks_as_they_are(store: TCPStore) -> None:
+def test_whole_chunks_as_they_are(store: KeptStore) -> None:
     """Bits do not depend on where a vector is cut."""
     topology = make_topology("ring", 3)
 
@@ -116,7 +118,7 @@ def test_whole_chunks_as_they_are(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(("graph", "num_sent"), [("ring", 2), ("exponential", 3), ("one-peer-exponential", 1)])
-def test_each_neighbour_is_sent_the_vector_once(graph: str, num_sent: int, store: TCPStore) -> None:
+def test_each_neighbour_is_sent_the_vector_once(graph: str, num_sent: int, store: KeptStore) -> None:
     def talk(node: int, neighbours: Neighbours) -> Traffic:
         vector = torch.ones(1001, dtype=torch.float64)
         return neighbours.mix([vector], [torch.empty_like(vector)], 0)
@@ -126,7 +128,7 @@ def test_each_neighbour_is_sent_the_vector_once(graph: str, num_sent: int, store
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
-def test_a_mesh_averages_what_memory_averages(num_nodes: int, store: TCPStore) -> None:
+def test_a_mesh_averages_what_memory_averages(num_nodes: int, store: KeptStore) -> None:
     def talk(node: int, neighbours: Neighbours) -> list[object]:
         results: list[object] = []
         for step, size in enumerate([1, 0, 1000, 300_001]):
@@ -141,7 +143,7 @@ def test_a_mesh_averages_what_memory_averages(num_nodes: int, store: TCPStore) -
     assert all(equal(one, ours[0]) for one in ours)
 
 
-def test_who_was_averaged_and_how_much_was_sent(store: TCPStore) -> None:
+def test_who_was_averaged_and_how_much_was_sent(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> tuple[object, ...]:
         traffic = neighbours.average(torch.ones(4000))
         return neighbours.averaged_over, neighbours.take_news(), traffic
@@ -149,7 +151,7 @@ def test_who_was_averaged_and_how_much_was_sent(store: TCPStore) -> None:
     assert in_mesh(store, make_topology("ring", 4), talk) == [((0, 1, 2, 3), [], Traffic(24_000, 24_000))] * 4
 
 
-def test_only_float32_is_averaged(store: TCPStore) -> None:
+def test_only_float32_is_averaged(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         with pytest.raises(UnsupportedError, match="float64"):
             neighbours.average(torch.ones(3, dtype=torch.float64))
@@ -184,7 +186,7 @@ def mixed(neighbours: Neighbours, step: int, size: int = 100) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("graph", "num_nodes"), [("ring", 5), ("full", 4), ("exponential", 5)])
-def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int, store: TCPStore) -> None:
+def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int, store: KeptStore) -> None:
     topology, leaver = make_topology(graph, num_nodes), 2
 
     def talk(node: int, neighbours: MeshNeighbours) -> list[str]:
@@ -216,7 +218,7 @@ def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int,
         assert f"without node {leaver}" in lines[-1]
 
 
-def test_a_node_that_leaves_before_the_average_is_left_out_of_it(store: TCPStore) -> None:
+def test_a_node_that_leaves_before_the_average_is_left_out_of_it(store: KeptStore) -> None:
     """It was in the group."""
 
     def talk(node: int, neighbours: MeshNeighbours) -> tuple[object, ...]:
@@ -240,7 +242,7 @@ def test_a_node_that_leaves_before_the_average_is_left_out_of_it(store: TCPStore
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_nobody_goes_on_while_another_is_without_the_mean(
-    lacking: int, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    lacking: int, store: KeptStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group that breaks while one has the mean, and the other has not."""
 
@@ -277,7 +279,7 @@ def test_nobody_goes_on_while_another_is_without_the_mean(
     assert equal(in_mesh(store, topology, talk), in_memory(topology, expect))
 
 
-def test_a_late_node_is_lost_and_finds_that_all_are(store: TCPStore) -> None:
+def test_a_late_node_is_lost_and_finds_that_all_are(store: KeptStore) -> None:
     topology, late = make_topology("ring", 4), 1
     woken = threading.Event()
 
@@ -303,7 +305,7 @@ def test_a_late_node_is_lost_and_finds_that_all_are(store: TCPStore) -> None:
     assert news[3] == [], "who waits for those who wait for the late one is not late"
 
 
-def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: TCPStore) -> None:
+def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: KeptStore) -> None:
     """Of an odd number one is left over by a matching, and loses nobody."""
     topology = make_topology("random-matching", 3)
 
@@ -314,7 +316,7 @@ def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: TCPStore) -> Non
     in_mesh(store, topology, talk)
 
 
-def test_nodes_that_do_not_come_at_the_start_are_named(store: TCPStore) -> None:
+def test_nodes_that_do_not_come_at_the_start_are_named(store: KeptStore) -> None:
     topology = make_topology("full", 4)
     outcomes = try_islands(2, lambda node: join(store, topology, node, connect_timeout=SHORT))
     for outcome in outcomes:
@@ -325,7 +327,7 @@ def test_nodes_that_do_not_come_at_the_start_are_named(store: TCPStore) -> None:
 
 def test_a_store_that_is_gone_is_said() -> None:
     topology = make_topology("ring", 2)
-    keepers = [make_store()]
+    keepers = [KeptStore()]
     nodes = run_islands(2, lambda node: join(keepers[0], topology, node))
     keepers.clear()
 
@@ -340,7 +342,7 @@ def test_a_store_that_is_gone_is_said() -> None:
         one.close()
 
 
-def test_a_limit_that_cannot_be_kept_is_refused(store: TCPStore) -> None:
+def test_a_limit_that_cannot_be_kept_is_refused(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         with pytest.raises(ExchangeError, match=r"rate_limit.*take 4 s.*exchange_timeout is 3 s"):
             mixed(neighbours, 0, 100_000)
@@ -348,7 +350,7 @@ def test_a_limit_that_cannot_be_kept_is_refused(store: TCPStore) -> None:
     in_mesh(store, make_topology("ring", 2), talk, exchange_timeout=SHORT, rate_limit=RateLimit(1e5))
 
 
-def test_a_node_that_the_graph_has_not(store: TCPStore) -> None:
+def test_a_node_that_the_graph_has_not(store: KeptStore) -> None:
     with pytest.raises(ConfigError, match="node 4"):
         join(store, make_topology("ring", 4), 4)
 
@@ -356,7 +358,7 @@ def test_a_node_that_the_graph_has_not(store: TCPStore) -> None:
 # Records
 
 
-def test_all_see_all_records_in_order(store: TCPStore) -> None:
+def test_all_see_all_records_in_order(store: KeptStore) -> None:
     topology = make_topology("ring", 3)
 
     def talk(node: int, neighbours: Neighbours) -> list[object]:
@@ -368,7 +370,7 @@ def test_all_see_all_records_in_order(store: TCPStore) -> None:
     assert ours[0][0] == [{"node": 0, "text": ""}, {"node": 1, "text": "β"}, {"node": 2, "text": "ββ"}]
 
 
-def test_what_was_shown_last_can_be_read_again(store: TCPStore) -> None:
+def test_what_was_shown_last_can_be_read_again(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> list[object]:
         for number in range(2):
             neighbours.share("model", {"node": node, "number": number})
@@ -378,7 +380,7 @@ def test_what_was_shown_last_can_be_read_again(store: TCPStore) -> None:
     assert last == [[{"node": 0, "number": 1}, {"node": 2, "number": 1}], []]
 
 
-def test_who_returns_reads_what_was_shown_last_and_shows_its_next_with_the_others(store: TCPStore) -> None:
+def test_who_returns_reads_what_was_shown_last_and_shows_its_next_with_the_others(store: KeptStore) -> None:
     """As they have begun another training meanwhile."""
     is_back = threading.Event()
 
@@ -404,7 +406,7 @@ def test_who_returns_reads_what_was_shown_last_and_shows_its_next_with_the_other
 
 
 @pytest.mark.parametrize("where", ["mesh", "memory"])
-def test_records_that_cannot_be_shown(where: str, store: TCPStore) -> None:
+def test_records_that_cannot_be_shown(where: str, store: KeptStore) -> None:
     def talk(node: int, neighbours: Neighbours) -> None:
         with pytest.raises(PayloadError, match="JSON"):
             neighbours.share("a", {"tensor": torch.ones(1)})
@@ -421,10 +423,10 @@ def test_records_that_cannot_be_shown(where: str, store: TCPStore) -> None:
 @pytest.mark.parametrize(
     "rubbish", ["", "[1]", "{", "\udc80".encode(errors="surrogateescape"), "[" * 60_000, "x" * 70_000]
 )
-def test_rubbish_in_the_store_is_refused(rubbish: str | bytes, store: TCPStore) -> None:
+def test_rubbish_in_the_store_is_refused(rubbish: str | bytes, store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         if node == 0:
-            store.set("gossip/share/model/1/0", rubbish)  # type: ignore[arg-type]
+            store.client().set("gossip/share/model/1/0", rubbish)
             return
         with pytest.raises(PayloadError, match="node 0"):
             neighbours.share("model", {})
@@ -432,7 +434,7 @@ def test_rubbish_in_the_store_is_refused(rubbish: str | bytes, store: TCPStore) 
     in_mesh(store, make_topology("ring", 2), talk)
 
 
-def test_records_that_do_not_come_are_named(store: TCPStore) -> None:
+def test_records_that_do_not_come_are_named(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         if node == 0:
             neighbours._connect_timeout = 0.5
@@ -454,7 +456,7 @@ def test_records_that_do_not_come_are_named(store: TCPStore) -> None:
         "one-peer-exponential",  # whose neighbours change
     ],
 )
-def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: TCPStore) -> None:
+def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: KeptStore) -> None:
     """Steps take less time than agreeing on one; at the entry step the newcomer holds its neighbours' mean."""
     num_nodes, leaver, num_steps = 5 if graph != "one-peer-exponential" else 4, 1, 6
     topology = make_topology(graph, num_nodes)
@@ -519,7 +521,7 @@ def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: TCPStore)
             assert returns == [f"node 1 has returned: it takes part from step {step} on" for step in entered]
 
 
-def test_who_cannot_join_lets_go_of_those_it_connected_to(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_join_lets_go_of_those_it_connected_to(store: KeptStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other neighbours go on at once."""
     nodes, given_up = make_topology("ring", 3), threading.Event()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings as limits, strategies as st
 from numpy.typing import NDArray
-from torch.distributed import TCPStore
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
@@ -25,8 +24,9 @@ from hf_diloco.trainer.gossip_check import check_gossip
 from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.transport.base import Traffic
 from tests.clocks import LONG
-from tests.gossip_meshes import join, make_store, talk_together
+from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return make_store()
+def store() -> KeptStore:
+    return KeptStore()
 
 
 def values(node: int, step: int, size: int) -> torch.Tensor:
@@ -226,14 +226,14 @@ def test_methods_end_where_they_end_without_codes(method: str, settings: dict[st
 # Sockets
 
 
-def in_mesh(store: TCPStore, topology: Topology, payload: str, talk: Callable[[int, CodedNeighbours], T]) -> list[T]:
+def in_mesh(store: KeptStore, topology: Topology, payload: str, talk: Callable[[int, CodedNeighbours], T]) -> list[T]:
     return talk_together(topology.num_nodes, lambda node: coded(join(store, topology, node), payload), talk)
 
 
 @pytest.mark.parametrize("payload", CODED)
 @pytest.mark.parametrize(("graph", "num_nodes"), [("ring", 4), ("exponential", 5), ("ring", 1)])
 def test_a_mesh_computes_what_memory_computes(
-    graph: str, num_nodes: int, payload: str, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    graph: str, num_nodes: int, payload: str, store: KeptStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: two vectors and one that travels as it is, more pieces than are in flight, and a key in between."""
     monkeypatch.setattr(replicas, "PIECE_VALUES", 512)
@@ -273,7 +273,7 @@ def equation(
 
 
 @pytest.mark.parametrize(("graph", "num_nodes"), [("ring", 5), ("exponential", 5)])
-def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int, store: TCPStore) -> None:
+def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int, store: KeptStore) -> None:
     """Its weight stays with the others, who drop its replica."""
     topology, leaver, codec = make_topology(graph, num_nodes), 2, CODECS["int8"]
     known = [values(node, 0, 1000) for node in range(num_nodes)]
@@ -301,7 +301,7 @@ def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int,
 
 
 @pytest.mark.parametrize("graph", ["ring", "exponential"])
-def test_a_node_returns_and_is_known_again(graph: str, store: TCPStore) -> None:
+def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None:
     """At the step at which it enters replicas go over its edges, and codes over all others."""
     num_nodes, leaver, num_more, size, payload = 5, 1, 4, 1000, "int4"
     topology, code = make_topology(graph, num_nodes), CODECS[payload].num_bytes(1000)

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -17,8 +16,9 @@ from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.published import Published
 from hf_diloco.methods.topology import Topology, make_topology
 from tests.clocks import LONG
-from tests.gossip_meshes import join, make_store
+from tests.gossip_meshes import join
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,8 +27,8 @@ LEAVER = 1
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return make_store()
+def store() -> KeptStore:
+    return KeptStore()
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -54,7 +54,7 @@ class Swarm:
         averaged: the nodes in each average that was asked for.
     """
 
-    def __init__(self, store: TCPStore, topology: Topology) -> None:
+    def __init__(self, store: KeptStore, topology: Topology) -> None:
         num_nodes = topology.num_nodes
         self.topology = topology
         self.others = [node for node in range(num_nodes) if node != LEAVER]
@@ -176,7 +176,7 @@ class Swarm:
     ],
     ids=lambda graph: graph[0],
 )
-def swarm(request: pytest.FixtureRequest, store: TCPStore) -> Swarm:
+def swarm(request: pytest.FixtureRequest, store: KeptStore) -> Swarm:
     return Swarm(store, make_topology(*request.param))
 
 
@@ -228,7 +228,7 @@ def test_the_average_of_all_nodes_goes_with_those_who_are_in(swarm: Swarm) -> No
 
 
 @pytest.mark.parametrize("gone", ["before links", "before it asks"])
-def test_a_node_that_is_lost_on_its_way_back_does_no_harm(gone: str, store: TCPStore) -> None:
+def test_a_node_that_is_lost_on_its_way_back_does_no_harm(gone: str, store: KeptStore) -> None:
     swarm = Swarm(store, make_topology("ring", 3))
 
     def leave_and_return() -> MeshNeighbours:
@@ -245,7 +245,9 @@ def test_a_node_that_is_lost_on_its_way_back_does_no_harm(gone: str, store: TCPS
     swarm.run(leave_and_return)
 
 
-def test_who_loses_a_link_on_its_way_back_is_taken_by_that_neighbour_when_it_is_started_again(store: TCPStore) -> None:
+def test_who_loses_a_link_on_its_way_back_is_taken_by_that_neighbour_when_it_is_started_again(
+    store: KeptStore,
+) -> None:
     """An edge without links would be of no use, and would keep the neighbour from looking for the node."""
     swarm = Swarm(store, make_topology("ring", 3))
 
@@ -264,7 +266,7 @@ def test_who_loses_a_link_on_its_way_back_is_taken_by_that_neighbour_when_it_is_
     swarm.run(leave_and_return)
 
 
-def test_who_has_no_other_neighbour_goes_on_alone_and_lets_it_in(store: TCPStore) -> None:
+def test_who_has_no_other_neighbour_goes_on_alone_and_lets_it_in(store: KeptStore) -> None:
     swarm = Swarm(store, make_topology("ring", 2))
 
     def leave_and_return() -> MeshNeighbours:
@@ -280,7 +282,7 @@ def test_who_has_no_other_neighbour_goes_on_alone_and_lets_it_in(store: TCPStore
     swarm.run(leave_and_return)
 
 
-def test_a_node_that_all_have_given_up_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_all_have_given_up_ends(store: KeptStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hung for too long; started again, it would return."""
     topology = make_topology("ring", 2)
     held = threading.Lock()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology, make_topology
 from tests.clocks import LONG
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ class Nodes:
         self.topology = topology
         self.lacks: dict[tuple[int, int], set[int]] = {}
         self.news: dict[int, list[str]] = {node: [] for node in range(topology.num_nodes)}
-        self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._store = KeptStore()
         self._x: dict[tuple[int, int], torch.Tensor] = {}
         self._out: dict[tuple[int, int], torch.Tensor] = {}
         self._had_trouble = threading.Event()
@@ -44,7 +44,7 @@ class Nodes:
         self._joined: dict[int, MeshNeighbours] = {}
 
     def join(self, node: int) -> MeshNeighbours:
-        client = TCPStore(LOCALHOST, self._store.port, wait_for_workers=False)
+        client = self._store.client()
         neighbours = MeshNeighbours(
             client, self.topology, node, LOCALHOST, connect_timeout=LONG, exchange_timeout=LONG
         )

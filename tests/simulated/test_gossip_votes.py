@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -19,6 +18,7 @@ from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from tests.clocks import LONG
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,11 +54,11 @@ class OneVoteArrives(MeshExchange):
 
 def test_others_keep_the_mean_and_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_diloco.gossip.mesh.average.MeshExchange", OneVoteArrives)
-    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    store = KeptStore()
     have_ended = threading.Barrier(NUM_NODES)
 
     def run(node: int) -> tuple[float, tuple[int, ...], set[int]]:
-        client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+        client = store.client()
         neighbours = MeshNeighbours(
             client, make_topology("ring", NUM_NODES), node, LOCALHOST, connect_timeout=LONG, exchange_timeout=SHORT
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -15,6 +14,7 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
 from tests.islands import run_islands
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,25 +23,25 @@ SHORT = 1.0
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+def store() -> KeptStore:
+    return KeptStore()
 
 
-def join(store: TCPStore, node: int, **settings: Any) -> MeshNeighbours:
-    client = TCPStore(LOCALHOST, store.port, wait_for_workers=False)
+def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
+    client = store.client()
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
     notes = WaitNotes(node, "node", first=0.2)
     topology = make_topology("ring", 2)
     return MeshNeighbours(client, topology, node, LOCALHOST, notes=notes, **{**timeouts, **settings})
 
 
-def test_a_node_that_is_alone_says_for_whom_it_waits(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_is_alone_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(IslandLostError):
         join(store, 0, connect_timeout=SHORT)
     assert "node 0: waiting for node 1 (" in caplog.text
 
 
-def test_a_node_that_returns_says_for_whom_it_waits(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_returns_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         with pytest.raises(IslandLostError):
             join(store, 1, connect_timeout=SHORT)
@@ -49,7 +49,7 @@ def test_a_node_that_returns_says_for_whom_it_waits(store: TCPStore, caplog: pyt
 
 
 def test_a_step_says_for_whom_it_waits_and_how_the_node_comes_back(
-    store: TCPStore, caplog: pytest.LogCaptureFixture
+    store: KeptStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = threading.Barrier(2)
 
@@ -70,7 +70,7 @@ def test_a_step_says_for_whom_it_waits_and_how_the_node_comes_back(
     assert "Start node 1 again, alone, by the same command: it returns" in message
 
 
-def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: TCPStore) -> None:
+def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: KeptStore) -> None:
     connected, ended = threading.Barrier(2), threading.Barrier(2)
 
     def run(node: int) -> str:
@@ -91,7 +91,7 @@ def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: TC
     assert "then start all nodes again" in message
 
 
-def test_who_shows_no_record_is_named(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_shows_no_record_is_named(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Barrier(2)
 
     def run(node: int) -> None:

@@ -31,9 +31,10 @@ from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
-from tests.gossip_meshes import join, make_store, talk_together
+from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands, try_islands
 from tests.processes import find_free_port
+from tests.tcp_stores import KeptStore, values_in_memory
 
 KEY = LinkKey(b"0123456789abcdef")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(3)]
@@ -215,7 +216,7 @@ def test_what_was_tampered_with_is_refused_and_the_next_round_goes_well(
 
 
 def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal, store = Sealer.seal, HashStore()
+    seal, store = Sealer.seal, values_in_memory()
     monkeypatch.setattr(Sealer, "seal", lambda *arguments: [wire.bitwise_not() for wire in seal(*arguments)])
 
     def run(node: int) -> None:
@@ -380,7 +381,7 @@ def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
 
 @MODES
 def test_nodes_seal_all_that_goes_between_them(monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
-    store, wire = make_store(), Wire(monkeypatch)
+    store, wire = KeptStore(), Wire(monkeypatch)
     secret = torch.full((500,), 7.0)
 
     def enter(node: int) -> MeshNeighbours:

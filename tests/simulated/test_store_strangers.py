@@ -1,18 +1,27 @@
-"""Who reaches the store that island 0 keeps, and has no key: none of it ends, fills or stalls anything."""
+"""Who reaches the store that island 0 or node 0 keeps, and has no key: none of it ends, fills or stalls anything."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.node import open_node
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.rounds import FixedSession
 from hf_diloco.store import serving
 from hf_diloco.store.credentials import make_key
 from hf_diloco.store.host import StoreHost, url_of
@@ -20,6 +29,7 @@ from hf_diloco.store.objects import open_object_store
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.meetings import Meeting
+from tests.small_model import batches, make_model, take_step
 from tests.strangers import Attack, say
 
 LOCALHOST = "127.0.0.1"
@@ -69,33 +79,88 @@ def test_strangers_stop_no_store(
     socket.create_server((LOCALHOST, free_port)).close()
 
 
+Turn = Callable[[], None]
+"""Takes a round, or a step of nodes."""
+
+
+@contextmanager
+def coming_and_going(folder: Path, port: int, island: int) -> Iterator[Turn]:
+    meeting = Meeting(folder, 2, max_islands=3, key_file=folder / "run.key", bind_address=LOCALHOST)
+    meeting.url = f"tcp://{LOCALHOST}:{port}"
+    member = meeting.island(island)
+
+    def take() -> None:
+        member.train(2)
+
+    yield take
+    assert [report.participants for report in member.reports] == [[0, 1]] * 30
+    member.leave()
+
+
+@contextmanager
+def fixed(folder: Path, port: int, island: int) -> Iterator[Turn]:
+    url = f"tcp://{LOCALHOST}:{port}"
+    config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, key_file=folder / "run.key", sync_every=2)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = FixedSession(config, IslandGroup())
+    session.join(open_shards(model, optimizer, 1), folder / f"island-{island}")
+    turns = itertools.cycle(batches(island, 64))
+
+    def take() -> None:
+        for _ in range(2):
+            take_step(model, optimizer, next(turns))
+            session.outer.count_step(weight=4.0)
+        session.sync()
+
+    yield take
+    assert session.outer.round == 30
+    session.leave(finished=True)
+
+
+@contextmanager
+def nodes(folder: Path, port: int, node: int) -> Iterator[Turn]:
+    url = f"tcp://{LOCALHOST}:{port}"
+    config = GossipConfig(num_nodes=2, node=node, rendezvous=url, topology="ring", key_file=folder / "run.key")
+    neighbours = open_node(config, make_topology("ring", 2), IslandGroup())
+    vector, steps = torch.full((1000,), float(node)), itertools.count()
+
+    def take() -> None:
+        neighbours.mix([vector], [vector], next(steps))
+
+    yield take
+    assert torch.equal(vector, torch.full((1000,), 0.5))
+    neighbours.close()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("training", [coming_and_going, fixed, nodes])
 def test_ten_rounds_after_an_attack_training_is_at_full_speed(
-    tmp_path: Path, free_port: int, record_property: Callable[[str, object], None]
+    training: Callable[[Path, int, int], AbstractContextManager[Turn]],
+    tmp_path: Path,
+    free_port: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """1,500 strangers come after the tenth round, in all ways by turns, and go after the twentieth."""
     make_key(tmp_path / "run.key")
-    meeting = Meeting(tmp_path, 2, max_islands=3, key_file=tmp_path / "run.key", bind_address=LOCALHOST)
-    meeting.url, together = f"tcp://{LOCALHOST}:{free_port}", threading.Barrier(2)
+    together = threading.Barrier(2)
 
-    def run(island: int) -> dict[str, list[float]]:
-        member, took = meeting.island(island), dict[str, list[float]]()
-        for phase in ("before", "during", "after"):
-            strangers = []
-            if island and phase == "during":
-                each = 1500 // len(REQUESTS)
-                strangers = [one for attack in REQUESTS.values() for one in attack((LOCALHOST, free_port), each)]
-            together.wait(LONG)
-            took[phase] = []
-            for _ in range(10):
-                began = time.monotonic()
-                member.train(2)
-                took[phase].append(time.monotonic() - began)
-            for stranger in strangers:
-                stranger.close()
-            together.wait(LONG)
-        assert [report.participants for report in member.reports] == [[0, 1]] * 30
-        member.leave()
+    def run(number: int) -> dict[str, list[float]]:
+        took: dict[str, list[float]] = {"before": [], "during": [], "after": []}
+        with training(tmp_path, free_port, number) as take:
+            for phase, seconds in took.items():
+                strangers = []
+                if number and phase == "during":
+                    each = 1500 // len(REQUESTS)
+                    strangers = [one for attack in REQUESTS.values() for one in attack((LOCALHOST, free_port), each)]
+                together.wait(LONG)
+                for _ in range(10):
+                    began = time.monotonic()
+                    take()
+                    seconds.append(time.monotonic() - began)
+                for stranger in strangers:
+                    stranger.close()
+                together.wait(LONG)
         return took
 
     took = run_islands(2, run, LONG)[0]

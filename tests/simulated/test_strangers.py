@@ -21,6 +21,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from hf_diloco.codecs import CODECS
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.sealing import LinkKey, Roster, Signer
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
@@ -32,6 +33,7 @@ from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.islands import try_islands
 from tests.strangers import Attack, say
+from tests.tcp_stores import values_in_memory
 
 KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
@@ -107,7 +109,7 @@ ATTACKS: dict[str, Callable[[str], Attack]] = {
 """By the lane at whose ports they are made."""
 
 
-def average(store: HashStore, island: int) -> torch.Tensor:
+def average(store: ValueStore, island: int) -> torch.Tensor:
     """What an island has after three rounds with another one, each beginning with its number."""
     mesh = MeshExchange(Lane(store, LANE, island, 2, LOCALHOST, LONG, KEY))
     values = torch.full((1000,), float(island))
@@ -117,7 +119,7 @@ def average(store: HashStore, island: int) -> torch.Tensor:
     return values
 
 
-def mix(store: HashStore, node: int) -> torch.Tensor:
+def mix(store: ValueStore, node: int) -> torch.Tensor:
     """As `average`, of two nodes of a graph."""
     edge = Edge(Endpoint(store, node, LOCALHOST, LONG, key=KEY), "gossip", 1 - node, "1.1", LONG)
     values, received = torch.full((1000,), float(node)), torch.empty(1000)
@@ -132,10 +134,10 @@ def mix(store: HashStore, node: int) -> torch.Tensor:
 
 
 def exchange_under(
-    attack: Attack, number: int, lane: str, exchange: Callable[[HashStore, int], torch.Tensor]
+    attack: Attack, number: int, lane: str, exchange: Callable[[ValueStore, int], torch.Tensor]
 ) -> tuple[list[torch.Tensor | BaseException], int]:
     """What two ends have while strangers are at the port of the first, and the most files that these cost."""
-    store, most = HashStore(), 0
+    store, most = values_in_memory(), 0
     lowest = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
     def run(island: int) -> torch.Tensor:
@@ -164,7 +166,7 @@ def exchange_under(
     ],
 )
 def test_strangers_stop_no_meeting(
-    lane: str, exchange: Callable[[HashStore, int], torch.Tensor], name: str, number: int
+    lane: str, exchange: Callable[[ValueStore, int], torch.Tensor], name: str, number: int
 ) -> None:
     """Of islands, and of nodes of a graph."""
     attack, began = ATTACKS[name](lane), time.monotonic()

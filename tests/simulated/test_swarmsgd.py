@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.distributed import HashStore
 
 from hf_diloco.codecs.lattice import CHECK_VALUES
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
@@ -30,6 +29,7 @@ from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import RandomMatching, Topology, make_topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
 from tests.islands import run_islands
+from tests.tcp_stores import values_in_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -450,7 +450,7 @@ def test_over_connections_it_has_the_bits_that_it_has_in_memory(
     topology, order = make_topology("ring", 4), in_turns(12, 4)
     settings: dict[str, Any] = {"quantization": quantization, "local_steps": 2}
     expected = Nodes(topology, apart(4) / 10, **settings).run(order, gradient)
-    store = HashStore()
+    store = values_in_memory()
 
     def join(node: int) -> MeshPublished:
         end = MeshPublished(Endpoint(store, node, "127.0.0.1", 30), topology.neighbours(node))

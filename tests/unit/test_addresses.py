@@ -13,7 +13,9 @@ from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.store.rendezvous import connect_store, find_address, warn_if_exposed
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.rendezvous import find_address, warn_if_exposed
+from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.open import MeshTransport
 from hf_diloco.utils.addresses import check_specific, is_loopback, is_public
 from tests.processes import find_free_port
@@ -68,7 +70,7 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
     with pytest.raises(RendezvousError, match=r"anywhere\.example: 0\.0\.0\.0 stands for every interface"):
         find_address(settings)
     with pytest.raises(RendezvousError, match="stands for every interface"):
-        connect_store(DiLoCoConfig(rendezvous="tcp://anywhere.example:29400"), is_host=True)
+        meet(DiLoCoConfig(rendezvous="tcp://anywhere.example:29400"), Credentials(), is_host=True, who="island 0")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

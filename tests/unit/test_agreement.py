@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
@@ -26,10 +26,13 @@ from hf_diloco.membership.records import (
     VoteRecord,
     parse_records,
 )
-from hf_diloco.store.rendezvous import connect_store, find_address
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.rendezvous import find_address
+from hf_diloco.store.tcp_store import Meeting, meet
 from hf_diloco.utils.timeouts import call_within
 from tests.clocks import AT_ONCE, FastClock
 from tests.islands import CountingStore, run_islands, try_islands
+from tests.tcp_stores import KeptStore
 
 Stores = Callable[[int], Store]
 
@@ -40,12 +43,11 @@ def stores(request: pytest.FixtureRequest) -> Stores:
     if request.param == "memory":
         memory = HashStore()
         return lambda island: memory
-    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    opened: dict[int, Store] = {0: keeper}
+    keeper, opened = KeptStore(), dict[int, Store]()
 
     def open_one(island: int) -> Store:
         if island not in opened:
-            opened[island] = TCPStore("127.0.0.1", keeper.port, wait_for_workers=False)
+            opened[island] = keeper.client()
         return opened[island]
 
     return open_one
@@ -468,8 +470,8 @@ def test_a_digest_is_hexadecimal(digest: str) -> None:
 
 
 def test_a_dead_store_means_island_0_is_lost() -> None:
-    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    book = Ledger(TCPStore("127.0.0.1", keeper.port, wait_for_workers=False), 1, 2)
+    keeper = KeptStore()
+    book = Ledger(keeper.client(), 1, 2)
     book.claim()
     ended = threading.Timer(0.3, keeper_ends := [keeper].clear)
     del keeper
@@ -520,6 +522,10 @@ def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
     return DiLoCoConfig(**{"num_islands": 2, "island": island, "rendezvous": url, "join_timeout": 0.5, **more})
 
 
+def connect(config: DiLoCoConfig, is_host: bool) -> Meeting:
+    return meet(config, Credentials(), is_host, f"island {config.island}")
+
+
 @pytest.fixture
 def listener() -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
     """Opens a port where something else answers; returns its URL."""
@@ -552,7 +558,7 @@ def test_both_ends_meet(free_port: int) -> None:
 
     def run(island: int) -> str:
         time.sleep(0.5 * (1 - island))  # island 1 knocks before anybody is there
-        store, address = connect_store(settings_for(url, island, join_timeout=10), is_host=island == 0)
+        store, _, address = connect(settings_for(url, island, join_timeout=10), is_host=island == 0)
         opened.append(store)
         store.set(str(island), address)
         return store.get(str(1 - island)).decode()
@@ -562,7 +568,7 @@ def test_both_ends_meet(free_port: int) -> None:
 
 def test_a_machine_may_be_told_its_own_address(free_port: int) -> None:
     config = settings_for(f"tcp://localhost:{free_port}", 0, bind_address="127.0.0.1")
-    assert connect_store(config, is_host=True)[1] == "127.0.0.1"
+    assert connect(config, is_host=True).address == "127.0.0.1"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
@@ -572,7 +578,7 @@ def test_addresses_of_version_6_work(free_port: int) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"this machine has no IPv6 loopback ({error})")
-    assert connect_store(config, is_host=True)[1] == "::1"
+    assert connect(config, is_host=True).address == "::1"
 
 
 @pytest.mark.parametrize("setting", ["rendezvous", "bind_address"])
@@ -582,30 +588,30 @@ def test_a_public_address_is_refused_unless_it_is_wanted(address: str, setting: 
     url = f"tcp://{host}:29400" if setting == "rendezvous" else "tcp://127.0.0.1:29400"
     changes: dict[str, Any] = {} if setting == "rendezvous" else {"bind_address": address}
     with pytest.raises(RendezvousError, match=r"is a public address.*VPN.*allow_public_address"):
-        connect_store(settings_for(url, 0, **changes), is_host=True)
+        connect(settings_for(url, 0, **changes), is_host=True)
     if ":" not in address:  # a machine need not speak version 6
         with pytest.raises(RendezvousError, match="is not an address of this machine"):
-            connect_store(settings_for(url, 0, allow_public_address=True, **changes), is_host=True)
+            connect(settings_for(url, 0, allow_public_address=True, **changes), is_host=True)
 
 
 def test_a_port_in_use_is_told(listener: Callable[..., str]) -> None:
     url = listener(lambda connection: None)
     with pytest.raises(RendezvousError, match=r"port \d+ on 127.0.0.1 is in use.*choose another port"):
-        connect_store(settings_for(url, 0), is_host=True)
+        connect(settings_for(url, 0), is_host=True)
 
 
 def test_a_host_that_is_another_machine_is_told() -> None:
     with pytest.raises(
         RendezvousError, match=r"198.51.100.1 is not an address of this machine.*start island 0 on that"
     ):
-        connect_store(settings_for("tcp://198.51.100.1:29400", 0), is_host=True)
+        connect(settings_for("tcp://198.51.100.1:29400", 0), is_host=True)
 
 
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_host_without_an_address_is_told(is_host: bool) -> None:
     url = "tcp://no-such-host.invalid:29400"
     with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*([Cc]orrect it|Check the rendezvous)"):
-        connect_store(settings_for(url, 0 if is_host else 1), is_host=is_host)
+        connect(settings_for(url, 0 if is_host else 1), is_host=is_host)
 
 
 def test_nobody_there_is_told_in_time(free_port: int) -> None:
@@ -613,7 +619,7 @@ def test_nobody_there_is_told_in_time(free_port: int) -> None:
     with pytest.raises(
         RendezvousError, match=rf"nobody answers at tcp://127.0.0.1:{free_port} after 0.5 s \(join_timeout\)"
     ):
-        connect_store(settings_for(f"tcp://127.0.0.1:{free_port}"), is_host=False)
+        connect(settings_for(f"tcp://127.0.0.1:{free_port}"), is_host=False)
     assert 0.5 <= time.monotonic() - started < AT_ONCE
 
 
@@ -621,7 +627,7 @@ def test_a_machine_that_cannot_be_reached_is_told_in_time() -> None:
     """A documentation address: nobody answers, or a proxy of this network does."""
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody answers at|is not the rendezvous"):
-        connect_store(settings_for("tcp://198.51.100.1:29400"), is_host=False)
+        connect(settings_for("tcp://198.51.100.1:29400"), is_host=False)
     assert time.monotonic() - started < AT_ONCE
 
 
@@ -635,7 +641,7 @@ def answer_http(connection: socket.socket) -> None:
 def test_something_else_on_the_port_is_told(listener: Callable[..., str], behave: Callable[..., object]) -> None:
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"is not the rendezvous of a run .*choose another port"):
-        connect_store(settings_for(listener(behave)), is_host=False)
+        connect(settings_for(listener(behave)), is_host=False)
     assert time.monotonic() - started < AT_ONCE
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
@@ -31,6 +31,7 @@ from hf_diloco.transport.resharding import Range, SegmentedMesh
 from hf_diloco.transport.transfers import Deadline, Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
+from tests.tcp_stores import KeptStore
 
 KEY = b"0123456789abcdef"
 LOCALHOST = "127.0.0.1"
@@ -38,8 +39,8 @@ FP32 = CODECS["fp32"]
 
 
 def tcp_store() -> Callable[[], Store]:
-    host = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    return lambda: TCPStore(LOCALHOST, host.port, wait_for_workers=False)
+    host = KeptStore()
+    return lambda: host.client()
 
 
 def hash_store() -> Callable[[], Store]:

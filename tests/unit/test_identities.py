@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import random
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
@@ -20,11 +18,12 @@ from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownI
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.sealing import ISLANDS, Agreement, LinkKey, Parties, Roster, Signer
-from hf_diloco.store import sealed_store
+from hf_diloco.store import tcp_store
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
-from hf_diloco.store.sealed_store import SealedStore, seal_store
 from hf_diloco.store.signing import Seal
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.public_keys import show_public
+from tests.tcp_stores import Port
 
 KEY = b"0123456789abcdef"
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
@@ -189,25 +188,22 @@ def test_a_signature_of_one_handshake_is_worth_nothing_in_another() -> None:
 
 
 @pytest.fixture
-def bare() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+def port() -> Port:
+    return Port()
 
 
-def enter(bare: TCPStore, who: Signer | None, number: int) -> SealedStore:
-    own = TCPStore("127.0.0.1", bare.port, wait_for_workers=False, timeout=timedelta(seconds=2))
-    store, _ = seal_store(own, Credentials(KEY, who), config(), number == 0, f"island {number}")
-    assert isinstance(store, SealedStore)
-    return store
+def enter(port: Port, who: Signer | None, number: int) -> ValueStore:
+    return port.enter(number, Credentials(KEY, who)).store
 
 
-def test_a_value_in_the_name_of_another_counts_as_absent(bare: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
-    stores = [enter(bare, signer(island), island) for island in range(3)]
-    for key in ("join/1", "round/3/arrived/1", "training-2/round/3~1/vote/1", "graph/calls/1", "share/x/0/1"):
+def test_a_value_in_the_name_of_another_counts_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    stores = [enter(port, signer(island), island) for island in range(3)]
+    for key in ("join/1", "round/3/arrived/1", "training-2/round/3+1/vote/1", "graph/calls/1", "share/x/0/1"):
         stores[2].set(key, "from island 2")
         assert not stores[0].check([key]), key
         stores[1].set(key, "from island 1")
         assert stores[0].get(key) == b"from island 1"
-    assert "island 2 has signed join/1 in the name of island 1" in caplog.text
+    assert "island 2 has signed values/join/1.json in the name of island 1" in caplog.text
     assert (
         stores[2].compare_set("round/3/plan", "", "late 1")
         == stores[0].compare_set("round/3/plan", "", "")
@@ -245,20 +241,21 @@ def test_a_value_in_the_name_of_another_counts_as_absent(bare: TCPStore, caplog:
     ids=["none", "only one's", "unknown", "replaced", "the host's is unknown", "another list"],
 )
 def test_who_does_not_fit_is_told_at_the_start(
-    bare: TCPStore, monkeypatch: pytest.MonkeyPatch, host: Signer | None, guest: Signer | None, message: str
+    port: Port, host: Signer | None, guest: Signer | None, message: str
 ) -> None:
-    monkeypatch.setattr(sealed_store, "MARK_SECONDS", 0.5)
-    seal_store(bare, Credentials(KEY, host), config(), True, "island 0")
+    keeps = enter(port, host, 0)
     with pytest.raises(RendezvousError, match=message):
-        enter(bare, guest, 1)
+        enter(port, guest, 1)
+    assert keeps.add("claim/0", 1) == 1
 
 
-def test_another_version_is_told_at_the_start(bare: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_store, "_VERSION", 1)
-    seal_store(bare, Credentials(KEY), config(), True, "island 0")
+def test_another_version_is_told_at_the_start(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_store, "_VERSION", 1)
+    keeps = enter(port, None, 0)
     monkeypatch.undo()
     with pytest.raises(RendezvousError, match=r"island 1 has another version of hf_diloco .* install one on all"):
-        enter(bare, None, 1)
+        enter(port, None, 1)
+    assert keeps.add("claim/0", 1) == 1
 
 
 # Settings and files

@@ -132,8 +132,7 @@ def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) ->
         for stranger in strangers:
             stranger.close()
     assert (process.returncode, out.strip()) == (0, "done"), told
-    assert f"127.0.0.1:{free_port} takes no more connections" in told
-    assert "raise the limit" in told
+    assert "raise the limit" not in told, "who is silent is sent away before they are too many"
 
 
 IN_ISLAND = """

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch.distributed import HashStore
 
 from hf_diloco.errors import DiLoCoError
-from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer, ValueSeal
+from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.sealing.blocks import BLOCK_OVERHEAD, BlockSeal
-from hf_diloco.store.sealed_store import SealedStore
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
+from hf_diloco.store.torch_store import BytesRecord
 from hf_diloco.transport import meeting
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.utils.public_keys import show_public
@@ -124,11 +125,16 @@ def records(signed: bool, encrypt: bool) -> Target:
 
 
 def values(signed: bool, encrypt: bool) -> Target:
-    """At tcp://."""
-    store = SealedStore(HashStore(), ValueSeal(KEY, RUN, encrypt), RUN, SIGNERS[0] if signed else None)  # type: ignore[arg-type]
-    keys = [f"round/{n}/plan" for n in range(8)]
-    data = [store._wrap(key, b"a value of round %d" % n).encode() for n, key in enumerate(keys)]
-    return Target(data, lambda at, data: store._unwrap(keys[at], data))
+    """What fixed islands and nodes leave for each other at tcp://, read as they read it."""
+    log = RunLog(open_object_store("memory://values"), Seal(KEY, RUN, SIGNERS[0] if signed else None, encrypt))
+    paths = [f"values/round/{n}/plan.json" for n in range(8)]
+    data = [log.seal.wrap(path, {"value": f"round {n}"}) for n, path in enumerate(paths)]
+
+    def read(at: int, data: bytes) -> object:
+        log.store.put(paths[at], data)
+        return log.read(paths[at], BytesRecord)
+
+    return Target(data, read, has_meaning=True)
 
 
 def blocks() -> Target:

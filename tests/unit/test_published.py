@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store
 
 from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
 from hf_diloco.gossip.mesh.edges import Endpoint
@@ -19,9 +18,11 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.versioned_buffer import Shelf
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
+from tests.tcp_stores import values_in_memory
 
 LOCALHOST = "127.0.0.1"
 
@@ -36,7 +37,11 @@ def memory(num_nodes: int) -> list[Published]:
 
 
 def connected(
-    store: Store, node: int, neighbours: Collection[int], exchange_timeout: float = LONG, connect_timeout: float = LONG
+    store: ValueStore,
+    node: int,
+    neighbours: Collection[int],
+    exchange_timeout: float = LONG,
+    connect_timeout: float = LONG,
 ) -> MeshPublished:
     end = MeshPublished(Endpoint(store, node, LOCALHOST, exchange_timeout), neighbours)
     try:
@@ -49,7 +54,7 @@ def connected(
 
 
 def mesh(num_nodes: int, exchange_timeout: float = LONG) -> list[MeshPublished]:
-    store = HashStore()
+    store = values_in_memory()
 
     def join(node: int) -> MeshPublished:
         return connected(store, node, [other for other in range(num_nodes) if other != node], exchange_timeout)
@@ -238,7 +243,7 @@ def test_who_asks_nothing_notices_that_a_node_is_gone() -> None:
 
 
 def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> None:
-    store = HashStore()
+    store = values_in_memory()
     nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
     for number in range(3):
         for end in nodes:
@@ -259,7 +264,7 @@ def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> No
 
 
 def test_waiting_for_a_neighbour_may_be_ended() -> None:
-    end = MeshPublished(Endpoint(HashStore(), 0, LOCALHOST, LONG), [1])
+    end = MeshPublished(Endpoint(values_in_memory(), 0, LOCALHOST, LONG), [1])
 
     def stop() -> None:
         raise IslandLostError("gone again")
@@ -270,7 +275,7 @@ def test_waiting_for_a_neighbour_may_be_ended() -> None:
 
 
 def test_who_has_closed_connects_no_more() -> None:
-    store = HashStore()
+    store = values_in_memory()
     nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
     nodes[1].close()
     outcomes = try_islands(2, lambda node: nodes[node].connect(1 - node, "1.2", LONG))
@@ -298,7 +303,7 @@ def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.Monk
 
 
 def test_who_does_not_come_is_named() -> None:
-    store = HashStore()
+    store = values_in_memory()
 
     def join(node: int) -> None:
         if node != 2:
@@ -310,7 +315,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_only_neighbours_are_connected() -> None:
-    store, neighbours = HashStore(), [[1], [0, 2], [1]]
+    store, neighbours = values_in_memory(), [[1], [0, 2], [1]]
     nodes = run_islands(3, lambda node: connected(store, node, neighbours[node]))
     for end in nodes:
         end.publish(payload(end.node))

@@ -17,10 +17,11 @@ from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.rounds.joining import await_islands
+from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.rendezvous import connect_store
 from hf_diloco.store.signing import Seal
+from hf_diloco.store.tcp_store import meet
 from hf_diloco.utils.waiting import WaitNotes, name_all
 from tests.clocks import StillClock
 
@@ -108,7 +109,7 @@ def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: py
     url = f"tcp://127.0.0.1:{free_port}"
     config = DiLoCoConfig(num_islands=2, island=1, rendezvous=url, join_timeout=0.3)
     with pytest.raises(RendezvousError):
-        connect_store(config, is_host=False, notes=WaitNotes(1, first=0))
+        meet(config, Credentials(), is_host=False, who="island 1", notes=WaitNotes(1, first=0))
     mine = [message for message in caplog.messages if url in message]  # not those of other tests' threads
     assert mine == [f"island 1: waiting for island 0 at {url} (0 s of 0 s)"]
 

@@ -102,7 +102,7 @@ def test_what_is_awaited_in_vain_keeps_other_news_for_a_moment_only(store: Objec
     assert 0.3 <= time.monotonic() - begun < AT_ONCE
 
 
-@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING", 1), ("MAX_WAITING_BYTES", 100)])
+@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING", 1), ("MAX_WAITING_BYTES", 60)])
 def test_of_more_questions_than_may_wait_each_is_answered_at_once(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, name: str, most: int
 ) -> None:

@@ -7,12 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.errors import IslandLostError, damage
-from hf_diloco.gossip.mesh.store import SharedStore
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing import LinkKey, Parties
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
@@ -34,7 +33,7 @@ class Endpoint:
         key: see `Lane`.
     """
 
-    store: Store
+    store: ValueStore
     node: int
     address: str
     timeout: float
@@ -52,8 +51,14 @@ class Endpoint:
             timeout: seconds that connecting may take.
             meanwhile: called now and then while others are waited for; what it raises ends that.
         """
+
+        def look() -> bool:
+            if meanwhile:
+                meanwhile()
+            return False
+
         return Lane(
-            SharedStore(self.store, timeout, meanwhile),
+            self.store.waiting(timeout, look),
             name,
             members.index(self.node),
             len(members),

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
-from torch.distributed import Store
 
 from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.gossip.averages import Vectors
@@ -32,6 +31,7 @@ from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing import LinkKey
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.text import numbers, plural
@@ -48,7 +48,7 @@ class MeshNeighbours(Neighbours):
     them, though it is there, is told by `offer` or `average` with an `IslandLostError`.
 
     Args:
-        store: where nodes find each other, kept by node 0; see `store.rendezvous.connect_store`.
+        store: where nodes find each other, kept by node 0; see `store.tcp_store.meet`.
         topology: who averages with whom; the same on all nodes.
         node: this node's number, from 0.
         address: local address to listen on, as the neighbours see it.
@@ -75,7 +75,7 @@ class MeshNeighbours(Neighbours):
 
     def __init__(
         self,
-        store: Store,
+        store: ValueStore,
         topology: Topology,
         node: int,
         address: str,

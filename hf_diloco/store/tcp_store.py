@@ -1,0 +1,202 @@
+"""The rendezvous at tcp:// where membership is fixed, and of nodes: island 0, or node 0, keeps the store.
+
+    hf-diloco/run         names the run: signed with the run's key, so that others see whose run it is
+    values/KEY.json       each value, sealed for its place; see `store.signing`
+
+What was not sealed with the run's key counts as absent, and is replaced where an island writes. Who reaches the port
+can still remove values, or bring back an older one of the same key, and so stop a run: see docs/security.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
+from hf_diloco.sealing import LinkKey, Roster
+from hf_diloco.store.authors import MEETING, RUN_PATH
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.host import StoreHost, address_towards, find_store, url_of
+from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import Place
+from hf_diloco.store.signing import ENV_KEY, Seal
+from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.utils.waiting import WaitNotes
+
+MARK = MEETING
+MARK_SECONDS = 20.0
+"""How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
+GONE_SECONDS = 1.0
+"""How long nobody may listen at the port until who keeps the store counts as gone."""
+_GREETING_SECONDS = 20.0
+_VERSION = 3
+_NO_RUN = "-"  # what seals the mark
+_POLL_SECONDS = 0.05
+
+
+class Meeting(NamedTuple):
+    """Where one rank has met the others.
+
+    Attributes:
+        store: what all see.
+        key: what seals connections between them; None without the run's key.
+        address: the local address that reaches the store, which is where this rank listens for others.
+    """
+
+    store: ValueStore
+    key: LinkKey | None
+    address: str
+
+
+def meet(
+    config: Place,
+    credentials: Credentials,
+    is_host: bool,
+    who: str,
+    notes: WaitNotes | None = None,
+    silent_for: float = 60.0,
+) -> Meeting:
+    """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
+
+    Args:
+        config: where to meet.
+        credentials: this island's.
+        is_host: this process keeps the store, and begins the run; others wait until it does.
+        who: this island, for messages.
+        notes: say for whom this waits; default: nothing is said.
+        silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
+
+    Raises:
+        RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic
+            would cross a public network; the run there has another key, or none, or this process has none; or another
+            `encrypt`, or other identities.
+    """
+    assert config.rendezvous is not None
+    host = StoreHost(config) if is_host else None
+    try:
+        if host is None:
+            find_store(config, notes)
+        store = _open(config, silent_for)
+        run = _begin_run(store, credentials) if is_host else _find_run(store, credentials, config.rendezvous, who)
+    except BaseException:
+        if host:
+            host.close()
+        raise
+    if host:
+        weakref.finalize(store, host.close)
+    seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
+    values = ValueStore(RunLog(store, seal), config.join_timeout)
+    address = config.bind_address or address_towards(config.rendezvous)
+    return Meeting(values, credentials.link_key(run), address)
+
+
+def _open(config: Place, silent_for: float) -> ObjectStore:
+    """Greets what listens there, which may be anything."""
+    assert config.rendezvous is not None
+    url = url_of(config.rendezvous)
+    try:
+        open_object_store(url, min(config.join_timeout, _GREETING_SECONDS))
+        return open_object_store(url, silent_for, gone_after=GONE_SECONDS)
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"what answers at {config.rendezvous} is not the rendezvous of a run ({error}): another program has the "
+            "port, or a proxy stands in between. Correct rendezvous, or choose another port for all islands"
+        ) from None
+
+
+def _begin_run(store: ObjectStore, credentials: Credentials) -> str:
+    run, seal = secrets.token_hex(16), credentials.seal(_NO_RUN)
+    mark = {"version": _VERSION, "run": run, "encrypt": credentials.encrypt, "identities": seal.identities}
+    store.put(MARK, seal.wrap(MARK, mark))
+    return run
+
+
+def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who: str) -> str:
+    there = f"the run at {rendezvous}"
+    found = _await_mark(store, there, who)
+    mark = _open_mark(found, credentials, there, who)
+    run, encrypt, identities = mark.get("run"), mark.get("encrypt"), mark.get("identities")
+    if mark.get("version") != _VERSION or not isinstance(run, str) or not isinstance(identities, dict):
+        raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all")
+    if credentials.key and encrypt is not credentials.encrypt:
+        raise RendezvousError(
+            f"{who} has encrypt={credentials.encrypt}, and {there} encrypt={encrypt}: set the same on all"
+        )
+    if credentials.signer or identities:
+        _check_identities(credentials, found, identities, who, there)
+    return run
+
+
+def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
+    deadline = time.monotonic() + MARK_SECONDS
+    try:
+        while True:
+            if (found := store.get(MARK, MAX_RECORD_BYTES)) is not None:
+                return found
+            if store.get(RUN_PATH, MAX_RECORD_BYTES) is not None:
+                raise RendezvousError(
+                    f"{who} waits for all islands, and those of {there} may come and go: give all the same settings "
+                    "(min_islands, max_islands, exchange)"
+                )
+            if time.monotonic() >= deadline:
+                raise RendezvousError(f"{there} has not begun {MARK_SECONDS:g} s after its store was opened: {_AGAIN}")
+            time.sleep(_POLL_SECONDS)
+    except StoreError as error:
+        raise RendezvousError(f"{there} cannot be read ({error}): {_AGAIN}") from None
+
+
+_AGAIN = "start all again, or choose another port"
+
+
+def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> Mapping[str, object]:
+    """What the mark of a run says; who signed it is looked at later."""
+    try:
+        return Credentials(credentials.key).seal(_NO_RUN).open(MARK, found)
+    except ForgedError:
+        pass
+    if not credentials.key:
+        raise RendezvousError(
+            f"{who} has no key, and {there} has one: give it the key of the others (key_file or {ENV_KEY})"
+        )
+    try:
+        Credentials().seal(_NO_RUN).open(MARK, found)
+    except ForgedError:
+        raise RendezvousError(
+            f"{who} has another key than {there}: give all one key (key_file or {ENV_KEY})"
+        ) from None
+    raise RendezvousError(
+        f"{who} has a key, and {there} has none: give all one key (key_file or {ENV_KEY}), or start {who} without it"
+    )
+
+
+def _check_identities(
+    credentials: Credentials, found: bytes, theirs: Mapping[str, list[str]], who: str, there: str
+) -> None:
+    """Makes sure that who keeps the store and this island list each other, and everybody else alike."""
+    signer = credentials.signer
+    if signer is None:
+        raise RendezvousError(
+            f"{who} gives no identity, and {there} has a list of who may take part: make an identity for it "
+            "(`hf-diloco keys make FILE`), add it to identities on all, and give it as identity_file"
+        )
+    if not theirs:
+        raise RendezvousError(
+            f"{who} has an identity, and {there} lists nobody's: set the same identities on all, or on none"
+        )
+    try:
+        credentials.seal(_NO_RUN).open(MARK, found)
+        Roster({int(number): texts for number, texts in theirs.items()}, signer.roster.unit).find_current(signer)
+    except UnknownIdentityError as error:
+        raise RendezvousError(f"{who} cannot take part in {there}: {error}") from None
+    mine = signer.roster.texts
+    for number in sorted(mine.keys() | theirs.keys(), key=int):
+        if mine.get(number) != theirs.get(number):
+            unit = signer.roster.unit
+            raise RendezvousError(
+                f"{who} has another list of identities than {there}: identities.{number} differs. Give all "
+                f"{unit}s the same list, and start {unit} {number} again where it had another key"
+            )

@@ -1,0 +1,63 @@
+"""The store of fixed membership and of nodes, at a port of this machine, as its clients and as strangers see it."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from typing import Any
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.store.host import StoreHost, url_of
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.store.tcp_store import GONE_SECONDS, Meeting, meet
+from hf_diloco.store.torch_store import ValueStore
+from tests.clocks import LONG
+from tests.processes import find_free_port
+
+LOCALHOST = "127.0.0.1"
+
+
+class Port:
+    """Where a run may meet."""
+
+    def __init__(self) -> None:
+        self.port = find_free_port()
+        self.url = f"tcp://{LOCALHOST}:{self.port}"
+
+    def config(self, **settings: Any) -> DiLoCoConfig:
+        return DiLoCoConfig(**{"num_islands": 2, "rendezvous": self.url, "join_timeout": LONG, **settings})
+
+    def enter(self, island: int, credentials: Credentials) -> Meeting:
+        """Island 0 keeps the store for as long as somebody of this process has what this returns to it."""
+        return meet(self.config(), credentials, island == 0, f"island {island}")
+
+    @property
+    def bare(self) -> ObjectStore:
+        """What a stranger has who reaches the port."""
+        return open_object_store(url_of(self.url))
+
+
+class KeptStore(Port):
+    """One without a key, which this process keeps as long as it has this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weakref.finalize(self, StoreHost(self.config()).close)
+
+    def client(self) -> ValueStore:
+        """As another process has."""
+        return reach(self.port)
+
+
+def values_in_memory() -> ValueStore:
+    """One that threads of this process share."""
+    return ValueStore(RunLog(open_object_store(f"memory://{uuid.uuid4().hex}"), Seal(b"", "test")), LONG)
+
+
+def reach(port: int) -> ValueStore:
+    """A client of a `KeptStore`."""
+    store = open_object_store(f"http://{LOCALHOST}:{port}/run", gone_after=GONE_SECONDS)
+    return ValueStore(RunLog(store, Seal(b"", "test")), LONG)

@@ -1,0 +1,244 @@
+"""The rendezvous at tcp:// of fixed membership: what strangers who reach its port can do, and who is let in."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import itertools
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError, PrefixStore
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.membership.ledger import Ledger
+from hf_diloco.store import tcp_store
+from hf_diloco.store.credentials import Credentials, find_key
+from hf_diloco.store.host import StoreHost, url_of
+from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.tcp_store import MARK
+from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.transport.peer_failures import LossNotes
+from tests.clocks import AT_ONCE
+from tests.islands import run_islands
+from tests.tcp_stores import Port
+
+KEY = b"0123456789abcdef"
+OTHER_KEY = b"0123456789abcdeg"
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def port() -> Port:
+    return Port()
+
+
+def held(key: bytes, **settings: Any) -> Credentials:
+    return Credentials(key, **settings)
+
+
+def enter(port: Port, island: int, key: bytes = KEY, **settings: Any) -> ValueStore:
+    met = port.enter(island, held(key, **settings))
+    assert (met.key is not None) == bool(key)
+    assert met.address == "127.0.0.1"
+    return met.store
+
+
+def bytes_at(bare: ObjectStore, key: str) -> bytes:
+    """What a stranger sees."""
+    found = bare.get(f"values/{key}.json", LIMIT)
+    assert found is not None
+    return found
+
+
+SEALED = pytest.mark.parametrize(
+    ("key", "encrypt"),
+    [(KEY, True), (KEY, False), (b"", True)],
+    ids=["encrypted", "authenticated", "without a key"],
+)
+
+
+@SEALED
+def test_values_are_there_for_those_who_hold_the_key(port: Port, key: bytes, encrypt: bool) -> None:
+    here, there = enter(port, 0, key, encrypt=encrypt), enter(port, 1, key, encrypt=encrypt)
+    here.set("a", "one")
+    there.set("b", b"\x00\xff")
+    assert (there.get("a"), here.get("b")) == (b"one", b"\x00\xff")
+    assert there.multi_get(["a", "b"]) == [b"one", b"\x00\xff"]
+    assert here.compare_set("first", "", "mine") == there.compare_set("first", "", "theirs") == b"mine"
+    assert [here.add("n", 1), there.add("n", 2), here.add("n", 0), here.add("none", 0)] == [1, 3, 3, 0]
+    assert (here.check(["a", "b"]), here.check(["a", "c"])) == (True, False)
+    assert (base64.b64encode(b"one") in bytes_at(port.bare, "a")) == (not key or not encrypt)
+    there.delete_key("a")
+    assert not here.check(["a"])
+    assert here.compare_set("a", "", "again") == b"again"
+    below = PrefixStore("training-2", here)
+    below.set("a", "two")
+    assert (below.get("a"), below.compare_set("a", "", "three"), below.add("n", 5)) == (b"two", b"two", 5)
+    assert (below.check(["a"]), below.multi_get(["a"])) == (True, [b"two"])
+
+
+def test_what_strangers_write_is_as_good_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    store, bare = enter(port, 0), port.bare
+    store.set("good", "good")
+    for key, forged in (("a", b"made up"), ("b", bytes_at(bare, "good")), ("n", b"7"), ("large", b"x" * (5 << 20))):
+        bare.put(f"values/{key}.json", forged)
+        assert not store.check([key])
+    assert store.add("n", 1) == 1
+    assert store.compare_set("a", "", "mine") == b"mine"
+    assert store.get("a") == b"mine"
+    assert store.compare_set("large", "", "small") == store.get("large") == b"small"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("values/b.json was not sealed with this run's key for this place" in text for text in warnings) == 1
+
+
+def test_islands_that_replace_the_same_forged_value_agree(port: Port) -> None:
+    stores, bare = [enter(port, island) for island in range(3)], port.bare
+    for number in range(20):
+        bare.put(f"values/{number}.json", b"made up")
+        key = str(number)
+        found = run_islands(3, lambda island: stores[island].compare_set(key, "", f"of {island}"))  # noqa: B023
+        assert len(set(found)) == 1
+
+
+def test_several_count_at_once(port: Port) -> None:
+    stores = [enter(port, island) for island in range(3)]
+    sums = run_islands(3, lambda island: [stores[island].add("n", 1) for _ in range(20)])
+    assert sorted(itertools.chain(*sums)) == list(range(1, 61))
+
+
+def test_records_of_an_earlier_run_do_not_open_in_this_one(port: Port) -> None:
+    first = enter(port, 0)
+    first.set("claim/1", "1")
+    earlier = bytes_at(port.bare, "claim/1")
+    del first
+    gc.collect()
+    second = enter(port, 0)
+    port.bare.put("values/claim/1.json", earlier)
+    assert not second.check(["claim/1"]), "another run begins in the same place"
+
+
+def test_a_wait_ends_when_the_value_is_there_or_the_time_over(port: Port) -> None:
+    stores = [enter(port, island) for island in range(2)]
+
+    def run(island: int) -> bytes:
+        if island:
+            stores[1].wait(["a", "b"])
+            return stores[1].get("b")
+        stores[0].set("a", "1")
+        stores[0].set("b", "2")
+        return b"2"
+
+    assert run_islands(2, run) == [b"2", b"2"]
+    with pytest.raises(DistStoreError, match="not all have come"):
+        stores[0].wait(["none"], timedelta(seconds=0.2))
+
+
+def test_who_keeps_it_takes_it_along(port: Port) -> None:
+    stores = [enter(port, island) for island in range(2)]
+    stores[1].set("a", "1")
+    del stores[0]
+    gc.collect()
+    started = time.monotonic()
+    with pytest.raises(DistStoreError, match=r"\(nobody listens there\): who keeps it has ended"):
+        stores[0].get("a")
+    assert time.monotonic() - started < AT_ONCE
+
+
+def test_islands_share_records_and_count_their_starts(port: Port) -> None:
+    stores = [enter(port, island) for island in range(2)]
+
+    def share(island: int) -> list[dict[str, Any]]:
+        ledger = Ledger(stores[island], island, 2)
+        ledger.claim()
+        return ledger.share("topic", {"island": island}, timeout=20)
+
+    assert run_islands(2, share) == [[{"island": 0}, {"island": 1}]] * 2
+    notes = [LossNotes(stores[island], "lane0", island) for island in range(2)]
+    assert notes[1].find_first(0, timed_out=False) == 0
+
+
+def test_nodes_leave_each_other_records(port: Port) -> None:
+    board = Board(enter(port, 0), "gossip")
+    board.put("a", {"x": 1})
+    board.put_first("a", {"x": 2})
+    assert board.read("a") == {"x": 1}
+    assert (board.count("starts/0"), board.count("starts/0", 1), board.count("starts/0")) == (0, 1, 1)
+    board.remove("a")
+    assert (board.has("a"), board.read("a")) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("host", "guest", "message"),
+    [
+        ((KEY, {}), (OTHER_KEY, {}), r"island 1 has another key than the run at tcp://.*give all one key \(key_file"),
+        ((KEY, {}), (b"", {}), r"island 1 has no key, and the run at tcp://.* has one: give it the key of the others"),
+        ((b"", {}), (KEY, {}), r"island 1 has a key, and the run at tcp://.* has none.*give all one key \(key_file"),
+        (
+            (KEY, {}),
+            (KEY, {"encrypt": False}),
+            r"island 1 has encrypt=False, and .* encrypt=True: set the same on all",
+        ),
+    ],
+    ids=["another key", "no key", "a key where there is none", "encrypt"],
+)
+def test_who_does_not_fit_is_told_at_the_start(
+    port: Port, host: tuple[bytes, dict[str, Any]], guest: tuple[bytes, dict[str, Any]], message: str
+) -> None:
+    keeps = port.enter(0, held(host[0], **host[1]))
+    with pytest.raises(RendezvousError, match=message):
+        port.enter(1, held(guest[0], **guest[1]))
+    assert keeps.store.add("claim/0", 1) == 1
+
+
+def test_a_mark_that_strangers_write_lets_nobody_in(port: Port) -> None:
+    keeps = port.enter(0, held(KEY))
+    for forged in (b"made up", b"{}"):
+        port.bare.put(MARK, forged)
+        with pytest.raises(RendezvousError, match="island 1 has another key"):
+            port.enter(1, held(KEY))
+    assert keeps.key
+
+
+def test_a_run_that_does_not_begin_is_told(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_store, "MARK_SECONDS", 0.2)
+    host = StoreHost(port.config())
+    try:
+        with pytest.raises(RendezvousError, match=r"the run at tcp://.* has not begun 0.2 s after"):
+            port.enter(1, held(b""))
+        port.bare.put("run.json", b"{}")
+        with pytest.raises(RendezvousError, match=r"island 1 waits for all islands, and those of .* may come and go"):
+            port.enter(1, held(b""))
+    finally:
+        host.close()
+
+
+def test_a_temporary_folder_goes_with_the_store(port: Port, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    enter(port, 0).set("a", "1")
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert url_of(port.url).endswith("/run")
+
+
+@pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig])
+def test_a_key_can_be_required(
+    monkeypatch: pytest.MonkeyPatch, kind: type[DiLoCoConfig] | type[GossipConfig], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_DILOCO_KEY", raising=False)
+    assert find_key(kind()) == b""
+    with pytest.raises(
+        ConfigError, match=r"require_key=true, and there is no key: make one by `hf-diloco keys.*as key_file or"
+    ):
+        find_key(kind(require_key=True))
+    file = tmp_path / "key"
+    file.write_bytes(KEY)
+    file.chmod(0o600)
+    assert find_key(kind(require_key=True, key_file=file)) == KEY
