@@ -42,7 +42,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed import HashStore
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
 
 from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batches
@@ -52,6 +51,7 @@ from hf_diloco.errors import DivergedError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds import FixedSession
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.islands import run_islands
@@ -274,7 +274,7 @@ def train_together(islands: Sequence[Island]) -> None:
     Raises:
         DivergedError: values are not finite any more.
     """
-    network, store, turn = MemoryNetwork(len(islands), timeout=600), HashStore(), threading.Lock()
+    network, store, turn = MemoryNetwork(len(islands), timeout=600), ValueStore.in_memory(), threading.Lock()
 
     def live(number: int) -> None:
         islands[number].train(MemoryTransport(network, store, number), Path(folder) / str(number), turn)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import HashStore
 
 from hf_diloco.codecs import Codec
 from hf_diloco.config import DiLoCoConfig
@@ -17,6 +16,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds import FixedSession
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport, Transport
@@ -34,7 +34,7 @@ class Run:
         self.num_islands = num_islands
         self.config = {"rendezvous": "tcp://unused:1", "num_islands": num_islands, "sync_timeout": timeout, **config}
         self.network = MemoryNetwork(num_islands, timeout)
-        self.store = HashStore()
+        self.store = ValueStore.in_memory()
 
     def transport(self, island: int) -> Transport:
         return MemoryTransport(self.network, self.store, island)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
-from torch.distributed import Store
+from hf_diloco.store.torch_store import ValueStore
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int
 class CountingStore:
     """A store that counts the round trips that an island waits for."""
 
-    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "multi_get": 2, "get": 2}
+    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "find_all": 1}
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ValueStore) -> None:
         self.trips = 0
         self._store = store
 

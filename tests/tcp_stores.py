@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from typing import Any
 
@@ -32,7 +31,7 @@ class Port:
 
     def enter(self, island: int, credentials: Credentials) -> Meeting:
         """Island 0 keeps the store for as long as somebody of this process has what this returns to it."""
-        return meet(self.config(), credentials, island == 0, f"island {island}")
+        return meet(self.config(), credentials, island == 0, f"island {island}", LONG)
 
     @property
     def bare(self) -> ObjectStore:
@@ -50,11 +49,6 @@ class KeptStore(Port):
     def client(self) -> ValueStore:
         """As another process has."""
         return reach(self.port)
-
-
-def values_in_memory() -> ValueStore:
-    """One that threads of this process share."""
-    return ValueStore(RunLog(open_object_store(f"memory://{uuid.uuid4().hex}"), Seal(b"", "test")), LONG)
 
 
 def reach(port: int) -> ValueStore:

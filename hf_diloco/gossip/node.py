@@ -308,7 +308,7 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
         return MemoryGraph(topology).node(0)
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    store, key, address = meet(config, credentials, is_host, f"node {config.node}", notes, SILENT_SECONDS)
+    store, key, address = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
     if not credentials.key:
         warn_if_exposed(address)
     return MeshNeighbours(

@@ -28,20 +28,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import DistStoreError
 
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
-from hf_diloco.utils.timeouts import call_within
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
 Record = dict[str, Any]
 T = TypeVar("T")
 
-MAX_RECORD_BYTES = 4 << 20
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
-ANSWER_SECONDS = 60.0
-"""After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
 LOOK_SECONDS = 0.5
 """How often a wait looks for broken connections; what is broken twice running, and still silent, is gone."""
 LATE, GONE, LEAVES, FINISHED = "late", "gone", "leaves", "finished"
@@ -92,7 +89,7 @@ class Ledger:
 
     def __init__(
         self,
-        store: Store,
+        store: ValueStore,
         island: int,
         num_islands: int,
         should_stop: Callable[[], bool] = lambda: False,
@@ -180,7 +177,7 @@ class Ledger:
             StopRequested: it had, and this island was asked to stop as well.
         """
         key = f"{self._topic(round_number)}/plan"
-        if not self._has([key]):
+        if not self._has(key):
             return
         plan = self._decide(key, LATE)
         if silent is not None and not set(_islands_of(plan)) <= set(silent):
@@ -234,7 +231,7 @@ class Ledger:
         if outcome == AGAIN:
             self._tries[round_number] = self.tries(round_number) + 1
         elif outcome != COMMIT:
-            votes |= self._read_some(f"{topic}/vote", self._absent(votes))
+            votes |= self._read(f"{topic}/vote", self._absent(votes))
         return outcome == COMMIT, {str(island): votes[island] for island in sorted(votes)}
 
     def _verdict(self, round_number: int, votes: Mapping[int, Record]) -> str:
@@ -292,19 +289,11 @@ class Ledger:
     def _absent(self, found: Mapping[int, Record]) -> list[int]:
         return [island for island in range(self.num_islands) if island not in found]
 
-    def _read_all(self, topic: str) -> dict[int, Record]:
-        """The records of all islands, if all are in the store."""
-        keys = [f"{topic}/{island}" for island in range(self.num_islands)]
-        return self._read(topic, range(self.num_islands)) if self._has(keys) else {}
-
-    def _read_some(self, topic: str, islands: Sequence[int]) -> dict[int, Record]:
-        """The records of those `islands` whose records are in the store."""
-        return self._read(topic, [island for island in islands if self._has([f"{topic}/{island}"])])
-
     def _read(self, topic: str, islands: Sequence[int]) -> dict[int, Record]:
-        keys = [f"{topic}/{island}" for island in islands]
-        found = self._guard(lambda: self._store.multi_get(keys)) if keys else []
-        return {island: self._parse(key, raw) for island, key, raw in zip(islands, keys, found, strict=True)}
+        """The records of those `islands` whose records are in the store."""
+        keys = {f"{topic}/{island}": island for island in islands}
+        found = self._guard(lambda: self._store.find_all(list(keys)))
+        return {keys[key]: self._parse(key, raw) for key, raw in found.items()}
 
     def _hear(self, topic: str, links: Links) -> dict[int, Record]:
         """The records that have come over the links."""
@@ -317,8 +306,6 @@ class Ledger:
 
     @staticmethod
     def _parse(key: str, raw: bytes) -> Record:
-        if len(raw) > MAX_RECORD_BYTES:
-            raise RendezvousError(f"the record {key} has {len(raw)} bytes, more than the {MAX_RECORD_BYTES} allowed")
         try:
             record = json.loads(raw)
         except (ValueError, RecursionError):  # also what is nested without end
@@ -348,7 +335,7 @@ class Ledger:
         while True:
             if watch:
                 watch.look()  # before records are read: what an island said before it went counts
-            found |= self._hear(topic, links) if links else self._read_all(topic)
+            found |= self._hear(topic, links) if links else self._read(topic, range(self.num_islands))
             absent = self._absent(found)
             if not absent:
                 return found
@@ -356,9 +343,9 @@ class Ledger:
                 raise StopRequested
             waited = self._clock.now() - begun
             if waited >= timeout or begun + waited >= look_at or (watch and watch.gone):
-                if unless and self._has([unless]):
+                if unless and self._has(unless):
                     return found
-                found |= self._read_some(topic, absent)
+                found |= self._read(topic, absent)
                 absent = self._absent(found)
                 if not absent or waited >= timeout or (watch and watch.gone.intersection(absent)):
                     return found
@@ -373,17 +360,16 @@ class Ledger:
         else:
             self._clock.sleep(max(0.0, min(left, max(_MIN_POLL_SECONDS, min(_MAX_POLL_SECONDS, waited / 10)))))
 
-    def _has(self, keys: list[str]) -> bool:
-        """Whether all are there."""
-        return self._guard(lambda: self._store.check(keys))
+    def _has(self, key: str) -> bool:
+        return self._guard(lambda: self._store.check([key]))
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:
-            if self._is_lost:
-                raise TimeoutError("no answer the last time")
-            return call_within(ANSWER_SECONDS, call)
-        except (RuntimeError, TimeoutError) as error:
-            self._is_lost = isinstance(error, TimeoutError)
+            if self._is_lost:  # it may take long to say so again
+                raise DistStoreError("no answer the last time")
+            return call()
+        except DistStoreError as error:
+            self._is_lost = True
             reason = (str(error).strip().splitlines() or ["no answer"])[0]
             raise IslandLostError(
                 f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be "

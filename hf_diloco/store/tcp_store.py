@@ -57,8 +57,8 @@ def meet(
     credentials: Credentials,
     is_host: bool,
     who: str,
+    silent_for: float,
     notes: WaitNotes | None = None,
-    silent_for: float = 60.0,
 ) -> Meeting:
     """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
 
@@ -67,8 +67,8 @@ def meet(
         credentials: this island's.
         is_host: this process keeps the store, and begins the run; others wait until it does.
         who: this island, for messages.
-        notes: say for whom this waits; default: nothing is said.
         silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
+        notes: say for whom this waits; default: nothing is said.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic

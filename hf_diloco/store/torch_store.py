@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,7 +19,9 @@ from torch.distributed import DistStoreError, Store
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
 from hf_diloco.store.authors import VALUES
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
+from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.sight import Watch, looking_once
+from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
 
 T = TypeVar("T")
@@ -60,10 +63,10 @@ class RecordStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys, once all are there; raises as `wait`."""
-        found = self._find(keys)
+        found = self.find_all(keys)
         if len(found) < len(keys):
             self.wait(keys)
-            found = self._find(keys)
+            found = self.find_all(keys)
         try:
             return [found[key] for key in keys]
         except KeyError as key:
@@ -79,15 +82,11 @@ class RecordStore(Store):
             raise IslandLostError(f"not all have come ({', '.join(keys)})")
 
     def check(self, keys: Sequence[str]) -> bool:
-        return len(self._find(keys)) == len(set(keys))
-
-    def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
-        """The same store, for who waits in another way; see `RecordStore`."""
-        return type(self)(self._log, patience, should_give_up)
+        return len(self.find_all(keys)) == len(set(keys))
 
     def find(self, key: str) -> bytes | None:
         """The value of a key; None if there is none."""
-        return self._find([key]).get(key)
+        return self.find_all([key]).get(key)
 
     def _await(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all keys are there before so many seconds are over."""
@@ -98,8 +97,10 @@ class RecordStore(Store):
                 return False
         return True
 
-    def _find(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The values of those keys that are there; what is not of this run counts as absent."""
+    def find_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those keys that are there, in one question; what is not of this run counts as absent."""
+        if not keys:
+            return {}
         paths = {self._path(key): key for key in keys}
         store = self._log.store
         is_seen = store.tells_changes and all(store.sights.covering(path) for path in paths)
@@ -119,13 +120,38 @@ class ValueStore(RecordStore):
     Args:
         log: of the run, in a store that can `replace`.
         patience: seconds that `wait` and `get` wait for a key.
+        should_give_up: see `RecordStore`.
+        prefix: of all keys.
 
     Raises:
         DistStoreError: by each call: the store does not answer; or, by `wait` and `get`, a key does not come.
     """
 
-    _folder = VALUES
     _max_bytes = MAX_RECORD_BYTES
+
+    def __init__(
+        self,
+        log: RunLog,
+        patience: float,
+        should_give_up: Callable[[], bool] = lambda: False,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(log, patience, should_give_up)
+        self._prefix = prefix
+        self._folder = f"{VALUES}{prefix}"
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """One of this process alone."""
+        return cls(RunLog(open_object_store(f"memory://{uuid.uuid4().hex}"), Seal(b"", "here")), 60.0)
+
+    def below(self, prefix: str) -> Self:
+        """The same store, with keys of its own."""
+        return type(self)(self._log, self._patience, self._should_give_up, f"{self._prefix}{prefix}/")
+
+    def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
+        """The same store, for who waits in another way; see `RecordStore`."""
+        return type(self)(self._log, patience, should_give_up, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: RecordStore.set(self, key, value))
@@ -180,8 +206,8 @@ class ValueStore(RecordStore):
     def _create(self, path: str, value: bytes) -> bool:
         return self._log.create(path, _record(value))
 
-    def _find(self, keys: Sequence[str]) -> dict[str, bytes]:
-        return self._ask(lambda: RecordStore._find(self, keys))
+    def find_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return self._ask(lambda: RecordStore.find_all(self, keys))
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:

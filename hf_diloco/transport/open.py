@@ -6,18 +6,20 @@ import copy
 from abc import ABC, abstractmethod
 from typing import Self
 
-from torch.distributed import HashStore, PrefixStore, Store
-
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
+
+SILENT_SECONDS = 60.0
+"""After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
 
 
 class Transport(ABC):
@@ -28,13 +30,13 @@ class Transport(ABC):
         training: which training of this process it is, from 1; each has keys and lanes of its own.
     """
 
-    store: Store
+    store: ValueStore
     training: int = 1
 
     @property
-    def records(self) -> Store:
+    def records(self) -> ValueStore:
         """The store, with the keys of this training alone."""
-        return self.store if self.training == 1 else PrefixStore(f"training-{self.training}", self.store)
+        return self.store if self.training == 1 else self.store.below(f"training-{self.training}")
 
     def again(self) -> Self:
         """The same access for another training, which sees nothing of the last."""
@@ -53,7 +55,7 @@ class Transport(ABC):
 class MemoryTransport(Transport):
     """Islands that are threads of this process. All share one `network` and one `store`."""
 
-    def __init__(self, network: MemoryNetwork, store: Store, island: int) -> None:
+    def __init__(self, network: MemoryNetwork, store: ValueStore, island: int) -> None:
         self.store = store
         self._network = network
         self._island = island
@@ -61,7 +63,7 @@ class MemoryTransport(Transport):
     @classmethod
     def alone(cls) -> MemoryTransport:
         """For a run of a single island."""
-        return cls(MemoryNetwork(1), HashStore(), 0)
+        return cls(MemoryNetwork(1), ValueStore.in_memory(), 0)
 
     def open(self, lane: int) -> Exchange:
         return self._network.lane(self._name(lane), self._island)
@@ -85,7 +87,7 @@ class MeshTransport(Transport):
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
         self.store, self._key, self._address = meet(
-            config, credentials, is_host, f"island {config.island}", self._notes
+            config, credentials, is_host, f"island {config.island}", SILENT_SECONDS, self._notes
         )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 def call_within(seconds: float, call: Callable[[], T]) -> T:
     """Returns what `call` returns, or raises what it raises, unless it takes longer.
 
-    torch's stores wait for ever for a machine that has stopped without closing its connections. The call goes on in a
+    Some of Gloo's wait for ever for a machine that has stopped without closing its connections. The call goes on in a
     thread that nobody waits for.
 
     Raises:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from hf_diloco.store.credentials import make_identity, make_key
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
@@ -65,7 +65,7 @@ def secrets(tmp_path: Path) -> dict[str, Any]:
 
 
 def hashes_without_attacker() -> list[list[str]]:
-    network, store = MemoryNetwork(2), HashStore()
+    network, store = MemoryNetwork(2), ValueStore.in_memory()
     return run_islands(
         2,
         lambda island: train(

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.processes import ROOT, Processes, find_free_port
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 def in_threads(num_islands: int, payload: str) -> list[list[str]]:
-    network, store = MemoryNetwork(num_islands), HashStore()
+    network, store = MemoryNetwork(num_islands), ValueStore.in_memory()
     with ThreadPoolExecutor(num_islands) as pool:
         futures = [
             pool.submit(

@@ -21,6 +21,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import ledger
 from hf_diloco.rounds import FixedSession
+from hf_diloco.transport import open as transports
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ def train(settings: dict[str, Any]) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if "answer_seconds" in settings:
-        ledger.ANSWER_SECONDS = settings["answer_seconds"]
+        transports.SILENT_SECONDS = settings["answer_seconds"]
     try:
         train(settings)
     except DiLoCoError as error:

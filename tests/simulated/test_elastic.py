@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import (
@@ -36,6 +35,7 @@ from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.clocks import FastClock
@@ -68,7 +68,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def train_fixed(num_islands: int, num_steps: int, width: int = 8, **settings: Any) -> list[torch.Tensor]:
     """The same training in a run of fixed membership."""
-    network, store = MemoryNetwork(num_islands), HashStore()
+    network, store = MemoryNetwork(num_islands), ValueStore.in_memory()
     config = {"sync_every": 2, "num_islands": num_islands, "rendezvous": "tcp://127.0.0.1:1", **settings}
 
     def run(island: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import try_islands
 from tests.small_model import Linear
-from tests.tcp_stores import KeptStore, values_in_memory
+from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -304,7 +304,7 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
 @pytest.mark.parametrize(("by", "there"), [(2, [1, 3]), (0, [3])])
 def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, there: list[int]) -> None:
     """It was stopped, gave up a neighbour that goes on, and was started again. What others say of it counts."""
-    board = Board(values_in_memory(), "test")
+    board = Board(ValueStore.in_memory(), "test")
     board.put(lost_key(1), {"by": by, "reason": "it did not come within 12 s"})
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))

@@ -19,6 +19,7 @@ from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
@@ -34,7 +35,7 @@ from tests.clocks import LONG
 from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands, try_islands
 from tests.processes import find_free_port
-from tests.tcp_stores import KeptStore, values_in_memory
+from tests.tcp_stores import KeptStore
 
 KEY = LinkKey(b"0123456789abcdef")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(3)]
@@ -216,7 +217,7 @@ def test_what_was_tampered_with_is_refused_and_the_next_round_goes_well(
 
 
 def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal, store = Sealer.seal, values_in_memory()
+    seal, store = Sealer.seal, ValueStore.in_memory()
     monkeypatch.setattr(Sealer, "seal", lambda *arguments: [wire.bitwise_not() for wire in seal(*arguments)])
 
     def run(node: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.errors import FingerprintError, IslandLostError
@@ -17,6 +16,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import compare_facts
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.islands import try_islands
@@ -30,7 +30,7 @@ def shards_of(seed: int) -> Any:
 
 def meet(folder: Path, num_steps: list[int | None]) -> list[Any]:
     """Two islands over tcp://'s protocol that are to take so many steps each."""
-    network, store = MemoryNetwork(2), HashStore()
+    network, store = MemoryNetwork(2), ValueStore.in_memory()
 
     def island_main(island: int) -> None:
         config = DiLoCoConfig(island=island, num_islands=2, rendezvous="tcp://127.0.0.1:1", join_timeout=20)
@@ -86,7 +86,7 @@ def test_the_callback_tells_its_number_of_steps(tmp_path: Path, free_port: int) 
 
 
 def test_an_island_that_ends_before_the_others_is_named_at_once() -> None:
-    network, store = MemoryNetwork(2), HashStore()
+    network, store = MemoryNetwork(2), ValueStore.in_memory()
 
     def island_main(island: int) -> None:
         config = DiLoCoConfig(

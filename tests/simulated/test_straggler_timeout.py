@@ -7,9 +7,9 @@ import pytest
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import StillClock
-from tests.tcp_stores import values_in_memory
 
 SECONDS, LATE = 3.0, 1
 
@@ -21,7 +21,7 @@ def clock() -> StillClock:
 
 @pytest.fixture
 def board() -> Board:
-    return Board(values_in_memory(), "gossip")
+    return Board(ValueStore.in_memory(), "gossip")
 
 
 @pytest.fixture

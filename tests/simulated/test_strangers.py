@@ -33,7 +33,6 @@ from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.islands import try_islands
 from tests.strangers import Attack, say
-from tests.tcp_stores import values_in_memory
 
 KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
@@ -137,7 +136,7 @@ def exchange_under(
     attack: Attack, number: int, lane: str, exchange: Callable[[ValueStore, int], torch.Tensor]
 ) -> tuple[list[torch.Tensor | BaseException], int]:
     """What two ends have while strangers are at the port of the first, and the most files that these cost."""
-    store, most = values_in_memory(), 0
+    store, most = ValueStore.in_memory(), 0
     lowest = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
     def run(island: int) -> torch.Tensor:

@@ -28,8 +28,8 @@ from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbour
 from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import RandomMatching, Topology, make_topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
+from hf_diloco.store.torch_store import ValueStore
 from tests.islands import run_islands
-from tests.tcp_stores import values_in_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -450,7 +450,7 @@ def test_over_connections_it_has_the_bits_that_it_has_in_memory(
     topology, order = make_topology("ring", 4), in_turns(12, 4)
     settings: dict[str, Any] = {"quantization": quantization, "local_steps": 2}
     expected = Nodes(topology, apart(4) / 10, **settings).run(order, gradient)
-    store = values_in_memory()
+    store = ValueStore.in_memory()
 
     def join(node: int) -> MeshPublished:
         end = MeshPublished(Endpoint(store, node, "127.0.0.1", 30), topology.neighbours(node))

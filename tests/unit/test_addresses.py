@@ -70,7 +70,13 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
     with pytest.raises(RendezvousError, match=r"anywhere\.example: 0\.0\.0\.0 stands for every interface"):
         find_address(settings)
     with pytest.raises(RendezvousError, match="stands for every interface"):
-        meet(DiLoCoConfig(rendezvous="tcp://anywhere.example:29400"), Credentials(), is_host=True, who="island 0")
+        meet(
+            DiLoCoConfig(rendezvous="tcp://anywhere.example:29400"),
+            Credentials(),
+            is_host=True,
+            who="island 0",
+            silent_for=1.0,
+        )
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -12,14 +12,14 @@ from hf_diloco.gossip.mesh import agreement
 from hf_diloco.gossip.mesh.agreement import Answers, Proposals
 from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
 from hf_diloco.gossip.mesh.store import Board
-from tests.tcp_stores import values_in_memory
+from hf_diloco.store.torch_store import ValueStore
 
 ASKING, ASKED = 0, 1
 MAX_GAP = 5
 
 
 def sides() -> tuple[Proposals, Answers]:
-    board = Board(values_in_memory(), "test")
+    board = Board(ValueStore.in_memory(), "test")
     return Proposals(board, "x", ASKING, ASKED, MAX_GAP), Answers(board, "x", ASKED, ASKING)
 
 
@@ -88,7 +88,7 @@ def test_too_far_apart() -> None:
 
 def test_only_what_changes_is_heard() -> None:
     """What a node said before it was lost is there for good."""
-    board = Board(values_in_memory(), "test")
+    board = Board(ValueStore.in_memory(), "test")
     ours, theirs = Discovery(board, 0, 1), Discovery(board, 1, 3)
     assert ours.announcement_of(1, 3) is None
     theirs.announce([0, 2], is_in=True)
@@ -108,7 +108,7 @@ def test_only_what_changes_is_heard() -> None:
     "record", [{}, {"start": "x", "is_in": 1, "misses": []}, {"start": 1, "is_in": 1, "misses": 3}]
 )
 def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
-    board = Board(values_in_memory(), "test")
+    board = Board(ValueStore.in_memory(), "test")
     board.put("calls/1", record)
     with pytest.raises(PayloadError, match="node 1"):
         Discovery(board, 0, 1).announcement_of(1, 0)
@@ -116,7 +116,7 @@ def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("record", [{}, {"round": 1}, {"round": 1, "step": "soon"}, {"round": None, "step": 3}])
 def test_a_proposal_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
-    board = Board(values_in_memory(), "test")
+    board = Board(ValueStore.in_memory(), "test")
     board.put("x/proposal", record)
     with pytest.raises(PayloadError, match="node 0 shows a record without a whole number"):
         Answers(board, "x", ASKED, ASKING).is_now(0)

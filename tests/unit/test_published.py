@@ -22,7 +22,6 @@ from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
-from tests.tcp_stores import values_in_memory
 
 LOCALHOST = "127.0.0.1"
 
@@ -54,7 +53,7 @@ def connected(
 
 
 def mesh(num_nodes: int, exchange_timeout: float = LONG) -> list[MeshPublished]:
-    store = values_in_memory()
+    store = ValueStore.in_memory()
 
     def join(node: int) -> MeshPublished:
         return connected(store, node, [other for other in range(num_nodes) if other != node], exchange_timeout)
@@ -243,7 +242,7 @@ def test_who_asks_nothing_notices_that_a_node_is_gone() -> None:
 
 
 def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> None:
-    store = values_in_memory()
+    store = ValueStore.in_memory()
     nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
     for number in range(3):
         for end in nodes:
@@ -264,7 +263,7 @@ def test_both_notice_when_one_lets_go_of_the_other_and_may_connect_again() -> No
 
 
 def test_waiting_for_a_neighbour_may_be_ended() -> None:
-    end = MeshPublished(Endpoint(values_in_memory(), 0, LOCALHOST, LONG), [1])
+    end = MeshPublished(Endpoint(ValueStore.in_memory(), 0, LOCALHOST, LONG), [1])
 
     def stop() -> None:
         raise IslandLostError("gone again")
@@ -275,7 +274,7 @@ def test_waiting_for_a_neighbour_may_be_ended() -> None:
 
 
 def test_who_has_closed_connects_no_more() -> None:
-    store = values_in_memory()
+    store = ValueStore.in_memory()
     nodes = run_islands(2, lambda node: connected(store, node, [1 - node]))
     nodes[1].close()
     outcomes = try_islands(2, lambda node: nodes[node].connect(1 - node, "1.2", LONG))
@@ -303,7 +302,7 @@ def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.Monk
 
 
 def test_who_does_not_come_is_named() -> None:
-    store = values_in_memory()
+    store = ValueStore.in_memory()
 
     def join(node: int) -> None:
         if node != 2:
@@ -315,7 +314,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_only_neighbours_are_connected() -> None:
-    store, neighbours = values_in_memory(), [[1], [0, 2], [1]]
+    store, neighbours = ValueStore.in_memory(), [[1], [0, 2], [1]]
     nodes = run_islands(3, lambda node: connected(store, node, neighbours[node]))
     for end in nodes:
         end.publish(payload(end.node))

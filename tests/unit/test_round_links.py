@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch.distributed import HashStore
 
 from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import ledger
 from hf_diloco.membership.ledger import Ledger
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from tests.islands import CountingStore, run_islands, try_islands
 
@@ -51,7 +51,7 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
 ) -> None:
     """A message goes half a round trip: two round trips in all."""
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 60.0)  # a busy machine may take longer than the usual look
-    network, store = MemoryNetwork(num_islands), HashStore()
+    network, store = MemoryNetwork(num_islands), ValueStore.in_memory()
 
     def run(island: int) -> None:
         counting: Any = CountingStore(store)
@@ -70,7 +70,7 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
 
 def test_what_the_links_lose_is_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
-    network, store = MemoryNetwork(3), HashStore()
+    network, store = MemoryNetwork(3), ValueStore.in_memory()
 
     def run(island: int) -> bool:
         book = Ledger(store, island, 3, links=[Links(network, island, lambda peer: True)])
@@ -86,7 +86,7 @@ def test_what_the_links_lose_is_in_the_store(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_message_about_something_else_is_passed_over(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
-    network, store = MemoryNetwork(2), HashStore()
+    network, store = MemoryNetwork(2), ValueStore.in_memory()
     network.lane("0", 1).send_message(message, lambda: None)
     store.set("round/1/arrived/1", json.dumps({"weight": 7}))
     book = Ledger(store, 0, 2, links=[network.lane("0", 0)])
@@ -98,12 +98,12 @@ def test_a_message_that_is_no_record_is_refused(message: bytes) -> None:
     network = MemoryNetwork(2)
     network.lane("0", 1).send_message(message, lambda: None)
     with pytest.raises(RendezvousError, match="the record round/1/arrived/1 is not JSON of this package"):
-        Ledger(HashStore(), 0, 2, links=[network.lane("0", 0)]).arrive(1, {}, 30)
+        Ledger(ValueStore.in_memory(), 0, 2, links=[network.lane("0", 0)]).arrive(1, {}, 30)
 
 
 def test_who_goes_on_while_another_leaves_learns_why_its_exchange_fails() -> None:
     """Island 1 leaves because it misses the message of island 2; island 0 has heard both."""
-    network, store = MemoryNetwork(3), HashStore()
+    network, store = MemoryNetwork(3), ValueStore.in_memory()
     has_left = threading.Event()
 
     def run(island: int) -> bool:
@@ -125,11 +125,11 @@ def test_who_goes_on_while_another_leaves_learns_why_its_exchange_fails() -> Non
 
 
 def test_a_plan_that_nobody_wrote_explains_nothing() -> None:
-    Ledger(HashStore(), 0, 2).check_plan(1, 30)
+    Ledger(ValueStore.in_memory(), 0, 2).check_plan(1, 30)
 
 
 def test_who_is_asked_to_stop_as_well_stops() -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     Ledger(store, 1, 2).leave(1)
     with pytest.raises(StopRequested):
         Ledger(store, 0, 2, should_stop=lambda: True).check_plan(1, 30)
@@ -180,7 +180,7 @@ def test_all_commit_a_round_or_none_whoever_leaves_gives_up_or_loses_its_links(
 ) -> None:
     """Island 0 may stop; islands with little patience give up; those in `losing` miss half of the messages."""
     num_islands = len(patience)
-    network, store, has_gone = MemoryNetwork(num_islands), HashStore(), threading.Event()
+    network, store, has_gone = MemoryNetwork(num_islands), ValueStore.in_memory(), threading.Event()
     chance = random.Random(seed)
 
     def run(island: int) -> bool:
@@ -199,7 +199,7 @@ def test_all_commit_a_round_or_none_whoever_leaves_gives_up_or_loses_its_links(
 
 def test_again_and_again_keeps_the_links_in_step() -> None:
     """Each try has its own messages, though island 1 is always slower than the others."""
-    network, store = MemoryNetwork(3), HashStore()
+    network, store = MemoryNetwork(3), ValueStore.in_memory()
 
     def run(island: int) -> list[bool]:
         book = Ledger(store, island, 3, links=[network.lane("0", island)])

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
@@ -22,6 +21,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import meet
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes, name_all
 from tests.clocks import StillClock
 
@@ -83,7 +83,7 @@ def test_a_call_that_blocks_is_said_too(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_ledger_says_who_has_not_come(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
-    book = Ledger(HashStore(), 0, 3, where="tcp://h:29400", clock=clock)
+    book = Ledger(ValueStore.in_memory(), 0, 3, where="tcp://h:29400", clock=clock)
     with pytest.raises(IslandLostError):
         book.share("join", {}, 5)
     assert caplog.messages == ["island 0: waiting for islands 1, 2 at tcp://h:29400 (3 s of 5 s)"]
@@ -92,7 +92,7 @@ def test_the_ledger_says_who_has_not_come(clock: StillClock, caplog: pytest.LogC
 def test_the_ledger_says_who_is_late_for_a_round_and_for_its_vote(
     clock: StillClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     store.set("round/7/arrived/1", "{}")
     book = Ledger(store, 0, 3, clock=clock)
     with pytest.raises(IslandLostError):
@@ -109,7 +109,7 @@ def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: py
     url = f"tcp://127.0.0.1:{free_port}"
     config = DiLoCoConfig(num_islands=2, island=1, rendezvous=url, join_timeout=0.3)
     with pytest.raises(RendezvousError):
-        meet(config, Credentials(), is_host=False, who="island 1", notes=WaitNotes(1, first=0))
+        meet(config, Credentials(), is_host=False, who="island 1", silent_for=1.0, notes=WaitNotes(1, first=0))
     mine = [message for message in caplog.messages if url in message]  # not those of other tests' threads
     assert mine == [f"island 1: waiting for island 0 at {url} (0 s of 0 s)"]
 

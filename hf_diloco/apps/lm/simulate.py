@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.apps.common.process import STOPPED
@@ -25,6 +24,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report import Run, load_run
 from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
@@ -81,7 +81,7 @@ class IslandSimulation(Simulation[RunFile]):
         num_islands = run.diloco.num_islands
         blocks = [run.diloco.model_copy(update={"island": island}) for island in range(num_islands)]
         super().__init__([run.model_copy(update={"diloco": block}) for block in blocks])
-        self._network, self._store = MemoryNetwork(num_islands, LONGEST_WAIT), HashStore()
+        self._network, self._store = MemoryNetwork(num_islands, LONGEST_WAIT), ValueStore.in_memory()
 
     def _train(self, number: int) -> int:
         run = self._runs[number]
