@@ -153,6 +153,16 @@ class ValueStore(RecordStore):
         """The same store, for who waits in another way; see `RecordStore`."""
         return type(self)(self._log, patience, should_give_up, self._prefix)
 
+    def news(self, prefix: str) -> Callable[[], None]:
+        """What waits until something below a prefix is written after its last call, or half a second is over. The
+        first call returns at once."""
+        watch = Watch(self._log.store, [f"{self._folder}{prefix}"], REAL)
+
+        def wait() -> None:
+            self._ask(watch.ask)
+
+        return wait
+
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: RecordStore.set(self, key, value))
 

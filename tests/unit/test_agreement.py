@@ -383,9 +383,7 @@ def test_what_is_no_record_is_refused(stores: Stores, raw: bytes) -> None:
 
 
 def test_a_record_that_is_too_large_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"the record values/topic/0\.json has 4\d{6,} bytes, more than"
-    ):
+    with pytest.raises(ValueError, match=r"the record values/topic/0\.json has 4\d{6,} bytes, more than"):
         Ledger(ValueStore.in_memory(), 0, 2).share("topic", {"text": "x" * (3 << 20)}, 5)
 
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 import torch
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import DiLoCoError, ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.mesh.edges import Endpoint
-from hf_diloco.gossip.mesh.store import KEEPER, POLL_SECONDS, Board
+from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
@@ -107,8 +106,7 @@ class GroupAverage:
                 traffic += self._transfer(vector)
                 has_mean = True
                 self._vote()
-                with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
-                    self._board.put(_done_key(self._node), {"average": self._num_averages})
+                self._board.put_later(_done_key(self._node), {"average": self._num_averages})
                 break
             except ExchangeError as error:
                 self._give_up(error)
@@ -203,6 +201,7 @@ class GroupAverage:
         begun = time.monotonic()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others
         present, wait = {self._node}, self._notes.begin(patience, "the average of all nodes")
+        await_news = self._board.news()
         while (decided := self._board.read(self._key("group"))) is None:
             absent = set(range(self._num_nodes)) - present
             present.update(node for node in absent if self._board.has(self._key(node)))
@@ -215,7 +214,7 @@ class GroupAverage:
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
             else:
                 wait.look(absent)
-                time.sleep(POLL_SECONDS)
+                await_news()
         return self._check_members(decided)
 
     def _check_members(self, decided: Record) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.rejoin import LOOK_SECONDS, company_key, entry_prefix, greeting_key
-from hf_diloco.gossip.mesh.store import POLL_SECONDS, Board
+from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.records import whole_number
 from hf_diloco.transport.connections import PROBE_SECONDS
@@ -62,6 +62,7 @@ class Greetings:
 
     def _await(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
         begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
+        await_news = self._board.news()
         while True:
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
@@ -76,7 +77,7 @@ class Greetings:
             if not absent or is_over or may_end:
                 return sorted(self._greeted)
             wait.look(absent)
-            time.sleep(POLL_SECONDS)
+            await_news()
 
     def _absent(self) -> list[int]:
         for peer in self._starts.keys() - self._greeted:
@@ -190,13 +191,13 @@ class Entry:
     def _await(self, say: Callable[[int], T | None]) -> dict[int, T]:
         """What neighbours say, as soon as all have; who does not, or whose connection breaks, is lost."""
         said: dict[int, T] = {}
-        looked = time.monotonic()
+        looked, await_news = time.monotonic(), self._board.news()
         while missing := sorted(self._edges.keys() - said.keys()):
             said |= {peer: word for peer in missing if (word := say(peer)) is not None}
             if time.monotonic() - looked > PROBE_SECONDS:
                 looked = time.monotonic()
                 self._look_at([peer for peer in missing if peer not in said])
-            time.sleep(POLL_SECONDS)
+            await_news()
         self._check_company()
         return {peer: said[peer] for peer in self._edges}
 

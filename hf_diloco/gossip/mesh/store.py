@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import TypeVar
 
 from torch.distributed import DistStoreError
 
-from hf_diloco.errors import IslandLostError
+from hf_diloco.errors import DiLoCoError, IslandLostError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")
-
-POLL_SECONDS = 0.02
 
 KEEPER = 0
 """The node whose process keeps the store."""
@@ -31,12 +31,32 @@ class Board:
 
     def __init__(self, store: ValueStore, name: str) -> None:
         self._store = store
+        self._putting = threading.Lock()
+        self._pending: dict[str, Record] = {}
         self.name = name
 
     def put(self, key: str, record: Record) -> None:
         """Shows a record under `key`, in place of an earlier one."""
         packed = pack_record(key, record).decode()
         self._ask(lambda: self._store.set(self._path(key), packed))
+
+    def put_later(self, key: str, record: Record) -> None:
+        """As `put`, without waiting for the store; of several records of this node the last one counts."""
+        with self._putting:
+            is_idle = not self._pending
+            self._pending[key] = record
+        if is_idle:
+            threading.Thread(target=self._put_pending, name="hf-diloco-put", daemon=True).start()
+
+    def _put_pending(self) -> None:
+        while self._pending:
+            with self._putting:
+                taken = dict(self._pending)
+            with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+                for key, record in taken.items():
+                    self.put(key, record)
+            with self._putting:
+                self._pending = {key: record for key, record in self._pending.items() if taken.get(key) is not record}
 
     def put_first(self, key: str, record: Record) -> None:
         """Shows a record under `key` unless there is one; of several who try, one succeeds."""
@@ -77,17 +97,21 @@ class Board:
             seconds: to wait.
             wait: says who is missing.
         """
-        missing = dict(keys)
-        deadline = time.monotonic() + seconds
+        paths = {self._path(key): node for node, key in keys.items()}
+        deadline, await_news = time.monotonic() + seconds, self.news()
         while True:
-            for node, key in list(missing.items()):
-                if self.has(key):
-                    del missing[node]
+            there = self._ask(lambda: self._store.find_all(list(paths)))
+            missing = {node for path, node in paths.items() if path not in there}
             if not missing or time.monotonic() >= deadline:
-                return missing.keys()
+                return missing
             if wait:
                 wait.look(missing)
-            time.sleep(POLL_SECONDS)
+            await_news()
+
+    def news(self) -> Callable[[], None]:
+        """See `ValueStore.news`; of any record of the mesh."""
+        wait = self._store.news(self.name)
+        return lambda: self._ask(wait)
 
     def _path(self, key: str) -> str:
         return f"{self.name}/{key}"
