@@ -11,6 +11,7 @@ import xxhash
 from aiohttp import web
 
 from hf_diloco.store.folder import Folder, NoFileError
+from hf_diloco.store.memory import MemoryFolder
 from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_path
 
 _STALE_SECONDS = 0.25
@@ -42,7 +43,7 @@ class Changes:
         do: has it do something.
     """
 
-    def __init__(self, folder: Folder, do: Do = asyncio.to_thread) -> None:
+    def __init__(self, folder: Folder | MemoryFolder, do: Do = asyncio.to_thread) -> None:
         self._folder = folder
         self._do = do
         self._count = 0

@@ -51,12 +51,10 @@ class Folder:
 
     Args:
         root: the folder, which exists; it may itself be a link.
-        is_lasting: what is written outlasts a loss of power.
     """
 
-    def __init__(self, root: Path, is_lasting: bool = True) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._is_lasting = is_lasting
         self._identity = os.stat(root).st_ino
 
     # Reading
@@ -169,7 +167,6 @@ class Folder:
         finish: Callable[[str, str, int], None],
         is_lasting: bool = True,
     ) -> None:
-        is_lasting = is_lasting and self._is_lasting
         parent, _, name = path.rpartition("/")
         unfinished = f"{name}{UNFINISHED}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         folder, file = self._begin(parent, unfinished, is_lasting)

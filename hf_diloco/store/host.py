@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import threading
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class StoreHost:
     Args:
         config: where to meet.
         folder: what islands leave for each other; a host that is started again with it goes on where it was. Default:
-            a temporary one, which goes with this.
+            it is in memory, and gone with this.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written, or traffic would
@@ -66,13 +65,15 @@ class StoreHost:
         raise_file_limit()
         listener = listen(host, port, config)
         try:
-            self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="hf-diloco-")
-            kept = folder or Path(self._temporary.name if self._temporary else "")
-            kept.mkdir(parents=True, exist_ok=True)
-            app = StoreServer(kept, is_lasting=folder is not None).app()
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            app = StoreServer(folder).app()
         except OSError as error:
             listener.close()
-            raise RendezvousError(_folder_problem(folder, error)) from None
+            raise RendezvousError(
+                f"island 0 keeps what islands leave for each other in {folder}, which cannot be written "
+                f"({error.strerror or error}): choose another output_dir, with space for a few copies of the model"
+            ) from None
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._serving = Serving(app, listener)
@@ -90,24 +91,12 @@ class StoreHost:
 
     def close(self) -> None:
         """Returns when nobody is served any more, and the port is free."""
-        if os.getpid() != self._process:  # a fork has neither the thread nor the folder
+        if os.getpid() != self._process:  # a fork has no such thread
             return
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
                 self._thread.join()
-        if self._temporary:
-            self._temporary.cleanup()
-
-
-def _folder_problem(folder: Path | None, error: OSError) -> str:
-    reason = error.strerror or error
-    if folder is None:
-        return f"no temporary folder can be made for what islands tell each other ({reason}): set TMPDIR to one"
-    return (
-        f"island 0 keeps what islands leave for each other in {folder}, which cannot be written ({reason}): choose "
-        "another output_dir, with space for a few copies of the model"
-    )
 
 
 def _checked(config: Place) -> tuple[str, int]:

@@ -30,6 +30,7 @@ from aiohttp import web
 from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
 from hf_diloco.store.changes import Changes, Do
 from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
+from hf_diloco.store.memory import MemoryFolder
 from hf_diloco.utils.urls import OBJECT_PATH
 
 MAX_BODY_BYTES = 64 << 20
@@ -61,20 +62,23 @@ class StoreServer:
 
     Args:
         folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete.
-        is_lasting: they outlast a loss of power. Else they are small, and no disk is waited for; so no thread is used,
-            as Python begins none any more while a process ends, and others have yet to say goodbye.
+            Default: they are in memory, small, and gone with this. Then no thread is used: Python begins none any more
+            while a process ends, and others have yet to say goodbye.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, is_lasting: bool = True) -> None:
-        objects, self._uploads = folder / "objects", folder / "uploads"
-        shutil.rmtree(self._uploads, ignore_errors=True)
-        for needed in (folder, objects, self._uploads):
-            needed.mkdir(exist_ok=True)
-        self._folder = Folder(objects, is_lasting)
-        self._do: Do = asyncio.to_thread if is_lasting else _do_at_once
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder: Folder | MemoryFolder = MemoryFolder()
+        self._uploads: Path | None = None
+        self._do: Do = _do_at_once
+        if folder is not None:
+            objects, self._uploads = folder / "objects", folder / "uploads"
+            shutil.rmtree(self._uploads, ignore_errors=True)
+            for needed in (folder, objects, self._uploads):
+                needed.mkdir(exist_ok=True)
+            self._folder, self._do = Folder(objects), asyncio.to_thread
 
     def app(self) -> web.Application:
         """The web application."""
@@ -145,6 +149,8 @@ class StoreServer:
         """Begins an upload in parts, or completes it."""
         path = _path_of(request)
         if "uploads" in request.query:
+            if self._uploads is None:
+                raise _Refused(400, "InvalidRequest", "objects are small here, and travel whole")
             upload = uuid.uuid4().hex
             (self._uploads / upload).mkdir()
             return _xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
@@ -169,8 +175,8 @@ class StoreServer:
 
     def _upload_of(self, request: web.Request) -> Path:
         name = request.query.get("uploadId", "")
-        folder = self._uploads / name
-        if not re.fullmatch("[0-9a-f]{32}", name) or not folder.is_dir():
+        folder = self._uploads / name if self._uploads else None
+        if not re.fullmatch("[0-9a-f]{32}", name) or folder is None or not folder.is_dir():
             raise _Refused(404, "NoSuchUpload", "this upload was not begun, or the server was started again since")
         return folder
 

@@ -15,14 +15,14 @@ import pytest
 from torch.distributed import DistStoreError, PrefixStore
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFullError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.store import tcp_store
+from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.host import StoreHost, url_of
-from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.peer_failures import LossNotes
@@ -220,12 +220,20 @@ def test_a_run_that_does_not_begin_is_told(port: Port, monkeypatch: pytest.Monke
         host.close()
 
 
-def test_a_temporary_folder_goes_with_the_store(port: Port, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    enter(port, 0).set("a", "1")
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
-    assert url_of(port.url).endswith("/run")
+def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_BYTES", 10_000)
+    store, bare = enter(port, 0), open_object_store(url_of(port.url), timeout=1.0)
+    bare.put("junk", bytes(8_000))
+    with pytest.raises(StoreFullError, match="QuotaExceeded"):
+        bare.put("more", bytes(8_000))
+    with pytest.raises(StoreError, match="objects are small here"):
+        bare.put("large", bytes(6 << 20))
+    store.set("a", "1")
+    bare.delete(["junk"])
+    bare.put("more", bytes(8_000))
+    assert [bytes(part) for part in bare.get_ranges("more", [0, 7_998], [2, 8_000])] == [bytes(2)] * 2
+    assert bare.list() == [("hf-diloco/run", len(bare.get(MARK, LIMIT) or b"")), ("more", 8_000), *bare.list("values")]
+    assert store.get("a") == b"1"
 
 
 @pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig])

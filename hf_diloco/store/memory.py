@@ -1,0 +1,79 @@
+"""Objects in this process's memory, for a store that lives no longer than who keeps it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from hf_diloco.store.folder import Entry
+
+MAX_BYTES = 256 << 20
+"""Of all objects together, whoever writes them."""
+
+
+class MemoryFolder:
+    """As `Folder`; used by one thread."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[bytes, datetime]] = {}
+        self._num_bytes = 0
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See `Folder.read`."""
+        data = self._get(path)
+        if len(data) > limit:
+            raise OverflowError(len(data))
+        return data
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """See `Folder.opened`."""
+        data = self._get(path)
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            yield file.fileno()
+
+    def find(self, prefix: str = "") -> list[Entry]:
+        """See `Folder.find`."""
+        below = f"{prefix}/" if prefix else ""
+        return [Entry(path, len(data), at) for path, (data, at) in self._objects.items() if path.startswith(below)]
+
+    def create(self, path: str, data: bytes) -> None:
+        """See `Folder.create`."""
+        if path in self._objects:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._put(path, data)
+
+    def put(
+        self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = False
+    ) -> None:
+        """See `Folder.put`."""
+        self._put(path, bytes(data))
+
+    def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
+        """See `Folder.assemble`."""
+        self._put(path, b"".join(pieces))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """See `Folder.delete`."""
+        for path in paths:
+            data, _ = self._objects.pop(path, (b"", None))
+            self._num_bytes -= len(data)
+
+    def _get(self, path: str) -> bytes:
+        if path not in self._objects:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return self._objects[path][0]
+
+    def _put(self, path: str, data: bytes) -> None:
+        before = len(self._objects[path][0]) if path in self._objects else 0
+        if self._num_bytes + len(data) - before > MAX_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        self._num_bytes += len(data) - before
+        self._objects[path] = data, datetime.now(UTC)
