@@ -185,6 +185,17 @@ def free_port() -> int:
     return find_free_port()
 
 
+@pytest.fixture
+def own_address() -> str:
+    """By which other machines reach this one."""
+    from hf_diloco.store.rendezvous import local_address
+
+    try:
+        return local_address("198.51.100.1", 1)  # nobody has it, nor is anything sent there
+    except OSError:
+        pytest.skip("this machine has no network")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real text and images that are not part of the project; skips where they are missing.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,13 +13,14 @@ import torch
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import MissedRoundError
+from hf_diloco.errors import MissedRoundError, StoreError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.rounds.open import open_session
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils.clock import REAL, Clock
 from tests.islands import run_islands
 from tests.small_model import batches, make_model, set_weights, take_step, weights_of
@@ -51,11 +53,16 @@ class Meeting:
     def config(self, island: int, **settings: Any) -> DiLoCoConfig:
         return DiLoCoConfig(rendezvous=self.url, island=island, **{**self.settings, **settings})
 
-    def island(self, number: int, seed: int = 0, checkpoint: Path | None = None, **settings: Any) -> Member:
-        folder = self.folder / f"island-{number}"
-        return Member(
-            self.config(number, **settings), folder, seed, checkpoint, self.num_rounds, self.width, self.clock
-        )
+    def island(
+        self,
+        number: int,
+        seed: int = 0,
+        checkpoint: Path | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ) -> Member:
+        config, folder = self.config(number, **settings), self.folder / f"island-{number}"
+        return Member(config, folder, seed, checkpoint, self.num_rounds, self.width, self.clock, should_stop)
 
 
 def make_optimizer(model: torch.nn.Module, width: int) -> torch.optim.Optimizer:
@@ -76,6 +83,7 @@ class Member:
         num_rounds: int | None = None,
         width: int = 8,
         clock: Clock = REAL,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.number = config.island
         self.model: torch.nn.Module = make_model(seed, width)
@@ -87,7 +95,7 @@ class Member:
             assert isinstance(session, ElasticSession)
             self.session = session
         else:
-            self.session = ElasticSession(config, IslandGroup(), clock=clock)
+            self.session = ElasticSession(config, IslandGroup(), should_stop, clock)
         self.started.append(self)
         self.session.num_rounds = num_rounds
         self.session.join(open_shards(self.model, self.optimizer, 1), folder, checkpoint=checkpoint)
@@ -159,6 +167,30 @@ class Member:
         """As a killed process: no goodbye, no further sign of life."""
         if self.session.members is not None:
             self.session.members.stop_beating()
+
+
+class BrokenStore:
+    """Fails every call while `is_down`, and those that `fails` names; counts this thread's in vain."""
+
+    tells_changes = False
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.is_down = False
+        self.fails: Callable[..., bool] = lambda name, *args: False
+        self.num_in_vain = 0
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._store, name)
+
+        def run(*args: Any) -> Any:
+            if self.is_down or self.fails(name, *args):
+                self.num_in_vain += threading.get_ident() == self._thread
+                raise StoreError("the store is down")
+            return operation(*args)
+
+        return run
 
 
 def offer_spoilt(islands: Sequence[Member], value: float) -> None:

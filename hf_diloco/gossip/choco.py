@@ -18,7 +18,7 @@ checkpoint goes on as the run that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,9 +122,6 @@ class CodedNeighbours(Neighbours):
         self._has_key = False
         self._lives.clear()
 
-    def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        return self._inner.swap(pieces)
-
     def published(self) -> Published:
         raise UnsupportedError(
             f"payload={self._codec.name} is for nodes that meet, and not for those that take what others published: "
@@ -147,9 +144,6 @@ class CodedNeighbours(Neighbours):
         step = self._inner.enter(x)
         self.is_returning = False
         return step
-
-    def life(self, peer: int) -> int | None:
-        return self._inner.life(peer)
 
     def take_news(self) -> list[str]:
         return self._inner.take_news()

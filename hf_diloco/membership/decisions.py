@@ -182,15 +182,16 @@ class Decisions:
 
     def _read(self, path: str, kind: type[R]) -> R | None:
         """As `RunLog.read`; what cannot be read the first time is looked at again, and then reported."""
-        for look in range(_LOOKS + 1):
+        looks_left = _LOOKS
+        while True:
             try:
                 return self._log.read(path, kind)
             except ForgedError as error:
-                if path in self._log.refused or look == _LOOKS:
+                if path in self._log.refused or not looks_left:
                     self._log.refuse(path, error)
                     raise
+            looks_left -= 1
             self._clock.sleep(SETTLE_SECONDS / _LOOKS)
-        raise AssertionError("the last look returns or raises")
 
 
 def plan_path(attempt: str) -> str:

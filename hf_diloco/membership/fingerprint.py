@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -104,7 +103,8 @@ def find_common(
         CheckpointError: the islands hold checkpoints, but of no common round.
     """
     mine = whole_checkpoints(output_dir, island)
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         held = {number for _, number in mine}
         common = island.on_leader(partial(_common_round, share, f"checkpoints{attempt or ''}", sorted(held)))
         if common is None:
@@ -115,7 +115,7 @@ def find_common(
         if all(record.sound for record in parse_records(SoundRecord, votes)):
             return sound
         mine = [(path, number) for path, number in mine if sound is not None or path not in newest]
-    return None
+        attempt += 1
 
 
 def _common_round(

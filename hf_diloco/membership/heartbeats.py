@@ -6,7 +6,6 @@ clock.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -150,12 +149,14 @@ class Members:
                 folder=self._folder,
                 identities=self._log.seal.identities,
             )
-            for number in itertools.count(newest + 1):
-                if self._log.create(path := claim_path(self.island, number), record):
-                    self.claim = number
-                    return number
+            number = newest + 1
+            while not self._log.create(path := claim_path(self.island, number), record):
                 if self._is_claim(path):  # another process was faster
                     break
+                number += 1
+            else:
+                self.claim = number
+                return number
 
     def check_welcome(self) -> None:
         """Where islands have identities: makes sure that those that are there list this island's.

@@ -309,14 +309,12 @@ class ElasticRounds(Rounds[PlannedRound]):
         named = [
             participant
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
-            if any(info.get("path") == error.path for info in offer.objects)
+            if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
-        if not named:
-            raise error
-        self.refused[named[0].island] = str(error)
+        self.refused |= {participant.island: str(error) for participant in named[:1]}
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
-        outcome = self.plans.abort(planned, named[0].offer, str(error))
+        outcome = self.plans.abort(planned, named[0].offer if named else "", str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 

@@ -267,17 +267,19 @@ class EagerRounds:
         self.island = island
         self._rounds = rounds
         self._background = background
+        self._reports: list[SyncReport] = []  # outlast a round that is repeated
 
     def advance(self, is_last: bool) -> list[SyncReport]:
         """Uses the average of the round that ends, and this island's own part of the one that begins."""
         fragment = self.outer.current
         assert isinstance(fragment, EagerFragment)
-        reports = [self._background.collect()] if self._background.oldest else []
+        if self._background.oldest:
+            self._reports.append(self._background.collect())
         if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
-            reports.append(self._carry_out_now(self._anticipated(fragment)))
+            self._reports.append(self._carry_out_now(self._anticipated(fragment)))
         own = self._background.begin()
         if is_last:
-            reports.append(self._carry_out_now(own))
+            self._reports.append(self._carry_out_now(own))
             fragment.step_eagerly(None)
             self.island.on_all(lambda: self._average_parameters(fragment))
         else:
@@ -287,6 +289,7 @@ class EagerRounds:
             self._background.start(own)
         fragment.write_masters()
         self._background.last_end = time.monotonic()
+        reports, self._reports = self._reports, []
         return reports
 
     def _carry_out_now(self, own: Contribution) -> SyncReport:

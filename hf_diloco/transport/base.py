@@ -88,6 +88,7 @@ class Exchange(ABC):
             IslandLostError: an island did not send or receive in time.
         """
 
+    @abstractmethod
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
         """Sends a small record to all others, beside the values. Does not block.
 
@@ -101,12 +102,11 @@ class Exchange(ABC):
         Returns:
             False if there is nothing to be heard: the transport carries no messages, or is closed.
         """
-        return False
 
+    @abstractmethod
     def messages(self) -> dict[int, bytes]:
         """What the others sent with their call of `send_message` of the same number as the latest here, as far as it
         has come undamaged. Does not block."""
-        return {}
 
     def find_broken(self) -> list[int]:
         """Islands whose connection is known to have broken since the last exchange; does not block."""

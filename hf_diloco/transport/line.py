@@ -95,8 +95,7 @@ class Line:
 
     def end(self) -> None:
         """Nothing more is sent; what was is delivered."""
-        if self._writer.can_write_eof():
-            self._writer.write_eof()
+        self._writer.write_eof()
 
     def close(self) -> None:
         """Closes the socket; may be called more than once."""

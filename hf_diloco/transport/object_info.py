@@ -148,7 +148,7 @@ def find_cover(objects: Sequence[ObjectInfo], start: int, length: int, codec: Co
         raise PayloadError(
             f"a participant's objects do not hold the values {start} to {start + length} (they are: {held}): leave "
             "it out of the round, and see that all islands train the same model",
-            filled[0].path if filled else "",
+            next((info.path for info in filled or objects), ""),
         )
     return cover
 

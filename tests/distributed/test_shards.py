@@ -44,11 +44,16 @@ REFUSED = {
     "all frozen": "the model has no trainable parameter: nothing to synchronise",
     "meta device": "parameter weight has no data .*: load the model before training",
     "not contiguous": r"parameter weight is not contiguous in memory: call .contiguous\(\) on it",
+    "complex numbers": "parameter weight has type torch.complex64: only floating-point parameters",
+    "files of other machines": r"was written by 3 ranks, and this island has 2: .*of 1 ranks\), or start 3 ranks",
+    "folder of one machine": "elsewhere/step_universal .* is not on this rank's disk: .* all machines of the island",
 }
 """What is said to each case of `tests.programs.shards_refusals`."""
 
 VERSIONS = {
     "fsdp2": None,
+    "one value zero3": None,
+    "folder of all machines": None,
     "version as tested": None,
     "development version": None,
     "newer version": "0.20.1",
@@ -76,7 +81,8 @@ def test_the_inner_optimizer_is_seen(num_ranks: int, name: str) -> None:
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What was said to each unsupported case on two ranks."""
     result: Path = tmp_path_factory.mktemp("refusals") / "result.json"
-    run(torchrun(2, "-m", "tests.programs.shards_refusals", result), timeout=120)
+    for num_ranks in (1, 2):
+        run(torchrun(num_ranks, "-m", "tests.programs.shards_refusals", result), timeout=120)
     return json.loads(result.read_text())
 
 

@@ -19,8 +19,8 @@ ROUNDS, SYNC_EVERY = 12, 4
 COMMAND = [sys.executable, "-m", "hf_diloco.cli"]
 
 
-def start_server(processes: Processes, port: int, folder: Path) -> Process:
-    server = processes.spawn([*COMMAND, "rendezvous", f"127.0.0.1:{port}", "--folder", folder])
+def start_server(processes: Processes, port: int, folder: Path, host: str = "127.0.0.1", *options: str) -> Process:
+    server = processes.spawn([*COMMAND, "rendezvous", f"{host}:{port}", "--folder", folder, *options])
     server.wait_for("islands meet at", 60)
     return server
 
@@ -61,11 +61,11 @@ def test_islands_meet_at_a_server_that_is_killed_and_comes_back(tmp_path: Path) 
     assert json.loads(status)["url"] == url
 
 
-def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_server(tmp_path: Path, own_address: str) -> None:
     with Processes() as processes:
-        server = start_server(processes, find_free_port(), tmp_path / "served")
+        server = start_server(processes, find_free_port(), tmp_path / "served", own_address, "--allow-public-address")
         server.interrupt()
-        server.wait(20)
+        assert "can read the weights, and delete what lies here" in " ".join(server.wait(60).output.split())
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
         (["0.0.0.0:29400", "--folder", "x"], "expected HOST:PORT"),
         (["8.8.8.8:29400", "--folder", "x"], "is a public address"),
         (["192.0.2.1:29400", "--folder", "x"], "is no address of this machine"),
+        (["[fe80::1]:29400", "--folder", "x"], "cannot listen at [fe80::1]:29400: "),
         (["127.0.0.1:{free}", "--folder", "missing/x"], "Name a folder whose parent is there"),
         (["127.0.0.1:{taken}", "--folder", "x"], "is in use"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from hf_diloco.cli.guard import TERMINATE_GRACE
+from hf_diloco.cli.island import Island, IslandPlan
+from hf_diloco.cli.outcome import FINISHED, Outcome
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
@@ -133,6 +136,33 @@ def test_second_ctrl_c_does_not_wait(tmp_path: Path, processes: Processes) -> No
     assert_nothing_left(processes)
 
 
+def test_third_ctrl_c_kills_at_once(tmp_path: Path, processes: Processes) -> None:
+    """Also an island whose guard hangs, which the second one would leave twice the time."""
+    launched = launch(processes, tmp_path, LONG, {**LONG, "stubborn": True}, grace=100)
+    wait_until_training(tmp_path, 0, 1)
+    launched.interrupt()
+    launched.wait_for("island 0 stopped")
+    os.kill(pids(tmp_path, 1)["guard"], signal.SIGSTOP)
+    launched.interrupt()
+    launched.wait_for("launcher │ ending island 1")
+    begin = time.monotonic()
+    launched.interrupt()
+    launched.wait(expect=130)
+    assert time.monotonic() - begin < 2 * TERMINATE_GRACE
+    assert_nothing_left(processes)
+
+
+def test_an_island_that_does_not_train_yet_is_not_waited_for(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {"starting": 60}, LONG)
+    wait_until_training(tmp_path, 1)
+    launched.interrupt()
+    output = launched.wait(expect=130).output
+    assert "Ctrl-C: island 1 finishes the step and writes a checkpoint" in output
+    assert "launcher │ island 0 ended" in output
+    assert checkpoints(tmp_path, 1)
+    assert_nothing_left(processes)
+
+
 def test_patience_ends_after_the_grace(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, grace=1)
     wait_until_training(tmp_path, 0)
@@ -170,6 +200,19 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, processes: Processes
     while processes.alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert_nothing_left(processes)
+
+
+def test_a_file_system_without_locks_keeps_no_island_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    island = Island(IslandPlan(0, tmp_path / "island-0", ("echo", "trained"), {}, {}))
+    island.kill(after=60)
+    assert island.new_lines()[-1] == "trained"
+    assert island.outcome == Outcome(FINISHED)
 
 
 def test_a_run_folder_serves_one_launch_at_a_time(tmp_path: Path, processes: Processes) -> None:

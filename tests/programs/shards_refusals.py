@@ -1,6 +1,9 @@
 """One of two ranks that hands `open_shards` what it must refuse, made by the real libraries, and notes what it says.
 
+torchrun --nproc_per_node 1 ... -m tests.programs.shards_refusals RESULT.json
 torchrun --nproc_per_node 2 ... -m tests.programs.shards_refusals RESULT.json
+
+On a single rank it saves the checkpoint that is then loaded on two.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_diloco.errors import UnsupportedError
+from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import layout_of
+from hf_diloco.inner.zero_ranks import resume_across_ranks
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -48,23 +52,26 @@ def main() -> None:
     atexit.register(time.sleep, 0.2)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     island = IslandGroup(timeout=60)
-    found = {name: attempt(make, island) for name, make in CASES.items()}
-    said = island.gather(found)
-    assert said[0] == said[1], f"the ranks disagree: {said}"
-    if island.is_leader:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.barrier()
+    if island.size == 1:
+        save_alone()
+    else:
+        found = {name: attempt(make, island) for name, make in CASES.items()}
+        said = island.gather(found)
+        assert said[0] == said[1], f"the ranks disagree: {said}"
+        if island.is_leader:
+            Path(sys.argv[1]).write_text(json.dumps(found))
+        dist.barrier()
     dist.destroy_process_group()
 
 
 def attempt(make: Callable[[], Made], island: IslandGroup) -> str:
     """What `open_shards`, or else the check of the ranks' shards together, says to it."""
-    model, optimizer = make()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
+            model, optimizer = make()
             layout_of(open_shards(model, optimizer, island.size), island)
-        except UnsupportedError as error:
+        except (UnsupportedError, CheckpointError) as error:
             return f"refused: {error}"
         finally:
             os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
@@ -76,7 +83,13 @@ def small_model() -> nn.Sequential:
 
 
 def by_deepspeed(stage: int, model: nn.Module | None = None, optimizer: Any = None, **blocks: Any) -> Made:
-    """The engine's model and optimizer; `optimizer=False` means none, `blocks` go into DeepSpeed's JSON."""
+    """The engine's model and optimizer."""
+    engine = engine_of(stage, model, optimizer, **blocks)
+    return engine.module, engine.optimizer
+
+
+def engine_of(stage: int, model: nn.Module | None = None, optimizer: Any = None, **blocks: Any) -> Any:
+    """Of DeepSpeed; `optimizer=False` means none, `blocks` go into DeepSpeed's JSON."""
     model = model or small_model()
     zero = {"stage": stage, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, **blocks.pop("zero", {})}
     settings = {
@@ -89,8 +102,7 @@ def by_deepspeed(stage: int, model: nn.Module | None = None, optimizer: Any = No
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
     optimizer = optimizer or None
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
-    return engine.module, engine.optimizer
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
 
 
 def on_nvme(attribute: str) -> Made:
@@ -253,6 +265,47 @@ def not_contiguous() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def of_complex_numbers() -> Made:
+    model = nn.Linear(8, 4, dtype=torch.complex64)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def of_one_value() -> Made:
+    """The bias, of which the second rank has nothing."""
+    return by_deepspeed(3, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+
+
+def folder_of(name: str) -> Path:
+    return Path(sys.argv[1]).parent / name
+
+
+def save_alone() -> None:
+    engine = engine_of(2)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    engine.save_checkpoint(str(folder_of("of 1 rank")), tag="step")
+
+
+def loaded(checkpoint: Path) -> Made:
+    engine = engine_of(2)
+    resume_across_ranks()
+    engine.load_checkpoint(str(checkpoint), tag="step")
+    return engine.module, engine.optimizer
+
+
+def loaded_without_files() -> Made:
+    """A checkpoint of three ranks, two of which were on another machine."""
+    checkpoint = folder_of("of 3 ranks")
+    (checkpoint / "step").mkdir(parents=True, exist_ok=True)
+    (checkpoint / "step" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+    return loaded(checkpoint)
+
+
+def loaded_without_a_shared_folder() -> Made:
+    """Each rank's machine has a disk of its own, and only the first one's holds the checkpoint."""
+    return loaded(folder_of("elsewhere" if dist.get_rank() else "of 1 rank"))
+
+
 def version(number: str) -> Made:
     made = by_deepspeed(1)
     deepspeed.__version__ = number
@@ -292,6 +345,11 @@ CASES: dict[str, Callable[[], Made]] = {
     "all frozen": frozen,
     "meta device": on_meta,
     "not contiguous": not_contiguous,
+    "complex numbers": of_complex_numbers,
+    "one value zero3": of_one_value,
+    "files of other machines": loaded_without_files,
+    "folder of one machine": loaded_without_a_shared_folder,
+    "folder of all machines": lambda: loaded(folder_of("of 1 rank")),
     "tensor parallel zero0": lambda: tensor_parallel(0),
     "tensor parallel zero1": lambda: tensor_parallel(1),
     "pipeline zero0": lambda: pipeline(0),

@@ -118,6 +118,7 @@ def _fsdp2_cells() -> Iterator[Cell]:
     yield Cell("fsdp2 bf16 offload", numbers="bf16", fsdp={"offload": True}, ranks=(2,))
     yield Cell("fsdp2 checkpointing", fsdp={"checkpointing": True}, ranks=(2,))
     yield Cell("fsdp2 bf16 replicas", numbers="bf16", fsdp={"replicas": 2}, ranks=(2, 4))
+    yield Cell("fsdp2 replicas empty shards", adapt="lora of rank 1", fsdp={"replicas": 2}, ranks=(4,))
     yield Cell("fsdp2 kept after forward", fsdp={"reshard_after_forward": False}, ranks=(2,))
 
 

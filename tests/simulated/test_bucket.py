@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError, StoreError
+from hf_diloco.sealing.blocks import BlockSeal
 from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
 from hf_diloco.transport import Traffic, bucket
 from hf_diloco.transport.base import weighted_mean
@@ -685,6 +686,25 @@ def test_after_a_failure_no_thread_is_left_and_the_exchange_works_on(store: Obje
     store.put(records[0]["path"], data)
     exchange.fetch([read_info(records[0])], out)
     assert torch.equal(out, make_values(0, 1, 5000))
+
+
+@pytest.mark.parametrize(
+    "reader", [None, BlockSeal(bytes(16), "run 2"), BlockSeal(bytes(range(16)), "run 1")], ids=["no key", "run", "key"]
+)
+def test_what_is_encrypted_opens_with_the_key_of_its_run_alone(store: ObjectStore, reader: BlockSeal | None) -> None:
+    values, out = make_values(0, 1, 50), torch.empty(50)
+    seal = BlockSeal(bytes(16), "run 1")
+    info, _ = BucketExchange(store, 0, 50, seal=seal).publish(values, "sealed", FP32)
+    BucketExchange(store, 0, 50, seal=seal).fetch([info], out)
+    assert same_bits(out, values)
+    with pytest.raises(PayloadError, match=r"'sealed' is encrypted, and not by this run.*give all islands one key"):
+        BucketExchange(store, 0, 50, seal=reader).fetch([info], out)
+
+
+@pytest.mark.parametrize(("start", "length", "num_transfers"), [(-1, 50, 4), (0, -1, 4), (0, 50, 0)])
+def test_a_range_that_cannot_be_is_told(store: ObjectStore, start: int, length: int, num_transfers: int) -> None:
+    with pytest.raises(ValueError, match=f"start {start} and length {length} must be >= 0, .* {num_transfers} >= 1"):
+        BucketExchange(store, start, length, num_transfers)
 
 
 @pytest.mark.parametrize(

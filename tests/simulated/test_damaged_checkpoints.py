@@ -90,10 +90,17 @@ def test_a_damaged_file_makes_the_older_checkpoint_count(
     assert name.rpartition("/")[2] in caplog.text
 
 
-def test_from_there_the_run_ends_as_it_would_have(run: Path, trained: tuple[Path, torch.Tensor]) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_from_there_the_run_ends_as_it_would_have(
+    run: Path, trained: tuple[Path, torch.Tensor], is_named: bool
+) -> None:
     flip(run / "checkpoint-6" / "optimizer.pt")
     callback = DiLoCoCallback(sync_every=3)
-    checkpoint = callback.common_checkpoint(run)
+    checkpoint = run / "checkpoint-4"
+    if is_named:
+        callback.check_checkpoint(checkpoint)
+    else:
+        assert callback.common_checkpoint(run) == checkpoint
     trainer = make_saving_trainer(run, callback)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert torch.equal(weights_of(trainer), trained[1])

@@ -183,11 +183,14 @@ def test_bad_input_is_one_line(where: str, options: list[str], message: str, tmp
     assert message in output
 
 
-def test_the_program_serves_until_ctrl_c(tmp_path: Path) -> None:
+def test_the_program_serves_until_ctrl_c(tmp_path: Path, own_address: str) -> None:
+    """Also other machines, which may show the page to whoever reaches this one."""
     folder = write_run(tmp_path / "demo")
     with Processes() as processes:
-        program = processes.spawn([*PROGRAM, folder, "--listen", f"127.0.0.1:{find_free_port()}"])
+        listen = ["--listen", f"{own_address}:{find_free_port()}", "--allow-public-address"]
+        program = processes.spawn([*PROGRAM, folder, *listen])
         address = program.wait_for(r"open (\S+)/ in a browser", LONG)[1]
         assert "demo · hf-diloco dashboard" in get(f"{address}/")[1]
+        assert f"who reaches {address} sees the run and its settings" in " ".join(program.output.split())
         program.interrupt()
         program.wait(LONG)

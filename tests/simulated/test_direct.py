@@ -17,17 +17,20 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError
+from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
 from hf_diloco.transport import Traffic, meeting
+from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
+from hf_diloco.transport.sealing import Sealer
+from hf_diloco.transport.transfers import Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
@@ -395,6 +398,36 @@ def test_a_rank_that_leaves_wakes_those_it_shares_pieces_with(folder: Folder) ->
     outcomes = run_islands(len(ranks), run)
     assert outcomes == [[0.5] * 4 + [0.0] * 6, [0.5] * 4, [2.0] * 6]
     assert time.monotonic() - started < AT_ONCE
+
+
+def test_a_damaged_piece_is_told_once_all_pieces_are_averaged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Island 0, of one rank, and the first rank of island 1 get it damaged; the second one waits for its own."""
+    islands = [ranges_between([0, 10]), ranges_between([0, 4, 10])]
+    ranks, seal = ranks_of(islands), Sealer.seal
+
+    def damage(self: Sealer, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        wires = seal(self, part, end, tag, transfers)
+        return [wire.bitwise_not() for wire in wires] if (part.nbytes, tag) == (4 * 4, 1) else wires
+
+    monkeypatch.setattr(Sealer, "seal", damage)
+
+    def run(number: int) -> list[object]:
+        rank, outcomes = ranks[number], list[object]()
+        mesh = connect(folder.store(), rank, islands, KEY)
+        for _ in range(2):
+            values = torch.full((rank.own.length,), float(rank.island))
+            try:
+                mesh.average(values, [1, 1], FP32)
+                outcomes.append(values.tolist())
+            except DamagedTransferError as error:
+                outcomes.append((error.islands, "it was altered on its way" in str(error)))
+        mesh.close()
+        return outcomes
+
+    first, second, third = run_islands(len(ranks), run)
+    assert first == [((1,), True), [0.5] * 10]
+    assert second == [((0,), True), [0.5] * 4]
+    assert third == [[0.5] * 6] * 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,19 +30,25 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
+from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.run import open_run
 from hf_diloco.membership.snapshot_records import Snapshot
 from hf_diloco.rounds import FixedSession, joining
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.torch_store import BytesRecord, ValueStore
+from hf_diloco.transport import meeting as connecting
+from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork
+from hf_diloco.transport.object_info import ObjectInfo
 from hf_diloco.transport.open import MemoryTransport
-from tests.clocks import FastClock
+from hf_diloco.transport.resharding import SegmentedMesh
+from tests.clocks import LONG, FastClock
 from tests.islands import run_islands, try_islands
-from tests.meetings import ENGINES, FEDAVG, Meeting, Member, make_optimizer, offer_spoilt, sent_of
+from tests.meetings import ENGINES, FEDAVG, BrokenStore, Meeting, Member, make_optimizer, offer_spoilt, sent_of
 from tests.small_model import batches, make_model, take_step, weights_of
 
 pytestmark = pytest.mark.usefixtures("fast_clock")
@@ -62,8 +70,9 @@ def only(engine: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 @pytest.fixture(autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(Meeting, "engine", ENGINES[request.param])
+    return str(request.param)
 
 
 def train_fixed(num_islands: int, num_steps: int, width: int = 8, **settings: Any) -> list[torch.Tensor]:
@@ -434,6 +443,36 @@ def test_two_that_go_on_disagreeing_both_end_with_their_state(tmp_path: Path) ->
     assert [member.hash for member in islands] == before
 
 
+def test_who_comes_to_two_averages_of_the_same_values_ends(tmp_path: Path) -> None:
+    """First the one is wrong, then the other: no majority, and each has shown that it cannot be relied on."""
+    meeting = Meeting(tmp_path, 2, grace=20.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    for member in islands:
+        average_wrongly(member, lambda count, number=member.number: count == number)  # type: ignore[misc]
+    for outcome in try_islands(2, lambda which: islands[which].train(2)):
+        assert isinstance(outcome, DivergedError)
+        assert "comes to one average of the same pseudo-gradients and then to another" in str(outcome)
+
+
+EMPTY = ObjectInfo(path="empty", codec="fp32", start=0, length=0, num_bytes=0, block_values=1 << 20, digests=[])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"path": "elsewhere"}, {"path": 7, "start": -1, "length": 1}, EMPTY.model_dump()],
+    ids=["nothing", "little", "nonsense", "no values"],
+)
+def test_who_announces_what_cannot_be_is_left_out(tmp_path: Path, said: dict[str, Any]) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=1.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    engine: Any = islands[1].session.engines[0]
+    engine.announce = lambda *_: (said, Traffic())
+    outcomes = try_islands(3, lambda which: islands[which].train_to(2))
+    assert (outcomes[0], outcomes[2]) == (islands[0], islands[2])
+    assert islands[0].reports[-1].participants == [0, 2]
+    assert islands[0].hash == islands[2].hash
+
+
 def test_one_of_three_that_is_wrong_once_is_outvoted_and_goes_on(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 3, grace=20.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
@@ -444,22 +483,22 @@ def test_one_of_three_that_is_wrong_once_is_outvoted_and_goes_on(tmp_path: Path)
 
 
 @only("mesh")
-def test_numbers_that_come_damaged_are_sent_again(tmp_path: Path) -> None:
+def test_numbers_that_come_damaged_are_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(tmp_path, 3, grace=20.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    engine: Any = islands[0].session.engines[0]
-    average, count = engine.average, itertools.count()
+    average, count = SegmentedMesh.average, itertools.count()
 
-    def damaged(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
-        traffic = average(planned, mean, *others)
+    def damaged(*args: Any) -> Traffic:
+        traffic = average(*args)
         if next(count) == 0:
             raise DamagedTransferError([1])
         return traffic
 
-    engine.average = damaged
+    monkeypatch.setattr(SegmentedMesh, "average", damaged)
     run_islands(3, lambda which: islands[which].train(4))
     assert len({member.hash for member in islands}) == 1
     assert [report.participants for report in islands[2].reports] == [[0, 1, 2]] * 3
+    assert {number for member in islands for number in member.session.take_refused()} == {1}
 
 
 def test_who_comes_back_tries_again_while_a_round_is_not_decided(
@@ -766,24 +805,61 @@ def test_an_attempt_that_fails_leaves_what_the_codec_left_out(tmp_path: Path) ->
 
 
 @only("mesh")
-def test_an_island_that_is_lost_in_the_exchange_costs_no_step(tmp_path: Path, fast_clock: FastClock) -> None:
-    """The others drop their connections and try again without it, with the same pseudo-gradients."""
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=1.0, **FEDAVG)
-    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_an_island_that_is_lost_in_the_exchange_costs_no_step(
+    tmp_path: Path, fast_clock: FastClock, num_before: int
+) -> None:
+    """The others drop their connections, if they have any yet, and try again without it, with what they had."""
+    grace = 60.0 if num_before else 1.0  # connecting takes as much of real time
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=grace, **FEDAVG)
+    islands = run_islands(3, meeting.island)
+    run_islands(3, lambda which: islands[which].train(2 * num_before))
     start = islands[0].weights
     vanish(islands[1])
     begun = fast_clock.now()
     outcomes = try_islands(3, lambda which: islands[which].train(2))
-    assert fast_clock.now() - begun < 1.0 + 3.0
+    if num_before:
+        assert fast_clock.now() - begun < LEASE_SECONDS
     assert isinstance(outcomes[1], Vanished)
     assert islands[0].hash == islands[2].hash
     for survivor in (islands[0], islands[2]):
         assert survivor.reports[-1].participants == [0, 2]
-        assert survivor.session.outer.round == 2
+        assert survivor.session.outer.round == num_before + 1
         assert survivor.missed == 0
     assert not torch.equal(islands[0].weights, start)
     run_islands(2, lambda which: islands[2 * which].train(2))
     assert islands[0].reports[-1].participants == [0, 2]
+
+
+@only("mesh")
+def test_who_shows_an_address_in_anothers_name_costs_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no island: without a key, all who reach the store can."""
+    monkeypatch.setattr(connecting, "GONE_SECONDS", 0.2)
+    meeting = Meeting(tmp_path, 2, grace=600.0, sync_timeout=600.0)  # connecting takes real time
+    islands = run_islands(2, meeting.island)
+    _, log = open_run(open_object_store(meeting.url), b"")
+    log.put("links/mesh/00000001-00/0/at/1.json", BytesRecord(value=base64.b64encode(b"{}").decode()))
+    engine: Any = islands[1].session.engines[0]
+    average = engine.average
+
+    def average_late(planned: Any, *others: Any) -> Traffic:
+        """When island 0 has seen what lies there: this one would overwrite it."""
+        deadline = time.monotonic() + LONG
+        while planned.attempt == 0 and "rounds/00000001/00/outcome.json" not in log.list("rounds/00000001/00"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        traffic: Traffic = average(planned, *others)
+        return traffic
+
+    engine.average = average_late
+    run_islands(2, lambda which: islands[which].train(2))
+    outcome = log.read("rounds/00000001/00/outcome.json", OutcomeRecord)
+    assert outcome is not None
+    assert "what it shows is no address: b'{}'" in outcome.reason
+    assert [member.reports[-1].participants for member in islands] == [[0, 1], [0, 1]]
+    assert islands[0].hash == islands[1].hash
 
 
 class Vanished(BaseException):
@@ -876,12 +952,8 @@ def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> No
     assert [member.session.engines[0].links for member in islands] == first
 
 
-@only("mesh")
-def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_without_it(
-    tmp_path: Path, fast_clock: FastClock
-) -> None:
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0)  # all are in the first two rounds
-    islands = run_islands(3, lambda island: meeting.island(island).train(4))
+def go_on_without_one(islands: list[Member]) -> tuple[Member, list[Member]]:
+    """Has two of three connected islands take a round; returns who is late for it, and them."""
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
     late = islands[2 if outcome.by != 2 else 1]
@@ -889,6 +961,14 @@ def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_wit
     run_islands(2, lambda which: others[which].train(2))
     assert others[0].reports[-1].participants == [member.number for member in others]
     assert late.session.rounds.goes_on, "it looks nothing up"
+    return late, others
+
+
+@only("mesh")
+def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_without_it(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0)  # all are in the first two rounds
+    islands = run_islands(3, lambda island: meeting.island(island).train(4))
+    late, _ = go_on_without_one(islands)
     late.train(2)
     assert late.session.outer.round == 3
     assert len({member.hash for member in islands}) == 1
@@ -899,49 +979,43 @@ def test_who_is_still_connected_hears_with_its_offer_that_a_round_took_place_wit
 
 
 @only("mesh")
-def test_an_average_that_was_not_kept_is_missed_also_a_round_later(tmp_path: Path, fast_clock: FastClock) -> None:
+def test_who_is_still_connected_misses_a_round_whose_plan_is_damaged(tmp_path: Path) -> None:
+    """And goes on from a snapshot."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0, snapshot_every=3)
+    late, others = go_on_without_one(run_islands(3, lambda island: meeting.island(island).train(4)))
+    for member in others:
+        member.session.close()
+    open_object_store(meeting.url).put("rounds/00000003/00/plan.json", b"")
+    late.train(2)
+    assert (late.missed, late.session.outer.round) == (1, 2)
+    late.sync()
+    assert late.hash == others[0].hash
+
+
+@only("mesh")
+def test_an_average_that_was_not_kept_is_missed_also_a_round_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Those who are still connected do not look for it before the next round."""
+    from hf_diloco.rounds import elastic
+
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, snapshot_every=100)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
     islands = run_islands(3, lambda island: meeting.island(island).train(4))
-    for member in islands:
-        member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+    store.fails = lambda name, *args: name == "put" and args[0].startswith("payloads/00000003/mean-")
     run_islands(3, lambda island: islands[island].train(2))
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
+    islands[outcome.by].session.rounds.rest()
     islands[outcome.by].die()
     left = [member for member in islands if member.number != outcome.by]
     assert all(member.session.rounds.goes_on for member in left)
-    for member in left:
-        del member.session.engines[0].settled
+    assert "the average of round 3 is not in the store: the store is down" in caplog.text
     run_islands(2, lambda which: left[which].train(4))
     assert [member.session.outer.round for member in left] == [5, 5]
     written = {path.split("/")[1] for path, _ in left[0].session.store.list("snapshots")}
     assert "00000004" in written, "whoever needs the average of round 3 goes on from there"
-
-
-class BrokenStore:
-    """Fails every call while `is_down`, and counts this thread's in vain."""
-
-    tells_changes = False
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self.is_down = False
-        self.num_in_vain = 0
-        self._thread = threading.get_ident()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        from hf_diloco.errors import StoreError
-
-        operation = getattr(self._store, name)
-
-        def run(*args: Any) -> Any:
-            if self.is_down:
-                self.num_in_vain += threading.get_ident() == self._thread
-                raise StoreError("the store is down")
-            return operation(*args)
-
-        return run
 
 
 def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -972,6 +1046,83 @@ def test_a_store_that_is_away_is_asked_once_a_round(tmp_path: Path, monkeypatch:
     store.is_down = True
     member.train(4)
     assert (member.missed, store.num_in_vain) == (2, 2)
+
+
+def test_an_island_leaves_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, engine: str
+) -> None:
+    from hf_diloco.rounds import elastic
+
+    caplog.set_level("INFO", "hf_diloco")
+    meeting = Meeting(tmp_path, 1)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    member = meeting.island(0).train(3)
+    store.is_down = True
+    member.leave(finished=False)
+    assert "left without a last word: the store is down" in caplog.messages
+    is_offered = "left without offering the last 1 steps: the store is down" in caplog.messages
+    assert is_offered == (engine == "bucket"), "where islands exchange directly, it would have to stay for that"
+
+
+@only("bucket")
+def test_a_store_that_goes_away_while_values_are_read_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_diloco.rounds import elastic
+
+    meeting = Meeting(tmp_path, 2)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    store.fails = lambda name, *_: name == "get_ranges"
+    run_islands(2, lambda island: islands[island].train(2))
+    assert [(member.missed, member.session.outer.round) for member in islands] == [(1, 1)] * 2
+    store.fails = lambda *_: False
+    run_islands(2, lambda island: islands[island].train_to(3))
+    assert [member.missed for member in islands] == [1, 1], "what was planned counts, and so do the steps since"
+    assert {tuple(report.participants) for member in islands for report in member.reports} == {(0, 1)}
+    assert islands[0].hash == islands[1].hash
+
+
+def test_who_has_caught_up_and_does_not_see_the_others_trains_a_whole_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_diloco.rounds import elastic
+
+    meeting = Meeting(tmp_path, 2, sync_every=6, min_islands=1, grace=0.1)
+    store = BrokenStore(open_object_store(meeting.url))
+    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    first, late = run_islands(2, lambda island: meeting.island(island).train(6))
+    first.train_to(late.session.outer.round + 1)
+    first.train(4)
+    late.step()
+    store.fails = lambda name, *args: (name, *args[:1]) == ("list", "beats")
+    late.sync()
+    assert (late.hash, late.session.outer.steps_left) == (first.hash, 6)
+
+
+def test_a_plan_whose_offer_is_gone_costs_an_attempt(tmp_path: Path) -> None:
+    """Nobody can carry it out, late or in time."""
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island).train(4))
+    _, log = open_run(open_object_store(meeting.url), b"")
+    gone = Participant(offer="rounds/00000003/00/offers/00001-000001-000000.json", island=1, weight=1.0, norm=1.0)
+    log.create("rounds/00000003/00/plan.json", PlanRecord(by=1, state=islands[0].hash, participants=[gone]))
+    run_islands(2, lambda island: islands[island].train(2))
+    assert [report.participants for report in islands[0].reports] == [[0, 1]] * 3
+    assert islands[0].hash == islands[1].hash
+    assert "rounds/00000003/01/plan.json" in log.list("rounds/00000003/01")
+
+
+def test_who_leaves_when_the_next_round_has_taken_place_offers_nothing(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1)
+    first, late = run_islands(2, lambda island: meeting.island(island).train(2))
+    number = late.session.outer.round + 1
+    first.train_to(number)
+    late.train(1).leave(finished=False)
+    paths = [path for path, _ in open_object_store(meeting.url).list(f"rounds/{number:08d}")]
+    assert ["/00000-000001-" in path for path in paths if "/offers/" in path] == [True], "island 0's"
 
 
 @pytest.mark.parametrize(("exchange_timeout", "expected"), [(4.0, 4.0), (600.0, 30.0)])

@@ -7,10 +7,12 @@ import logging
 import math
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,10 @@ from torch.distributed import HashStore, TCPStore
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, Traffic, base, chunks, memory
 from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.lane import Lane
@@ -613,6 +619,19 @@ def test_without_the_store_its_keeper_is_lost() -> None:
     assert notes.find_first(1, timed_out=False) == 1
     del keeper
     assert notes.find_first(1, timed_out=False) == 0
+
+
+def test_a_log_that_is_out_of_reach_makes_no_island_its_keeper(tmp_path: Path) -> None:
+    """Nobody keeps what lies in a folder: the island that is missing here is blamed."""
+    folder = tmp_path / "run"
+    log = RunLog(open_object_store(f"file://{folder}"), Seal(b"", "run-1"))
+    store = RecordStore(log, 0.1)
+    notes = [LossNotes(store, "0", island) for island in range(3)]
+    assert notes[1].find_first(2, timed_out=False) == 2
+    assert notes[0].find_first(1, timed_out=False) == 2, "1 left because of 2"
+    shutil.rmtree(folder)
+    folder.touch()
+    assert notes[0].find_first(1, timed_out=False) == 1
 
 
 def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:

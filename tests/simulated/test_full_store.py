@@ -41,3 +41,34 @@ def test_a_full_store_is_freed_and_rounds_go_on(tmp_path: Path, monkeypatch: pyt
     assert island.missed, "it was full"
     assert island.session.outer.round > 27
     assert island.session.outer.steps < 8, "and the next round was not missed for the same reason"
+
+
+@pytest.mark.parametrize(("failure", "is_full"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_a_snapshot_that_cannot_be_written_costs_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: int, is_full: bool
+) -> None:
+    """Its second file; where the store is full, all that can be spared goes, and the first one with it."""
+    folder = tmp_path / "store"
+    meeting = Meeting(tmp_path, 1, keep_rounds=1000, snapshot_every=4)
+    meeting.url = f"file://{folder}"
+    island = meeting.island(0).train_to(6)
+    island.session.close()
+    write = os.write
+
+    def fail(descriptor: int, data: bytes) -> int:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "snapshots/00000008/" in path and "momentum" in path:
+            raise OSError(failure, os.strerror(failure))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    island.train_to(9)
+    island.session.close()
+    assert island.missed == 0
+    assert "no snapshot of round 8: " in caplog.text
+    rounds = {kind: sorted(int(path.name) for path in (folder / kind).iterdir()) for kind in ("snapshots", "payloads")}
+    assert rounds["snapshots"] == ([4] if is_full else [0, 4, 8])
+    assert rounds["payloads"] == ([5, 6, 7, 8, 9] if is_full else list(range(1, 10)))
+    island.train_to(12)
+    island.session.close()
+    assert (folder / "snapshots/00000012").exists()

@@ -226,7 +226,7 @@ def test_who_is_left_alone_is_told_at_the_step(store: KeptStore) -> None:
 @pytest.mark.parametrize("is_waited_for", [False, True])
 def test_a_node_that_is_closed_ends_its_exchange_and_accuses_nobody(is_waited_for: bool, store: KeptStore) -> None:
     """As after Ctrl-C in the backward pass; nobody waits for `exchange_timeout`."""
-    may_close = threading.Event()
+    may_close, has_closed = threading.Event(), threading.Event()
 
     def talk(node: Node) -> None:
         mesh = node.inner
@@ -238,11 +238,13 @@ def test_a_node_that_is_closed_ends_its_exchange_and_accuses_nobody(is_waited_fo
             node.neighbours.close()
             node.neighbours.close()
             assert time.monotonic() - begun < LONG / 2
+            has_closed.set()
             assert node.neighbours.take_news() == []
             return
         while is_waited_for and not mesh._board.has("waits/0"):
             time.sleep(0.02)
         may_close.set()
+        assert has_closed.wait(LONG), "it has waited for this one"
         with pytest.raises(IslandLostError, match="its connection broke"):  # noqa: PT012 - what was sent may have come
             while True:
                 node.step(0, begins=False)

@@ -16,10 +16,11 @@ from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.agreement import MAX_ROUNDS
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.entry import Greetings
-from hf_diloco.gossip.mesh.rejoin import greeting_key
+from hf_diloco.gossip.mesh.rejoin import entry_prefix, greeting_key
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
@@ -260,6 +261,44 @@ def test_a_neighbour_that_dies_after_its_greeting_ends_nobodys_return() -> None:
         return ring.go_on(neighbours, step)
 
     ring.run(live)
+
+
+def enter_alone(ring: Ring, go: Callable[[MeshNeighbours], MeshNeighbours | None], message: str) -> None:
+    """Node 1 of a ring of two returns, and is refused; `go` is what node 0 does once they are connected."""
+    is_connected = threading.Event()
+
+    def live(node: int) -> MeshNeighbours | None:
+        neighbours = ring.join(node)
+        ring.step(neighbours, 0)
+        if node == 0:
+            with pytest.raises(IslandLostError, match="all neighbours of node 0 are lost"):
+                ring.go_on(neighbours, 1)
+            is_connected.wait(LONG)
+            return go(neighbours)
+        neighbours.close()
+        neighbours = ring.join(node)
+        is_connected.set()
+        with pytest.raises(IslandLostError, match=message):
+            neighbours.enter(torch.empty(SIZE))
+        return neighbours
+
+    ring.run(live)
+
+
+def test_a_node_whose_neighbours_go_while_it_enters_is_told() -> None:
+    def leave(neighbours: MeshNeighbours) -> None:
+        neighbours.close()
+
+    enter_alone(Ring(2), leave, "node 1 could not return, as none of its neighbours is there")
+
+
+def test_a_node_whose_neighbour_is_always_past_the_step_is_told() -> None:
+    ring = Ring(2)
+    board, prefix = ring.board(), entry_prefix(1, 2)
+    board.put(f"{prefix}/at/0", {"step": 5})
+    for number in range(1, MAX_ROUNDS + 1):
+        board.put(f"{prefix}/{number}/0", {"is_to_come": False})
+    enter_alone(ring, lambda neighbours: neighbours, "node 1 could not agree with its neighbours on a step")
 
 
 def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: Path) -> None:

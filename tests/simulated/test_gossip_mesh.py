@@ -305,6 +305,19 @@ def test_a_late_node_is_lost_and_finds_that_all_are(store: KeptStore) -> None:
     assert news[3] == [], "who waits for those who wait for the late one is not late"
 
 
+def test_a_neighbour_that_goes_before_it_publishes_is_not_waited_for(store: KeptStore) -> None:
+    def talk(node: int, neighbours: MeshNeighbours) -> None:
+        if node == 1:
+            neighbours.close()
+            return
+        with pytest.raises(IslandLostError, match="nodes 0 and 1 did not connect"):
+            neighbours.published()
+
+    begun = time.monotonic()
+    in_mesh(store, make_topology("ring", 2), talk)
+    assert time.monotonic() - begun < AT_ONCE
+
+
 def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: KeptStore) -> None:
     """Of an odd number one is left over by a matching, and loses nobody."""
     topology = make_topology("random-matching", 3)
@@ -351,8 +364,11 @@ def test_a_limit_that_cannot_be_kept_is_refused(store: KeptStore) -> None:
 
 
 def test_a_node_that_the_graph_has_not(store: KeptStore) -> None:
+    topology = make_topology("ring", 4)
     with pytest.raises(ConfigError, match="node 4"):
-        join(store, make_topology("ring", 4), 4)
+        join(store, topology, 4)
+    with pytest.raises(ConfigError, match="node 4"):
+        MemoryGraph(topology).node(4)
 
 
 # Records
@@ -368,6 +384,7 @@ def test_all_see_all_records_in_order(store: KeptStore) -> None:
     ours = in_mesh(store, topology, talk)
     assert ours == in_memory(topology, talk)
     assert ours[0][0] == [{"node": 0, "text": ""}, {"node": 1, "text": "β"}, {"node": 2, "text": "ββ"}]
+    assert MemoryGraph(topology).node(0).recall("model") == [], "no thread is started again alone"
 
 
 def test_what_was_shown_last_can_be_read_again(store: KeptStore) -> None:

@@ -315,6 +315,7 @@ def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None
 
     def survive(node: int) -> CodedNeighbours:
         neighbours, x, step = coded(join(store, topology, node), payload), values(node, 0, size), 0
+        neighbours.share("join", {"node": node})
         while step < last[0]:
             x = step_once(neighbours, x, step)
             step += 1
@@ -322,11 +323,13 @@ def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None
 
     def leave_and_return() -> CodedNeighbours:
         neighbours, x = coded(join(store, topology, leaver), payload), values(leaver, 0, size)
+        neighbours.share("join", {"node": leaver})
         for step in range(4):
             x = step_once(neighbours, x, step)
         neighbours.close()
         neighbours = coded(join(store, topology, leaver), payload)
         assert neighbours.is_returning
+        assert neighbours.recall("join") == [{"node": node} for node in range(num_nodes) if node != leaver]
         step = entered[0] = neighbours.enter(x)
         assert not neighbours.is_returning
         last[0] = step + num_more

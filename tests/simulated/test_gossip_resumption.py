@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.errors import CheckpointError
-from hf_diloco.gossip.checkpoint import whole_checkpoints
+from hf_diloco.errors import CheckpointError, IslandLostError
+from hf_diloco.gossip.checkpoint import GossipIndex, check_files, save_index, whole_checkpoints
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
+from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
-from tests.islands import run_islands
+from tests.islands import run_islands, try_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,6 +82,42 @@ def test_late_nodes_take_the_mean_of_the_holders() -> None:
         value = float(node) if node in resumption.holders else 5 / 3
         torch.testing.assert_close(vectors[0], torch.full((3,), value))
         torch.testing.assert_close(vectors[1], torch.full((2, 2), 10 * value))
+
+
+def test_without_any_holder_nobody_enters() -> None:
+    graph = MemoryGraph(make_topology("ring", 2))
+    for outcome in try_islands(
+        2, lambda node: take_mean(graph.node(node), [torch.ones(3)], Resumption(8, (2,), (0, 1)))
+    ):
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (2,)
+        assert "no node that holds the checkpoint of step 8 came" in str(outcome)
+
+
+# Checkpoints
+
+
+def save(folder: Path, step: int, **files: str) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    for name, text in files.items():
+        (checkpoint / f"{name}.json").write_text(text)
+    save_index(checkpoint, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd", facts={}), IslandGroup())
+    return checkpoint
+
+
+def test_a_checkpoint_without_trainers_state_is_not_whole(tmp_path: Path) -> None:
+    whole = save(tmp_path, 2, trainer_state="{}")
+    save(tmp_path, 4)
+    assert whole_checkpoints(tmp_path) == {2: whole}
+
+
+def test_a_checkpoint_that_a_user_names_is_read_before_it_is_resumed_from(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 2, trainer_state="{}", weights="[1]")
+    check_files(checkpoint, IslandGroup())
+    (checkpoint / "weights.json").write_text("[2]")
+    with pytest.raises(CheckpointError, match=r"weights\.json"):
+        check_files(checkpoint, IslandGroup())
 
 
 # Whole runs, of nodes that are threads

@@ -17,6 +17,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from hf_diloco.apps.common.kinds import kind_of
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.cli.plan import LaunchOptions
+from hf_diloco.cli.simulate import run_simulation
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.choco import with_payload
@@ -39,8 +41,9 @@ from tests.tiny_nodes import events, run_of, simulate, weights
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> VisionRun:
     """A whole run of three nodes."""
-    run = run_of(tmp_path_factory.mktemp("whole"))
-    assert simulate(run) == 0
+    folder = tmp_path_factory.mktemp("whole")
+    run = run_of(folder)
+    assert run_simulation(LaunchOptions(folder / "tiny.yaml"), 3) == 0
     return run
 
 

@@ -411,6 +411,40 @@ def test_an_outer_step_without_an_average_is_left_out_and_said(caplog: pytest.Lo
     assert_equal(list(third))
 
 
+class HoldersLeave(MemoryNeighbours):
+    """Who holds the slow momentum is lost before the second average: what late nodes give is all that comes."""
+
+    num_averages = 0
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        self.num_averages += 1
+        if self.num_averages == 2:
+            vector.zero_()
+        return super().average(vector)
+
+
+def test_an_outer_step_without_any_holder_of_the_momentum_is_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small = Small()
+    graph = MemoryGraph(small.topology)
+
+    def live(number: int) -> tuple[torch.Tensor, ...]:
+        x, optimizer = small.node(number, HoldersLeave(graph, number))
+        if number == 2:
+            optimizer.begin_at(lambda x: 0)
+        held = []
+        for _ in range(2 * TAU):
+            small.step(number, x, optimizer)
+            held.append(x.detach().clone())
+        return held[TAU - 1], held[2 * TAU - 1]
+
+    first, second = zip(*small.run(live), strict=True)
+    assert caplog.text.count("no node is left that holds the slow momentum") == 3
+    assert_equal(list(first), are_equal=False)
+    assert_equal(list(second))
+
+
 # Checkpoints
 
 

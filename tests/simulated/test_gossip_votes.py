@@ -1,4 +1,7 @@
-"""A node that stops between its votes: some of the others have all votes of an average, and some have not."""
+"""Groups of nodes that average: a node that stops between its votes, and groups that do not come about.
+
+When a node stops between its votes, some of the others have all votes of an average, and some have not.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_diloco.errors import IslandLostError
+from hf_diloco.errors import IslandLostError, PayloadError
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.average import MAX_ATTEMPTS, GroupAverage
+from hf_diloco.gossip.mesh.edges import Endpoint
+from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.transport.rate import RateLimit
+from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
@@ -76,3 +85,33 @@ def test_others_keep_the_mean_and_each_other(monkeypatch: pytest.MonkeyPatch) ->
 
     for mean, members, lost in run_islands(NUM_NODES, run)[:STOPPED]:
         assert (mean, members, lost) == (1.5, (0, 1, 2), {STOPPED})
+
+
+def average_as_node_0(decided: dict[int, object]) -> None:
+    """Node 0 of two comes to an average; somebody has decided who is in the group of these attempts."""
+    store = ValueStore.in_memory()
+    board = Board(store, "test")
+    for attempt, nodes in decided.items():
+        board.put(f"average{attempt}/group", {"nodes": nodes})
+    endpoint = Endpoint(store, 0, LOCALHOST, 0.2, RateLimit(), None)
+    GroupAverage(endpoint, board, 2, list, False, WaitNotes(0, "node")).average(torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error", "message"),
+    [
+        ("all", PayloadError, "the list of nodes that average is none"),
+        ([0, 9], PayloadError, "the list of nodes that average is none"),
+        ([1], IslandLostError, "node 1 average without this one, node 0, which came too late"),
+        ([0], IslandLostError, "node 1 did not come to the average: no other is left"),
+    ],
+)
+def test_a_group_that_a_node_cannot_average_in(nodes: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        average_as_node_0({1: nodes})
+
+
+def test_nodes_that_never_reach_each_other_give_up() -> None:
+    """Each sees that the other has come, and then waits for it in vain."""
+    with pytest.raises(IslandLostError, match=f"form a group to average in {MAX_ATTEMPTS} attempts: check the links"):
+        average_as_node_0({attempt: [0, 1] for attempt in range(1, MAX_ATTEMPTS + 1)})

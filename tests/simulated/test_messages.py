@@ -20,7 +20,7 @@ from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.rate import RateLimit
-from tests.clocks import LONG
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
 FP32 = CODECS["fp32"]
@@ -185,6 +185,33 @@ def test_who_closes_while_others_wait_wakes_them(opener: Callable[[int], Opener]
     assert max(run_islands(2, run)) < LONG / 2
 
 
+@pytest.mark.parametrize("awaited", ["message", "values"])
+def test_who_closes_while_it_waits_is_gone_for_the_others(awaited: str) -> None:
+    """Its connections do not stay open until what nobody will send comes."""
+    opened, has_closed = in_mesh(2), threading.Event()
+
+    def run(island: int) -> None:
+        exchange = opened(island)
+        swap(exchange, b"first")
+        if island == 0:
+            if awaited == "message":
+                assert exchange.send_message(b"second", lambda: None)
+            else:
+                exchange.prepare(torch.ones(100), FP32)
+            exchange.close()
+            has_closed.set()
+            return
+        assert has_closed.wait(LONG)
+        for _ in range(2):  # what was prepared may have come before
+            exchange.average(torch.ones(100), [1.0, 1.0], FP32)
+
+    started = time.monotonic()
+    _, outcome = try_islands(2, run)
+    assert isinstance(outcome, IslandLostError)
+    assert outcome.islands == (0,)
+    assert time.monotonic() - started < AT_ONCE
+
+
 def count_open() -> tuple[int, int]:
     """Open files and threads of this process."""
     gc.collect()
@@ -278,23 +305,28 @@ def test_values_leave_before_the_average_unless_a_rate_is_set(rate: float | None
     assert run_islands(2, run) == [both if rate else [*both, "send", "send"]] * 2
 
 
-@pytest.mark.parametrize("is_expected", [False, True])
-def test_a_broken_connection_is_told_by_the_average_and_not_before(is_expected: bool) -> None:
+@pytest.mark.parametrize("expected", ["never", "before", "after"])
+def test_a_broken_connection_is_told_by_the_average_and_not_before(expected: str) -> None:
+    """Whether the values were expected before it broke, after, or not at all."""
     opened = in_mesh(2)
-    has_closed = threading.Event()
+    may_close, has_closed = threading.Event(), threading.Event()
 
     def run(island: int) -> None:
         exchange = opened(island)
         if island == 1:
+            assert may_close.wait(LONG)
             exchange.close()
             has_closed.set()
             return
+        if expected == "before":
+            exchange.expect(100, FP32)
+        may_close.set()
         assert has_closed.wait(LONG)
         deadline = time.monotonic() + LONG
         while not exchange.find_broken() and time.monotonic() < deadline:
             time.sleep(0.01)
         values = torch.ones(100)
-        if is_expected:
+        if expected == "after":
             exchange.expect(100, FP32)
         exchange.prepare(values, FP32)
         with pytest.raises(IslandLostError) as caught:

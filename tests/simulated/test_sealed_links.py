@@ -16,6 +16,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
+from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
@@ -24,7 +25,7 @@ from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.line import Line
+from hf_diloco.transport.line import PLACE, Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
@@ -236,6 +237,30 @@ def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest
         assert f"node {1 - node} sent came damaged (it was altered on its way" in str(outcome)
 
 
+def publish(store: ValueStore, node: int, key: LinkKey) -> MeshPublished:
+    """One of two nodes that take what the other one published."""
+    end = MeshPublished(Endpoint(store, node, LOCALHOST, LONG, key=key), [1 - node])
+    end.connect(1 - node, "1.1", LONG)
+    end.publish(torch.full((1000,), node, dtype=torch.uint8))
+    return end
+
+
+def test_a_node_takes_nothing_more_from_another_once_that_was_altered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal, store = Sealer.seal, ValueStore.in_memory()
+    ends = run_islands(2, lambda node: publish(store, node, KEY))
+    assert ends[0].pull(1)[0] is not None
+
+    def altered(self: Sealer, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        wires = seal(self, part, end, tag, transfers)
+        return [wire.bitwise_not() for wire in wires] if end.peer == 0 else wires
+
+    monkeypatch.setattr(Sealer, "seal", altered)
+    assert ends[0].pull(1)[0] is None
+    assert ends[0].take_lost() == {1: "its connection broke"}
+    for end in ends:
+        end.close()
+
+
 # Connecting
 
 
@@ -287,6 +312,28 @@ def test_a_connection_without_proof_is_refused(
     outcomes = try_islands(2, run)
     assert isinstance(outcomes[1 - liar], ForgedError)
     assert isinstance(outcomes[liar], IslandLostError)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_end_whose_addresses_are_altered_on_their_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow the proof of the key, and Gloo would connect to whatever they say."""
+    seal, store = Channel.seal, HashStore()
+
+    def altered(channel: Channel, place: tuple[int, int], message: bytes) -> bytes:
+        first, *rest = seal(channel, place, message)
+        return bytes([first ^ 1 if place[0] == PLACE else first, *rest])
+
+    monkeypatch.setattr(Channel, "seal", altered)
+    outcomes = try_islands(2, lambda end: Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, KEY)))
+    assert {type(outcome) for outcome in outcomes} <= {ForgedError, IslandLostError}
+    told = [f"in the name of island {1 - end}, a message was altered on its way, or sent before" for end in range(2)]
+    assert any(text in str(outcome) for text, outcome in zip(told, outcomes, strict=True)), outcomes
+
+
+def test_a_node_takes_nothing_from_another_that_holds_another_key() -> None:
+    store, keys = ValueStore.in_memory(), [KEY, LinkKey(b"another key, too")]
+    for outcome in try_islands(2, lambda node: publish(store, node, keys[node])):
+        assert isinstance(outcome, ForgedError)
 
 
 @pytest.mark.parametrize(

@@ -399,24 +399,26 @@ def test_a_round_that_fails_changes_nothing(
 
 @pytest.mark.parametrize("fault", ["flipped", "damaged"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "spoilt"),
     [
-        {"sync_every": 2},
-        {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1},
-        {"sync_every": 4, "num_fragments": 2},
-        {"sync_every": 4, "method": "eager"},
+        ({"sync_every": 2}, (3, 9)),
+        ({"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1}, (3, 8)),
+        ({"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 2}, (7,)),
+        ({"sync_every": 4, "num_fragments": 2}, (3, 9)),
+        ({"sync_every": 4, "method": "eager"}, (3, 5)),
     ],
-    ids=["diloco", "overlapped", "streaming", "eager"],
+    ids=["diloco", "overlapped", "overlapped to the end", "streaming", "eager"],
 )
 def test_a_round_whose_averages_differ_once_is_taken_again(
-    settings: dict[str, Any], fault: str, tmp_path: Path
+    settings: dict[str, Any], spoilt: Sequence[int], fault: str, tmp_path: Path
 ) -> None:
+    """`spoilt` exchanges: in the middle of the run, and after its last step."""
     run = Run(tmp_path, 2, **settings)
     seen = []
 
-    def spoil_once(mean: torch.Tensor) -> None:
+    def spoil_some(mean: torch.Tensor) -> None:
         seen.append(1)
-        if len(seen) == 3:
+        if len(seen) in spoilt:
             if fault == "damaged":
                 raise DamagedTransferError([0])
             mean[3] += 1e-3
@@ -426,7 +428,7 @@ def test_a_round_whose_averages_differ_once_is_taken_again(
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         session = run.join(
-            island, model, transport=FaultyTransport(transport, spoil_once) if island == 1 else transport
+            island, model, transport=FaultyTransport(transport, spoil_some) if island == 1 else transport
         )
         reports = []
         for number, batch in enumerate(batches(island, 16)):
@@ -438,7 +440,7 @@ def test_a_round_whose_averages_differ_once_is_taken_again(
         return reports, session.outer.outer_hash, None
 
     first, second = run_islands(2, island_main)
-    assert len(seen) > 3
+    assert len(seen) > max(spoilt)
     assert first[1] == second[1]
     assert [report.round for report in first[0]] == list(range(1, len(first[0]) + 1))
     assert [report.outer_hash for report in first[0]] == [report.outer_hash for report in second[0]]
@@ -724,6 +726,24 @@ def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path) -> N
     ) as caught:
         session.join(open_shards(make_model(), None), tmp_path)
     assert f"num_islands (3) and rendezvous ({url})" in str(caught.value)
+
+
+def test_a_rendezvous_that_goes_while_islands_join_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+
+    class Gone:
+        """The machine of island 0 has gone down."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(run.store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    transport = run.transport(1)
+    transport.store = Gone()  # type: ignore[assignment]
+    with pytest.raises(IslandLostError, match=r"which island 0 keeps, does not answer \(Connection reset by peer\)"):
+        run.join(1, make_model(), transport=transport)
 
 
 @pytest.mark.parametrize("topic", ["join/1", "state/1", "round/1/arrived"])

@@ -329,26 +329,67 @@ def test_all_islands_take_the_rate_agreed_on(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+def aux_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon of a model without a hidden matrix: all is trained by the Adam that it has inside."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return MuonWithAuxAdam([{"params": list(model.parameters()), "lr": 0.01, "use_muon": False}])
+
+
+def test_a_count_of_steps_that_a_group_keeps_begins_anew(tmp_path: Path) -> None:
+    """As fused optimizers keep it."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session = Run(tmp_path, 1, sync_every=1, **SLOWMO, options={"inner_buffers": "zero"}).session(0)
+    session.join(open_shards(model, optimizer), tmp_path / "0")
+    optimizer.param_groups[0]["step"] = 1
+    take_step(model, optimizer, batches(0, 1)[0])
+    assert session.outer.count_step()
+    session.sync()
+    assert optimizer.param_groups[0]["step"] == 0
+
+
+def test_buffers_that_older_versions_of_torch_left_empty_stay_so(tmp_path: Path) -> None:
+    """In checkpoints of SGD without momentum."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    saved = optimizer.state_dict()
+    saved["state"] = {number: {"momentum_buffer": None} for number in saved["param_groups"][0]["params"]}
+    optimizer.load_state_dict(saved)
+    session = Run(tmp_path, 1, sync_every=1, **SLOWMO, options={"inner_buffers": "zero"}).session(0)
+    session.join(open_shards(model, optimizer), tmp_path / "0")
+    take_step(model, optimizer, batches(0, 1)[0])
+    assert session.outer.count_step()
+    session.sync()
+    take_step(model, optimizer, batches(0, 1)[0])
+    assert [state["momentum_buffer"] for state in optimizer.state.values()] == [None] * len(saved["state"])
+
+
 @pytest.mark.parametrize("wanted", ["zero", "keep", None])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "deepspeed"])
 def test_buffers_after_a_round(kind: str, wanted: str | None, tmp_path: Path) -> None:
-    """By default SGD's momentum begins anew, and AdamW's moments stay."""
+    """By default SGD's momentum begins anew, and AdamW's moments stay. DeepSpeed counts its steps in plain numbers."""
     model = make_model()
 
     def make_optimizer() -> torch.optim.Optimizer:
         if kind == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if kind == "deepspeed":
+            return aux_adam(model)
         return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def all_held() -> list[torch.Tensor]:
+        return [torch.as_tensor(value).clone() for state in optimizer.state.values() for value in state.values()]
 
     optimizer = make_optimizer()
     session = Run(tmp_path, 1, sync_every=3, **SLOWMO, options={"inner_buffers": wanted}).session(0)
     session.join(open_shards(model, optimizer), tmp_path / "0")
     for batch in batches(0, 3):
         take_step(model, optimizer, batch)
-        held = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        held = all_held()
         if session.outer.count_step():
             session.sync()
-    now = [value for state in optimizer.state.values() for value in state.values()]
+    now = all_held()
     is_zeroed = wanted == "zero" or (wanted is None and kind == "sgd")
     assert any(value.any() for value in held)
     for value, before in zip(now, held, strict=True):
@@ -406,6 +447,19 @@ def test_an_optimizer_whose_buffers_are_not_known_is_refused(tmp_path: Path) -> 
     shards = open_shards(model, torch.optim.Adagrad(model.parameters()))
     with pytest.raises(UnsupportedError, match=r"inner_buffers=zero: the buffers of Adagrad are not known.*keep"):
         session.join(shards, tmp_path / "0")
+
+
+def test_deepspeeds_muon_is_refused_where_its_momentum_would_be_averaged(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, **SLOWMO, options={"inner_buffers": "average"})
+
+    def join(island: int) -> None:
+        model = make_model()
+        run.session(island).join(open_shards(model, aux_adam(model)), tmp_path / str(island))
+
+    for outcome in try_islands(2, join):
+        assert isinstance(outcome, UnsupportedError)
+        assert "the momentum of DeepSpeed's Muon lies otherwise than the master weights" in str(outcome)
+        assert "set it to keep or zero" in str(outcome)
 
 
 def test_without_an_optimizer_of_torch_it_is_refused(tmp_path: Path) -> None:

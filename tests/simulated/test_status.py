@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_diloco.cli.status import render
+from hf_diloco.cli.status import render, run_status
+from hf_diloco.errors import StoreError
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.status import IslandStatus, Observer, RunStatus
@@ -310,3 +311,23 @@ def test_watching_ends_with_the_run(meeting: Meeting) -> None:
     assert look(meeting).is_over
     output = status(meeting.url, "--watch").output
     assert re.search(r"^rounds +3 of 3 committed: the run is over *$", output, re.MULTILINE)
+
+
+def test_watching_goes_on_where_the_store_does_not_answer_once(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meeting.num_rounds = 3
+    islands = start(meeting, 6)
+    run_islands(2, lambda island: islands[island].leave())
+    answer, silent = Observer.look, [True, False]
+
+    def look(observer: Observer) -> RunStatus:
+        if silent.pop(0):
+            raise StoreError("the store does not answer")
+        return answer(observer)
+
+    monkeypatch.setattr(Observer, "look", look)
+    run_status(meeting.url, None, 0.01, 3, False)
+    told = capsys.readouterr()
+    assert told.err == "warning: the store does not answer\n"
+    assert "3 of 3 committed: the run is over" in told.out

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.membership.decisions import Decisions
+from hf_diloco.errors import ForgedError, RendezvousError, StoreError
+from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
 from hf_diloco.membership.voting import VoteRecord
-from hf_diloco.store.log import RunLog
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from tests.clocks import FastClock, StillClock
@@ -95,23 +95,96 @@ def test_an_abort_stays_one_once_the_next_attempt_has_a_plan(log: RunLog) -> Non
     assert decisions(log, 1).decide(ATTEMPT, COMMIT).kind == "abort"
 
 
-def test_a_decision_that_is_still_being_copied_counts(log: RunLog) -> None:
+class Meanwhile(StillClock):
+    """Something happens in the store while an island waits."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def sleep(self, seconds: float) -> None:
+        self._happens()
+
+
+@pytest.mark.parametrize(
+    ("name", "copied", "act"),
+    [
+        ("outcome.json", COMMIT, lambda island: island.outcome(ATTEMPT)),
+        ("outcome.json", COMMIT, lambda island: island.decide(ATTEMPT, abort(by=1))),
+        ("plan.json", PLAN, lambda island: island.plan(NEXT)),
+        ("plan.json", PLAN, lambda island: island.decide_plan(NEXT, PLAN.model_copy(update={"by": 1}))),
+    ],
+)
+def test_a_decision_that_is_still_being_copied_counts(
+    log: RunLog, name: str, copied: Record, act: Callable[[Decisions], Record]
+) -> None:
     """Another program, which does not write as this one does, shows a record before it is whole."""
-    log.create(f"{ATTEMPT}/outcome.json", COMMIT)
-    whole = log.store.get(f"{ATTEMPT}/outcome.json", 1 << 20) or b""
-    log.store.put(f"{ATTEMPT}/outcome.json", whole[:20])
+    path = f"{ATTEMPT if name == 'outcome.json' else NEXT}/{name}"
+    log.create(path, copied)
+    whole = log.store.get(path, 1 << 20) or b""
+    log.store.put(path, whole[:20])
+    assert act(Decisions(log, 1, Meanwhile(lambda: log.store.put(path, whole)))) == copied
 
-    class CopiesTheRest(StillClock):
-        def sleep(self, seconds: float) -> None:
-            log.store.put(f"{ATTEMPT}/outcome.json", whole)
 
-    assert Decisions(log, 0, CopiesTheRest()).outcome(ATTEMPT) == COMMIT
+@pytest.mark.parametrize(
+    ("path", "act"),
+    [
+        (f"{ATTEMPT}/outcome.json", lambda island: island.decide(ATTEMPT, COMMIT)),
+        (f"{NEXT}/plan.json", lambda island: island.decide_plan(NEXT, PLAN)),
+    ],
+)
+def test_nothing_is_decided_where_somebody_deletes_decisions(
+    log: RunLog, path: str, act: Callable[[Decisions], Record]
+) -> None:
+    """Another island may have acted on what lay there."""
+    damage(log, path)
+    with pytest.raises(ForgedError, match=path):
+        act(Decisions(log, 0, Meanwhile(lambda: log.store.delete([path]))))
+    assert log.store.get(path, 1 << 20) is None
+
+
+def test_votes_that_were_split_abort_also_where_the_outcome_is_damaged(log: RunLog) -> None:
+    """Nobody can have committed."""
+    vote(log, ATTEMPT, 0)
+    log.create(f"{ATTEMPT}/votes/00001.json", VoteRecord(island=1, mean="cd"))
+    damage(log, f"{ATTEMPT}/outcome.json")
+    split = OutcomeRecord(by=1, kind="abort", is_split=True)
+    assert decisions(log, 1).decide(ATTEMPT, split) == split
+    assert decisions(log, 0).outcome(ATTEMPT) == split
+
+
+def test_an_abort_stays_one_once_a_later_attempt_is_committed(log: RunLog) -> None:
+    """Whose plan is damaged as well; the attempt between them was aborted, too."""
+    last = "rounds/00000001/02"
+    vote(log, ATTEMPT, 1)
+    damage(log, f"{ATTEMPT}/outcome.json", f"{last}/plan.json")
+    decisions(log).decide(NEXT, abort())
+    vote(log, last, 0)
+    decisions(log).decide(last, COMMIT)
+    found = decisions(log, 1).decide(ATTEMPT, COMMIT)
+    assert (found.kind, found.reason) == (
+        "abort",
+        f"{ATTEMPT}/outcome.json is damaged, and a later attempt is committed",
+    )
+
+
+ALL_OUTCOMES = ["outcome.json", *(f"outcome-{number}.json" for number in range(2, 10))]
 
 
 def test_rubbish_under_all_names_is_told(log: RunLog) -> None:
-    damage(log, *(f"{ATTEMPT}/outcome{suffix}.json" for suffix in ["", *(f"-{number}" for number in range(2, 10))]))
+    damage(log, *(f"{ATTEMPT}/{name}" for name in ALL_OUTCOMES))
     with pytest.raises(StoreError, match=r"rounds/00000001/00 .*hf-diloco store check"):
         decisions(log).outcome(ATTEMPT)
+    with pytest.raises(StoreError, match=r"rounds/00000001/00 .*hf-diloco store check"):
+        decisions(log).decide(ATTEMPT, abort())
+
+
+def test_the_last_attempt_cannot_be_decided_anew_for_a_later_one(log: RunLog) -> None:
+    last = f"rounds/00000001/{MAX_ATTEMPTS - 1}"
+    vote(log, last, 0)
+    damage(log, f"{last}/outcome.json")
+    with pytest.raises(StoreError, match=r"too many records of rounds/00000001/99 .*hf-diloco store check"):
+        decisions(log).decide(last, COMMIT)
 
 
 # A run in whose store somebody writes what he likes

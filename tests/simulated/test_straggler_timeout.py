@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hf_diloco.errors import IslandLostError
-from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.errors import IslandLostError, StoreError
+from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
+from hf_diloco.gossip.records import Record
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import StillClock
@@ -29,9 +30,11 @@ def timeout(board: Board, clock: StillClock) -> StragglerTimeout:
     return StragglerTimeout(board, node=0, num_nodes=3, seconds=SECONDS, notes=WaitNotes(0, "node", clock=clock))
 
 
-def look_for(timeout: StragglerTimeout, clock: StillClock, seconds: float, every: float = 0.5) -> None:
+def look_for(
+    timeout: StragglerTimeout, clock: StillClock, seconds: float, every: float = 0.5, late: int = LATE
+) -> None:
     """Looks as often as a wait for a transfer does."""
-    look, ends_at = timeout.watch(LATE), clock.time + seconds
+    look, ends_at = timeout.watch(late), clock.time + seconds
     look()
     while clock.time < ends_at:
         clock.sleep(every)
@@ -71,3 +74,35 @@ def test_a_neighbour_that_waits_for_this_node_has_no_excuse(
     board.put(f"waits/{LATE}", {"for": 0, "tick": 1})
     with pytest.raises(IslandLostError, match="did not come"):
         look_for(timeout, clock, 0.5)
+
+
+class GoneBoard(Board):
+    """Of a store that was lost with the node that keeps it."""
+
+    num_asked = 0
+
+    def put(self, key: str, record: Record) -> None:
+        self.num_asked += 1
+        raise StoreError("it does not answer")
+
+
+@pytest.mark.parametrize(("late", "times"), [(2, 2), (KEEPER, 1)])
+def test_without_the_store_all_but_its_keeper_have_as_much_time_again(
+    late: int, times: int, clock: StillClock
+) -> None:
+    """They may be waiting for the keeper, and can no longer say so."""
+    board = GoneBoard(ValueStore.in_memory(), "gossip")
+    timeout = StragglerTimeout(board, 1, 3, SECONDS, WaitNotes(1, "node", clock=clock))
+    look_for(timeout, clock, times * SECONDS - 0.5, late=late)
+    with pytest.raises(IslandLostError, match=f"node {late} did not come"):
+        look_for(timeout, clock, 0.5, late=late)
+    assert board.num_asked == 1, "it is not asked again"
+
+
+def test_who_gives_up_waits_for_nobody(timeout: StragglerTimeout) -> None:
+    look = timeout.watch(LATE)
+    look()
+    timeout.give_up()
+    with pytest.raises(IslandLostError, match="node 1 is waited for no more"):
+        look()
+    assert timeout.limit.is_over

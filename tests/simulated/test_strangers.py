@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -10,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +22,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
+from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.sealing import LinkKey, Roster, Signer
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.gloo_addresses import GlooAddresses
 from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils import listening
@@ -46,7 +52,21 @@ SLOW = pytest.mark.slow
 
 def hello(lane: str, own: int = 1, called: int = 0) -> bytes:
     said = meeting._HELLO.pack(meeting._MAGIC, meeting._digest(lane), own, called)
-    return len(said).to_bytes(4, "big") + said
+    return framed(said)
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
+def garbage(count: int) -> bytes:
+    """Of a length that is too much to say, and of one that is not."""
+    data = random.Random(count).randbytes(100)
+    return framed(data) if count % 2 else data
+
+
+NO_PROOFS = [framed(bytes(32)), framed(bytes(32))[:20], framed(bytes(16)) * 2]
+"""Of one connection: of the right length, cut short, of two connections."""
 
 
 def recorded(lane: str) -> bytes:
@@ -95,11 +115,11 @@ def replay(said: bytes) -> Attack:
 
 ATTACKS: dict[str, Callable[[str], Attack]] = {
     "silent": lambda _: say(lambda _: b""),
-    "garbage": lambda _: say(lambda count: random.Random(count).randbytes(100)),
+    "garbage": lambda _: say(garbage),
     "oversized": lambda _: say(lambda _: (1 << 31).to_bytes(4, "big") + bytes(5000)),
     "half a greeting": lambda lane: say(lambda _: hello(lane)[:30]),
     "greeting, then silence": lambda lane: say(lambda _: hello(lane)),
-    "greeting, then rubbish": lambda lane: say(lambda _: hello(lane) + b"\0\0\0\x24\0\0\0\x20" + bytes(32)),
+    "greeting, then rubbish": lambda lane: say(lambda count: hello(lane) + framed(NO_PROOFS[count % 3])),
     "of another lane": lambda _: say(lambda _: hello("other")),
     "of no end": lambda lane: say(lambda _: hello(lane, own=77)),
     "HTTP": lambda _: say(lambda _: b"GET / HTTP/1.1\r\n\r\n"),
@@ -230,6 +250,116 @@ def test_who_has_another_key_cannot_take_an_ends_place(
         assert torch.equal(outcome, torch.full((10,), 0.5))
     assert "which claims to be island 1 of lane" in caplog.text
     assert told in caplog.text
+
+
+def test_the_last_call_of_an_end_counts_until_all_have_met() -> None:
+    """An earlier one is closed, and a later one, such as one whose connection was slow, hears nothing."""
+    store, all_have = HashStore(), threading.Barrier(2)
+
+    def run(island: int) -> None:
+        said = hello(LANE)
+        if island:
+            store.wait([f"mesh/{LANE}/at/0"])
+            place = json.loads(store.get(f"mesh/{LANE}/at/0"))
+            early, late = (socket.create_connection((place["host"], place["port"]), LONG) for _ in range(2))
+            early.sendall(said)
+            late.sendall(said[:30])
+        with Meeting(Lane(store, LANE, island, 2, LOCALHOST, LONG), Deadline(LONG)) as one:
+            all_have.wait(LONG)  # met
+            if island:
+                late.sendall(said[30:])
+                assert late.recv(100) == b""
+                while early.recv(100):
+                    pass
+            one.addresses.set(f"{island}", b"here")
+            assert one.addresses.get(f"{1 - island}") == b"here"
+        if island:
+            early.close()
+            late.close()
+
+    assert try_islands(2, run) == [None, None]
+
+
+def test_ends_are_looked_for_until_they_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End 1 no more, while end 2, at which both others look, has not called yet."""
+    looks, store, connect, all_have = Counter[int](), HashStore(), asyncio.open_connection, threading.Barrier(3)
+
+    async def noted(host: str, port: int, **more: Any) -> Any:
+        looks[port] += 1
+        return await connect(host, port, **more)
+
+    class Late:
+        """The store as end 2 sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def get(self, key: str) -> bytes:
+            first, second = (json.loads(store.get(f"mesh/{LANE}/at/{end}"))["port"] for end in (1, 2))
+            deadline = time.monotonic() + LONG
+            while looks[second] < 3 * looks[first] + 10 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert looks[second] >= 3 * looks[first] + 10
+            return store.get(key)
+
+    def run(end: int) -> None:
+        seen: Any = Late() if end == 2 else store
+        with Meeting(Lane(seen, LANE, end, 3, LOCALHOST, 2 * LONG), Deadline(2 * LONG)):
+            all_have.wait(LONG)  # met
+
+    monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(asyncio, "open_connection", noted)
+    assert try_islands(3, run, 3 * LONG) == [None] * 3
+
+
+def test_an_end_that_cannot_be_reached_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the deadline: it may yet call."""
+    monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
+    store = HashStore()
+    shown = {"version": meeting.VERSION, "way": "without a key", "host": "255.255.255.255", "port": 9}
+    store.set(f"mesh/{LANE}/at/1", json.dumps(shown))
+    with pytest.raises(IslandLostError, match="island 1 did not connect") as caught:
+        Meeting(Lane(store, LANE, 0, 2, LOCALHOST, LONG), Deadline(0.3))
+    assert caught.value.islands == (1,)
+    for thread in threading.enumerate():
+        if thread.name == "hf-diloco-meeting":
+            thread.join(LONG)
+    del caught  # which holds the meeting: tasks that have failed say so when they go
+    gc.collect()
+    assert "Meeting._watch" not in caplog.text
+
+
+def test_an_end_that_breaks_off_while_gloo_connects_is_lost() -> None:
+    store, all_have = HashStore(), threading.Barrier(2)
+
+    def run(island: int) -> None:
+        with Meeting(Lane(store, LANE, island, 2, LOCALHOST, LONG), Deadline(LONG)) as one:
+            all_have.wait(LONG)  # met
+            if island:
+                raise RuntimeError("Gloo cannot listen")
+            one.addresses.get("1")
+
+    lost, broken = try_islands(2, run)
+    assert isinstance(broken, RuntimeError)
+    assert isinstance(lost, IslandLostError)
+    assert lost.islands == (1,)
+    assert "island 1 broke off while they connected" in str(lost)
+
+
+@pytest.mark.parametrize(
+    "said", [b"5", b"[7]", b'["key", 7]', b'["key", "zz"]', b"{", b"\xff", b"[" * 100_000], ids=lambda said: said[:9]
+)
+def test_what_is_no_address_of_gloo_is_not_taken(said: bytes) -> None:
+    addresses = GlooAddresses(lambda key, value: None, Deadline(0.0))
+    with pytest.raises(ValueError):
+        addresses.hear(1, said)
+    assert addresses.num_heard(1) == 0
+    addresses.hear(1, b'["key", "00ff"]')
+    assert addresses.get("key") == b"\x00\xff"
+    with pytest.raises(IslandLostError, match="the others did not all say where Gloo listens"):
+        addresses.get("other")
 
 
 # Gloo's own port

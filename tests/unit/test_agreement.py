@@ -267,6 +267,18 @@ def test_who_is_gone_cannot_vote(stores: Stores, clock: FastClock) -> None:
     assert time.monotonic() - started < AT_ONCE
 
 
+def test_after_a_round_that_failed_who_gave_it_up_before_is_named(stores: Stores) -> None:
+    """Who had a vote gave up later, and is not to blame."""
+    book = Ledger(stores(0), 0, 3)
+    book.check_plan(1, 20)
+    Ledger(stores(1), 1, 3).leave(1)
+    book.check_plan(1, 20, silent=[2])
+    for silent in (None, [1], [1, 2]):
+        with pytest.raises(IslandLostError, match="island 1 left the run before round 1") as caught:
+            book.check_plan(1, 20, silent)
+        assert caught.value.islands == (1,)
+
+
 def test_different_digests_abort(stores: Stores) -> None:
     def run(island: int) -> tuple[bool, int]:
         committed, votes = Ledger(stores(island), island, 3).settle(1, ok("ab" if island else "cd"), 20)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_diloco.gossip.averages import Vectors, mean_, mix_, mix_in_passes
+from hf_diloco.gossip import averages
+from hf_diloco.gossip.averages import Vectors, mean_, mix_
 
 
 def make_vectors(number: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     return [torch.randn(size, generator=generator, dtype=dtype) for _ in range(number)]
-
-
-def shares_of(weights: list[float]) -> list[float]:
-    own = 1 - sum(weights)
-    return [weight / (own + sum(weights[: index + 1])) for index, weight in enumerate(weights)]
 
 
 WEIGHTS = [[], [0.5], [1 / 3, 1 / 3], [0.25, 0.125], [0.5, 0.5], [0.1, 0.2, 0.3], [1 / 8] * 7]
@@ -35,13 +31,28 @@ def test_a_mix_is_the_weighted_sum(weights: list[float], size: int) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_loop_does_what_pytorchs_operations_do(weights: list[float], dtype: torch.dtype) -> None:
+def test_the_loop_does_what_pytorchs_operations_do(
+    weights: list[float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those are what runs on an accelerator. Where a processor rounds products and sums apart, last bits differ."""
     own, *others = make_vectors(1 + len(weights), 10_001, dtype)
     out, expected = torch.empty_like(own), torch.empty_like(own)
     mix_(out, own, list(zip(weights, others, strict=True)))
-    mix_in_passes(expected, own, others, shares_of(weights))
+    monkeypatch.setattr(averages, "is_compiled_for", lambda _: False)
+    mix_(expected, own, list(zip(weights, others, strict=True)))
     torch.testing.assert_close(out, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("weights", [[0.25, 0.125], [0.5, 0.5], [1.0]], ids=str)
+def test_the_machine_code_is_that_of_the_loop(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Numba leaves to Python where it is told so."""
+    own, *others = make_vectors(1 + len(weights), 2_500, torch.float32)
+    out, expected = torch.empty_like(own), torch.empty_like(own)
+    mix_(out, own, list(zip(weights, others, strict=True)))
+    monkeypatch.delitem(vars(averages.mix_on_processor), "machine_code")
+    monkeypatch.setattr("numba.config.DISABLE_JIT", True)
+    mix_(expected, own, list(zip(weights, others, strict=True)))
+    torch.testing.assert_close(out, expected, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:], ids=str)

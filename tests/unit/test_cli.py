@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from hf_diloco import __version__
-from hf_diloco.cli.main import app
+from hf_diloco.cli.main import app, main
+from hf_diloco.errors import ConfigError
 from tests.processes import Completed, run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
@@ -95,6 +97,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[s
     output = hf_diloco(*(text.format(run=run_file, folder=tmp_path) for text in arguments), expect=2).output
     assert re.fullmatch(r"error: [^\n]+\n", output), output
     assert message in output
+
+
+def test_launch_alone_shows_its_help() -> None:
+    result = CliRunner().invoke(app, ["launch"], prog_name="hf-diloco")
+    assert result.exit_code == 0
+    assert "Usage: hf-diloco launch [OPTIONS]" in " ".join(result.output.split())
+
+
+def test_whoever_looks_for_a_defect_gets_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["hf-diloco", "report", "no/such/run"])
+    monkeypatch.setenv("HF_DILOCO_DEBUG", "1")
+    with pytest.raises(ConfigError, match="no/such/run"):
+        main()
 
 
 def test_unknown_options_and_commands_are_usage_errors() -> None:

@@ -77,6 +77,15 @@ def test_show_prints_the_file() -> None:
         assert "\n".join(configs("show", name.removesuffix(".yaml"))) == text.rstrip("\n")
 
 
+def test_what_does_not_come_with_the_package_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="nope: no such file comes with hf-diloco"):
+        configs("show", "nope")
+
+
+def test_a_file_that_names_no_other_is_copied_alone() -> None:
+    assert configs("copy", "deepspeed/zero2.json", "--to", "mine") == ["mine/deepspeed/zero2.json"]
+
+
 def test_a_copy_works_where_it_is() -> None:
     written = configs("copy", "quickstart", "recipes/diloco", "--to", "mine")
     assert written == [f"mine/{name}" for name in ("deepspeed/zero1.json", "deepspeed/zero2.json", "quickstart.yaml",

@@ -49,12 +49,16 @@ def test_bars_fit_the_terminal(width: int) -> None:
     assert isinstance(display, BarDisplay)
     with display:
         display.update(0, TRAINING)
+        display.update(0, TRAINING)  # a look that finds nothing new
+        display.update(1, Progress("starting", message="loading data"))
+        display.line(1, "[bold]no markup")
         display.note("hello")
         display.ended(0, "stopped, with a checkpoint")
         display.status("waiting")
+    assert "island 1 │ [bold]no markup" in out.getvalue()
     last = out.getvalue().split("launcher │ island 0 stopped")[-1]
     assert "island 0" in last
-    for figure in ("120/200", "round 6", "loss 4.312", "1,203 tokens/s", "stopped"):
+    for figure in ("120/200", "round 6", "loss 4.312", "1,203 tokens/s", "stopped", "loading data"):
         assert figure in last, "cut off"
 
 

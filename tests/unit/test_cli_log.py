@@ -69,6 +69,7 @@ def test_a_code_above_128_is_a_signal() -> None:
     assert read_outcome(128 + 9, []).ending == "SIGKILL"
     assert read_outcome(-15, []).ending == "SIGTERM"
     assert read_outcome(7, []).ending == "exit code 7"
+    assert read_outcome(128 + 100, []).ending == "signal 100", "it has no name"
 
 
 def test_a_finished_island_has_no_error_even_with_tracebacks_in_its_log() -> None:
@@ -105,6 +106,12 @@ Traceback (most recent call last):
   File "train.py", line 5, in <module>
 ValueError: unknown x
 """
+ASSERTION = """\
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+    assert loss < 10
+AssertionError
+"""
 DESTRUCTOR = """\
 Traceback (most recent call last):
   File "train.py", line 5, in <module>
@@ -128,6 +135,7 @@ stage
     ("log", "error"),
     [
         (CHAIN, "ValueError: unknown x\ncaused by: KeyError: 'x'"),
+        (ASSERTION, "AssertionError (at: assert loss < 10)"),
         (DESTRUCTOR, "RuntimeError: MLflowCallback requires mlflow to be installed. Run `pip install mlflow`."),
         (
             PYDANTIC,
@@ -198,3 +206,12 @@ def test_follower_waits_for_whole_lines_and_starts_at_the_end(tmp_path: Path) ->
         log.flush()
         assert follower.new_lines() == ["second ┃"]
         assert follower.new_lines(unfinished=True) == ["third"]
+
+
+def test_a_log_that_somebody_removes_has_no_more_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    follower = LogFollower(path)
+    path.write_text("first\n")
+    assert follower.new_lines() == ["first"]
+    path.unlink()
+    assert follower.new_lines(unfinished=True) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import re
 import resource
@@ -19,17 +20,21 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_diloco.cli.doctor import machine, network, peer, software, store
 from hf_diloco.cli.doctor.finding import Finding, run_checks
 from hf_diloco.cli.doctor.store import check_store
+from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.cli.validate import run_validate
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.processes import ROOT, Completed, Processes, find_free_port, run
+from tests.tiny_nodes import run_of
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
+Device = namedtuple("Device", "total_memory")
 
 
 def hf_diloco(*arguments: str | Path, expect: int = 0, **env: object) -> Completed:
@@ -47,13 +52,15 @@ def test_every_problem_and_warning_has_a_remedy(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     monkeypatch.setattr(machine, "LEAST_FILES", 1 << 40)
     monkeypatch.setattr(machine, "LEAST_MEMORY", 1 << 60)
+    monkeypatch.setattr(machine, "LEAST_SHARED", 1 << 60)
     found = [
         *network.check_interfaces(),
         *machine.check_files(),
         *machine.check_memory(),
         *machine.check_disk(tmp_path / "runs", needed=1e30),
     ]
-    assert [one.level for one in found[:4]] == ["problem", "warning", "warning", "warning"]
+    assert [one.level for one in found] == ["problem", "warning", "warning", "warning", "warning"]
+    assert (found[4].check, "--shm-size" in found[4].remedy) == ("shared memory", True)
     assert not [one for one in found if one.level != "ok" and not one.remedy]
     assert "nope0" in found[0].text
 
@@ -120,6 +127,29 @@ def test_a_pytorch_for_gpus(
         assert (one.level, text in one.text, bool(one.remedy)) == (level, True, level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "told"),
+    [
+        ("processor : 0\nflags : fpu avx512_bf16 sse\n", "the processor computes in bf16"),
+        ("processor : 0\nFeatures : fp asimd\n", "the processor only emulates bf16"),
+        ("", "the processor only emulates bf16"),
+        (None, "the processor only emulates bf16"),
+    ],
+    ids=["x86", "Arm", "says nothing", "not Linux"],
+)
+def test_what_processors_say_of_bf16(cpuinfo: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_file(path: str, **_: str) -> io.StringIO:
+        assert path == "/proc/cpuinfo"
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(cpuinfo)
+
+    monkeypatch.setattr(software, "cuda_devices", list)
+    monkeypatch.setattr(software, "open", open_file, raising=False)
+    found = {one.check: one for one in software.check_torch()}["bf16"]
+    assert (found.level, told in found.text) == ("ok", True)
+
+
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the core is a problem, one of an extra is not."""
     real = importlib.metadata.version
@@ -181,6 +211,8 @@ def test_a_machine_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": state(True)})
     (found,) = network.check_interfaces()
     assert (found.level, found.text) == ("warning", "only loopback: no other machine is reached")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which is there, so that this is no other problem
+    assert list(network.check_interfaces()) == [found]
 
 
 def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +249,12 @@ def test_ports() -> None:
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert levels(machine.check_disk(Path("/proc/runs"))) == [("disk", "problem")]
     assert ("disk", "ok") in levels(machine.check_disk(tmp_path / "not" / "yet" / "there", needed=1))
+
+
+def test_the_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: "2000000\n")
+    (found,) = machine.check_memory()
+    assert (found.level, "2.00 MB" in found.text) == ("warning", True)
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +303,7 @@ def _right_but_never_empty(store: ObjectStore, path: str, most: int) -> bytes | 
 def test_a_store_that_shows_what_was(get: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObjectStore, "get", get)
     monkeypatch.setattr(ObjectStore, "check_creation", lambda store: None)
-    found = next(check_store(f"file://{tmp_path}/store"))
+    found, *_ = check_store(f"file://{tmp_path}/store")
     assert (found.level, text in found.text, bool(found.remedy)) == ("problem", True, True)
 
 
@@ -273,6 +311,12 @@ def test_a_store_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(store, "_FAR", 0.0)
     found = list(check_store(f"file://{tmp_path}/store"))[-1]
     assert (found.level, "sync_every" in found.remedy) == ("warning", True)
+
+
+def test_a_store_that_takes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "checks").write_text("a file, where the store has a folder")
+    (found,) = check_store(f"file://{tmp_path}")
+    assert (found.level, found.remedy) == ("problem", "give this machine the right to read, write, list and delete")
 
 
 def test_a_store_that_is_not_there() -> None:
@@ -296,6 +340,8 @@ def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPa
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b"", "who speaks something else is let go"
         (found,) = peer.check_peer("127.0.0.1", port)
+        listener.interrupt()
+        listener.wait(60, expect=0)
     assert found.level == "ok"
     assert re.search(r"there and back, [\d.]+ [MG]bit/s there, [\d.]+ [MG]bit/s back", found.text)
 
@@ -315,17 +361,21 @@ REQUEST = struct.Struct("<8scI")
         ),
         (b"GET / HTTP/1.1\r\n", b""),
         (REQUEST.pack(peer.MAGIC, b"R", peer.MOST_BYTES + 1), b""),
+        (REQUEST.pack(peer.MAGIC, b"S", 5) + b"12", b""),  # it goes in the middle
     ],
 )
 def test_only_requests_are_answered(sent: bytes, answer: bytes) -> None:
     def ask() -> bytes:
         answered = b""
-        with socket.create_connection(listener.getsockname(), timeout=30) as client:
+        with contextlib.ExitStack() as stack:
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+            client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
             client.sendall(sent)
+            with contextlib.suppress(OSError):  # the other end has gone already
+                client.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):  # as not all was read
                 while len(answered) < max(len(answer), 1) and (more := client.recv(100)):
                     answered += more
-        listener.shutdown(socket.SHUT_RDWR)
         return answered
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -400,6 +450,22 @@ def test_env_has_versions_and_no_secrets() -> None:
     assert json.loads(hf_diloco("env", "--json").output)["hf-diloco"]
 
 
+def test_env_of_a_machine_that_lacks_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of a bug says so, where PyTorch itself is what does not work."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr("hf_diloco.cli.environment.version", version)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = json.loads(CliRunner().invoke(app, ["env", "--json"], catch_exceptions=False).output)
+    assert facts["deepspeed"] == "not installed"
+    assert facts["cuda"].startswith("PyTorch cannot be imported: ")
+
+
 @pytest.mark.slow
 def test_validate_is_an_honest_dry_run(tmp_path: Path) -> None:
     path = ROOT / "configs" / "bucket.yaml"
@@ -415,6 +481,11 @@ def test_validate_is_an_honest_dry_run(tmp_path: Path) -> None:
     assert re.search(r"^problem +memory: ", too_large.output, re.MULTILINE)
 
 
+def found_in(written: str) -> dict[str, dict[str, str]]:
+    """The findings of `--json` by their checks; DeepSpeed may have logged a line, when it is imported first."""
+    return {one["check"]: one for one in json.loads(written[written.index("{") :])["findings"]}
+
+
 def test_validate_tells_of_devices_that_pytorch_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,12 +493,49 @@ def test_validate_tells_of_devices_that_pytorch_cannot_use(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run_validate(LaunchOptions(ROOT / "configs" / "quickstart.yaml", output=str(tmp_path)), as_json=True) == 0
-    written = capsys.readouterr().out
-    written = written[written.index("{") :]  # DeepSpeed may have logged a line, when it is imported first
-    found = {one["check"]: one for one in json.loads(written)["findings"]}
+    found = found_in(capsys.readouterr().out)
     assert {"memory", "disk"} < found.keys()
     assert found["device memory"]["level"] == "warning"
     assert "training would be on the CPU" in found["device memory"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "level", "code", "place"),
+    [(80e9, "ok", 0, "tcp://127.0.0.1:{port}"), (1e6, "problem", 1, "file://{folder}/store")],
+)
+def test_validate_compares_a_rank_with_its_device(
+    memory: float,
+    level: str,
+    code: int,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And says what it has not tried: the other island, and the way to it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
+    answers = {"is_available": True, "device_count": 1, "get_device_properties": Device(memory), "set_device": None}
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    rendezvous = place.format(port=find_free_port(), folder=tmp_path)
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    options = LaunchOptions(quickstart, island=0, rendezvous=rendezvous, output=str(tmp_path))
+    assert run_validate(options, as_json=True) == code
+    found = found_in(capsys.readouterr().out)
+    assert (found["device memory"]["level"], found["memory"]["level"]) == (level, "ok")
+    not_tried = found["not tried"]["text"]
+    assert "the other islands (on each of them: hf-diloco validate)" in not_tried
+    assert ("store" in found) == (f"the way to {rendezvous}" not in not_tried), "one of the two"
+
+
+def test_validate_tries_the_model_and_images_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path)
+    assert run_validate(LaunchOptions(tmp_path / "tiny.yaml"), as_json=True) == 0
+    found = found_in(capsys.readouterr().out)
+    assert found.keys() == {"run file", "not tried"}
+    assert "model and images" in found["run file"]["text"]
+    assert "3 nodes would start here, with 8 steps" in found["run file"]["text"]
 
 
 @pytest.mark.parametrize(

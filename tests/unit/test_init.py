@@ -217,6 +217,12 @@ def test_the_run_file_of_pods_is_complete(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(tmp_path) not in config["data"]["run.yaml"]
 
 
+@pytest.mark.parametrize("given", ["null", "{zero_optimization: {stage: 1}}"])
+def test_the_run_file_of_pods_keeps_what_names_no_file(given: str) -> None:
+    config, _ = kubernetes_files(f"deepspeed={given}")
+    assert yaml.safe_load(config["data"]["run.yaml"])["deepspeed"] == yaml.safe_load(given)
+
+
 # SkyPilot
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import hf_diloco
+from hf_diloco import report
 from tests.processes import ROOT, run
 
 HEAVY = {"accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "torch", "transformers"}
@@ -60,7 +61,8 @@ def test_public_names_are_sorted_and_resolve() -> None:
     assert list(hf_diloco.__all__) == sorted(set(hf_diloco.__all__))
     assert {"DiLoCoCallback", "DiLoCoConfig", "DiLoCoError", "OuterLoop"} <= set(hf_diloco.__all__)
     assert {"Codec", "OuterMethod", "Topology", "make_topology"} <= set(hf_diloco.__all__), "for what users write"
-    assert set(hf_diloco.__all__) <= set(dir(hf_diloco))
+    for package in (hf_diloco, report):
+        assert set(package.__all__) <= set(dir(package))
     missing = [name for name in hf_diloco.__all__ if not hasattr(hf_diloco, name)]
     assert not missing
 

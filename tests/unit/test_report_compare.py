@@ -61,10 +61,26 @@ def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     assert "Not recorded: unknown." in by_tokens.caption
     assert "Not recorded: unknown." in by_bytes.caption
     assert "Not recorded" not in by_time.caption
+    no_start = tmp_path / "no start"
+    write_island(no_start, 0, [train(1, 3.0), {"event": "train", "time": 1002.0, "step": 2}, sync(1, 2)])
+    by_tokens, by_time, by_bytes = plots(load_candidates([tmp_path / "known", no_start]))
+    assert "Not recorded: no start." in by_tokens.caption
+    assert "Not recorded: no start." in by_time.caption
+    assert "Not recorded" not in by_bytes.caption
     nothing = tmp_path / "nothing", tmp_path / "empty"
     for folder in nothing:
         write_island(folder, 0, [])
     assert [plot.svg for plot in plots(load_candidates(nothing))] == [None] * 3
+
+
+@pytest.mark.parametrize(("times", "is_log"), [(2, False), (1000, True)])
+def test_traffic_that_differs_widely_is_on_a_logarithmic_axis(times: int, is_log: bool, tmp_path: Path) -> None:
+    """Or the line of the thrifty run would be a point at the left end."""
+    for name, sent in (("thrifty", 1000), ("plain", times * 1000)):
+        write_island(tmp_path / name, 0, [start(), sync(1, 2, bytes_sent=sent), evaluation(2, 2.0), end()])
+    by_bytes = plots(load_candidates([tmp_path / "thrifty", tmp_path / "plain"]))[2]
+    assert by_bytes.svg is not None
+    assert (">10.0 kB<" in by_bytes.svg and ">100 kB<" in by_bytes.svg) == is_log
 
 
 def test_nodes_are_compared_by_images(tmp_path: Path) -> None:

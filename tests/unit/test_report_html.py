@@ -13,6 +13,7 @@ import pytest
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.report.figures import MAX_BARS, MAX_POINTS, plots
+from hf_diloco.report.svg import NUM_COLOURS
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -158,6 +159,38 @@ def test_the_page_of_a_poor_record(tmp_path: Path, records: list[dict[str, objec
     _, page = page_of(write_island(tmp_path, 0, records).parent)
     assert page.tags.count("figure") == 4
     assert "—" in page.text
+
+
+def test_what_nodes_did_not_record_is_said(tmp_path: Path) -> None:
+    first = start(method="dsgd", topology="ring", num_parameters=None)
+    _, page = page_of(write_island(tmp_path / "little", 0, [first, train(2, 1.0)]).parent)
+    for said in (
+        "No accuracy was recorded.",
+        "The nodes' distance from their mean was not recorded.",
+        "No exchanged bytes were recorded.",
+        "data parallel: —",
+    ):
+        assert said in page.text
+    mix = {"event": "mix", "step": 4, "bytes_sent": 1000, "bytes_received": 1000, "seconds_exchanging": 1.0}
+    _, page = page_of(write_island(tmp_path / "traffic", 0, [first, mix, end()]).parent)
+    assert "sent: 1.00 kB" in page.text
+    assert "data parallelism:" not in page.text, "nothing to compare with"
+
+
+def test_traffic_of_an_unknown_model_is_compared_with_nothing(tmp_path: Path) -> None:
+    _, page = page_of(write_island(tmp_path, 0, [start(num_parameters=None), *whole_record()[1:]]).parent)
+    assert "sent: 8.00 kB" in page.text
+    assert "every step synchronised" not in page.text
+    assert "The comparison is" not in page.text
+
+
+def test_many_islands_share_one_line_of_the_legend(tmp_path: Path) -> None:
+    num_islands = NUM_COLOURS + 1
+    for island in range(num_islands):
+        write_island(tmp_path, island, [start(island, num_islands=num_islands), train(1, 2.0)])
+    run = load_run(tmp_path)
+    legend = [entry.label for entry in plots(run, summarise(run))[0].legend]
+    assert legend == [f"training, each of {num_islands} islands"]
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:

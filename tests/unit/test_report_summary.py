@@ -333,6 +333,10 @@ def test_a_record_that_begins_at_a_resume(tmp_path: Path) -> None:
     assert any("record begins at step 2: its figures cover what follows alone" in w for w in report.warnings)
 
 
+def test_a_loss_of_a_thousand_has_an_infinite_perplexity(tmp_path: Path) -> None:
+    assert report_of(tmp_path, [start(), evaluation(4, 1000.0), end()]).perplexity == math.inf
+
+
 def test_json_holds_every_figure(tmp_path: Path) -> None:
     report = summarise(load_run(write_run(tmp_path)))
     assert Report.model_validate_json(report.model_dump_json()) == report

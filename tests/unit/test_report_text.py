@@ -81,6 +81,9 @@ def test_what_is_missing_is_a_dash(tmp_path: Path) -> None:
     assert "evaluation loss — (none of the outer weights recorded)" in output
     assert "perplexity — tokens/s — bytes exchanged 0 B sent, 0 B received per-step sync — time — " in output
     assert "0 0 — — — 0 B — — —" in output
+    start = {"event": "start", "step": 0, "method": "dsgd", "topology": "ring"}
+    output = flat(printed(write_island(tmp_path / "nodes", 0, [start]).parent, width=200))
+    assert "data parallel — time — method dsgd on ring consensus —" in output
 
 
 def test_a_run_without_an_outer_loop(tmp_path: Path) -> None:

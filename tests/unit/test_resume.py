@@ -10,7 +10,7 @@ from torch import nn
 from hf_diloco.apps.common.resume import loading
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.zero_ranks import check_stage
+from hf_diloco.inner.zero_ranks import check_stage, resume_across_ranks
 
 
 def test_weights_of_another_model_are_named() -> None:
@@ -40,3 +40,15 @@ def test_other_stages_of_zero_are_named(tmp_path: Path, was_stage_3: bool, is_st
     before, now = ("ZeRO-3", "another stage") if was_stage_3 else ("another stage", "ZeRO-3")
     with pytest.raises(CheckpointError, match=f"was written under {before}, and here {now} trains, .*export"):
         check_stage(tmp_path, is_stage_3, IslandGroup())
+
+
+def test_each_training_of_a_process_asks_deepspeed_for_it_and_the_first_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed import DeepSpeedEngine
+
+    monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", DeepSpeedEngine.load_checkpoint)
+    resume_across_ranks()
+    first = DeepSpeedEngine.load_checkpoint
+    resume_across_ranks()
+    assert DeepSpeedEngine.load_checkpoint is first

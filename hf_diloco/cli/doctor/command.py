@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -89,10 +90,10 @@ def answer(address: str) -> int:
     """
     from hf_diloco.cli.doctor.peer import serve
 
-    with listen(address.removeprefix("tcp://"), "the other machine") as listener:
+    with (
+        listen(address.removeprefix("tcp://"), "the other machine") as listener,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
-        try:
-            serve(listener)
-        except KeyboardInterrupt:
-            return FINE
+        serve(listener)
     return FINE

@@ -29,9 +29,9 @@ def check_memory() -> Iterator[Finding]:
     cores = num_cores()
     limit = _cgroup_limit()
     total = min(memory.total, limit or memory.total)
-    free = text.size(min(memory.available, total))
-    found = f"{free} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
-    if memory.available < LEAST_MEMORY:
+    free = min(memory.available, total)
+    found = f"{text.size(free)} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
+    if free < LEAST_MEMORY:
         yield Finding(
             "memory", "warning", found, "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
         )

@@ -1,0 +1,267 @@
+"""Islands that come late or come back, where what they need is gone or damaged; and islands that stop or end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_diloco.errors import (
+    CheckpointError,
+    DivergedError,
+    IslandLostError,
+    PayloadError,
+    StopRequested,
+    StoreError,
+)
+from hf_diloco.membership.heartbeats import ClaimRecord, claim_path
+from hf_diloco.membership.run import open_run
+from hf_diloco.membership.snapshot_records import SnapshotRecord
+from hf_diloco.rounds.joining import Joining
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.signing import Seal
+from hf_diloco.transport.bucket import BucketExchange
+from tests.clocks import LONG, FastClock
+from tests.islands import run_islands
+from tests.meetings import ENGINES, Meeting
+from tests.streaming_meetings import Streams, train_all
+
+pytestmark = pytest.mark.usefixtures("fast_clock")
+
+STARTS = ["start.json", *(f"start-{number}.json" for number in range(2, 10))]
+
+
+def log_of(meeting: Meeting) -> RunLog:
+    return open_run(open_object_store(meeting.url), b"")[1]
+
+
+def delete(log: RunLog, folder: str) -> None:
+    log.store.delete(log.list(folder))
+
+
+def damage(log: RunLog, *paths: str) -> None:
+    for path in paths:
+        log.store.put(path, b"")
+
+
+# Snapshots
+
+
+def test_snapshots_that_are_not_whole_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank's part is missing, or is of another snapshot."""
+    meeting = Meeting(tmp_path, 1, max_islands=2, snapshot_every=2)
+    first = meeting.island(0).train_to(2)
+    first.session.close()
+    log = log_of(meeting)
+
+    def put(number: int, rank: int, state: str) -> None:
+        record = SnapshotRecord(round=number, rank=rank, num_ranks=2, state=state, tensors={})
+        log.put(f"snapshots/{number:08d}/00000-000001/rank-{rank:05d}.json", record)
+
+    put(9, 1, "ab")
+    put(8, 0, "ab")
+    put(8, 1, "cd")
+    assert meeting.island(1, seed=5).hash == first.hash
+    assert "the parts of the snapshot snapshots/00000008/00000-000001 do not belong together" in caplog.text
+
+
+def test_a_snapshot_of_other_outer_parameters_than_it_says_ends_who_reads_it(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, max_islands=2, snapshot_every=2)
+    meeting.island(0).train_to(2).session.close()
+    log = log_of(meeting)
+    path = "snapshots/00000002/00000-000001/rank-00000.json"
+    record = log.read(path, SnapshotRecord)
+    assert record is not None
+    log.put(path, record.model_copy(update={"state": "ab" * 32}))
+    with pytest.raises(DivergedError, match=r"does not hold the outer parameters that it announces .*abababababab"):
+        meeting.island(1, seed=5)
+
+
+def test_nobody_begins_from_a_snapshot_that_is_gone(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, max_islands=2)
+    meeting.island(0).train_to(1)
+    delete(log_of(meeting), "snapshots")
+    with pytest.raises(PayloadError, match="the snapshot snapshots/00000000/00000-000001 is gone: start again"):
+        meeting.island(1, seed=5)
+
+
+def test_where_the_start_is_damaged_for_good_the_newest_snapshot_takes_its_place(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, max_islands=3, snapshot_every=2)
+    first = meeting.island(0).train_to(2)
+    first.session.close()
+    log = log_of(meeting)
+    damage(log, *STARTS)
+    assert meeting.island(1, seed=5).hash == first.hash
+    delete(log, "snapshots")
+    first.die()
+    with pytest.raises(StoreError, match=r"all start\.json are damaged: keep others away"):
+        meeting.island(2, seed=6)
+
+
+def test_each_rank_writes_its_part_of_a_snapshot_and_the_first_clears_up() -> None:
+    log = RunLog(open_object_store(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
+    log.create(claim_path(0, 1), ClaimRecord(host="", machine="", pid=1, folder=""))
+    log.store.put("payloads/00000003/00000-000001-0/rank-00000.bin", b"old")
+    ranks = [Snapshots(log, [BucketExchange(log.store, 4 * rank, 4)], "00000-000001", rank, 2) for rank in (0, 1)]
+
+    def write(rank: int, number: int) -> None:
+        ranks[rank].write_behind(number, "ab", [{"anchor": torch.full((4,), float(rank))}], keep_rounds=0)
+        ranks[rank].wait()
+
+    write(0, 4)
+    assert ranks[0].newest() is None
+    assert log.list("payloads"), "nothing is to be spared before a snapshot is whole"
+    write(1, 4)
+    found = ranks[0].newest()
+    assert found is not None
+    assert [ranks[rank].fetch(found)[0]["anchor"].tolist() for rank in (0, 1)] == [[0.0] * 4, [1.0] * 4]
+    assert log.list("payloads")
+    write(0, 5)
+    assert not log.list("payloads")
+
+
+# Rounds of which something is gone
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("is_back", [False, True])
+def test_who_finds_neither_values_nor_a_snapshot_is_told_or_waits(tmp_path: Path, engine: str, is_back: bool) -> None:
+    """The average of a direct exchange may yet come; pseudo-gradients that are gone do not."""
+    settings: dict[str, Any] = {"snapshot_every": 100, "exchange_timeout": 3.0, **ENGINES[engine]}
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, **settings)
+    first, late = run_islands(2, lambda island: meeting.island(island).train(2))
+    checkpoint = late.save(tmp_path / "checkpoint")
+    number = late.session.outer.round + 1
+    if is_back:
+        late.die()
+    first.train_to(number)
+    first.session.close()
+    delete(log_of(meeting), "payloads")
+
+    def go_on() -> None:
+        if is_back:
+            meeting.island(1, checkpoint=checkpoint, join_timeout=5.0)
+        else:
+            late.sync()
+
+    if engine == "bucket":
+        with pytest.raises(CheckpointError, match=rf"pseudo-gradients of round {number} are gone.*no later snapshot"):
+            go_on()
+    elif is_back:
+        with pytest.raises(StopRequested):
+            meeting.island(1, checkpoint=checkpoint, should_stop=lambda: True)
+        with pytest.raises(IslandLostError, match=f"payloads/{number:08d}"):
+            go_on()
+    else:
+        go_on()
+        assert (late.missed, late.session.outer.round) == (1, number - 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_damaged_round_is_missed_until_there_is_a_snapshot(tmp_path: Path, engine: str) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=4, **ENGINES[engine])
+    first, late = run_islands(2, lambda island: meeting.island(island).train(2))
+    number = late.session.outer.round + 1
+    first.train_to(number)
+    damage(log_of(meeting), f"rounds/{number:08d}/00/plan.json")
+    late.sync()
+    assert (late.missed, late.session.outer.round) == (1, number - 1)
+    first.train_to(4)
+    first.session.close()
+    late.train_to(4)
+    assert late.hash == first.hash
+
+
+@pytest.mark.parametrize("fragments", [{}, {"sync_every": 8, "num_fragments": 4}], ids=["whole", "fragments"])
+def test_progress_that_a_damaged_round_may_have_used_is_not_brought_again(
+    tmp_path: Path, fragments: dict[str, Any]
+) -> None:
+    """By an island that comes back from a checkpoint: its last process may have offered what that holds."""
+    meeting = Streams(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=1, **fragments)
+    islands = train_all(meeting.join_all(), 3)
+    checkpoint = islands[1].save(tmp_path / "checkpoint")
+    number = islands[1].session.outer.round + 1
+    numbers = range(len(islands[1].session.outer.fragments))
+    assert any(islands[1].progress_of(one).any() for one in numbers)
+    islands[1].die()
+    islands[0].stream_to(number + 4)
+    islands[0].session.close()
+    damage(log_of(meeting), f"rounds/{number:08d}/00/plan.json")
+    again = meeting.join(1, checkpoint)
+    assert again.hash == islands[0].hash
+    assert not any(again.progress_of(one).any() for one in numbers)
+
+
+# Islands that are asked to stop before they train
+
+
+def test_who_is_asked_to_stop_does_not_wait_for_the_others_to_begin(tmp_path: Path) -> None:
+    with pytest.raises(StopRequested):
+        Meeting(tmp_path, 2).island(0, should_stop=lambda: True)
+
+
+def test_who_is_asked_to_stop_does_not_wait_for_the_first_ones_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting(tmp_path, 2)
+    is_there, may_go_on = threading.Event(), threading.Event()
+    take_state = Joining.take_state
+
+    def take_late(self: Joining, *args: Any, **kwargs: Any) -> bool:
+        if self.config.island == 0:
+            is_there.set()
+            assert may_go_on.wait(60)
+        return take_state(self, *args, **kwargs)
+
+    monkeypatch.setattr(Joining, "take_state", take_late)
+
+    def run(island: int) -> None:
+        if island == 0:
+            with pytest.raises(StopRequested):
+                meeting.island(0, should_stop=may_go_on.is_set)
+            return
+        assert is_there.wait(60)
+        with pytest.raises(StopRequested):
+            meeting.island(1, should_stop=lambda: True)
+        may_go_on.set()
+
+    run_islands(2, run)
+
+
+def test_who_is_asked_to_stop_does_not_wait_for_a_round_to_pass(tmp_path: Path, fast_clock: FastClock) -> None:
+    """That others are about to take."""
+    meeting = Meeting(tmp_path, 2, max_islands=3, grace=30.0, sync_timeout=60.0)
+    first, second = run_islands(2, lambda island: meeting.island(island).train(2))
+    second.step()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(first.train, 2)
+        fast_clock.sleep(1.5)
+        with pytest.raises(StopRequested):
+            meeting.island(2, seed=7, should_stop=lambda: True)
+        second.train(1)
+        early.result()
+    assert [member.reports[-1].participants for member in (first, second)] == [[0, 1], [0, 1]]
+
+
+# The island that keeps the store
+
+
+def test_island_0_keeps_the_store_until_the_others_have_ended(tmp_path: Path, free_port: int) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, max_islands=3, grace=0.1, bind_address="127.0.0.1")
+    meeting.url = f"tcp://127.0.0.1:{free_port}"
+    keeper, other = run_islands(2, lambda island: meeting.island(island).train(2))
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(keeper.leave)
+        other.train_to(other.session.outer.round + 2)
+        assert not leaving.done()
+        other.leave()
+        leaving.result(LONG)
+    socket.create_server(("127.0.0.1", free_port)).close()

@@ -1,0 +1,302 @@
+"""Who is there, and who takes part: claims, signs of life and plans in a store, in one thread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.heartbeats import ClaimRecord, Members, claim_path
+from hf_diloco.membership.quorum import Quorum
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
+from hf_diloco.membership.run import PATH, RunRecord, enter_run
+from hf_diloco.membership.snapshot_records import SnapshotRecord, assemble
+from hf_diloco.store.authors import MEETING
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.signing import Seal
+from tests.clocks import StillClock
+
+LEASE = 10.0
+
+
+class EventfulClock(StillClock):
+    """Has something happen while somebody sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.meanwhile()
+
+
+class Store:
+    """A store in memory, of which a test replaces single operations."""
+
+    def __init__(self) -> None:
+        self._store = open_object_store(f"memory://{os.urandom(8).hex()}")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def store() -> Any:
+    return Store()
+
+
+@pytest.fixture
+def log(store: ObjectStore) -> RunLog:
+    return RunLog(store, Seal(b"", "run"))
+
+
+@pytest.fixture
+def clock() -> EventfulClock:
+    return EventfulClock()
+
+
+@pytest.fixture
+def process(log: RunLog, clock: EventfulClock) -> Callable[..., Members]:
+    """One process of an island, with a folder of its own, which enters the run unless it is told not to."""
+    numbers = itertools.count()
+
+    def start(island: int = 0, enters: bool = True) -> Members:
+        members = Members(log, island, f"/{next(numbers)}", LEASE, clock)
+        if enters:
+            members.enter()
+            members.standing.phase = "training"
+            members.beat()
+        return members
+
+    return start
+
+
+Process = Callable[..., Members]
+
+# Claims
+
+
+def test_of_two_processes_that_begin_as_one_island_at_once_one_is_refused(
+    store: Any, process: Process, clock: EventfulClock
+) -> None:
+    slow, fast = process(enters=False), process(enters=False)
+    create = store.create
+
+    def create_late(path: str, data: bytes) -> bool:
+        store.create = create
+        fast.enter()
+        return bool(create(path, data))
+
+    store.create = create_late
+    clock.meanwhile = fast.beat
+    with pytest.raises(DuplicateIslandError, match=r"another process runs as island 0 .*end that process first"):
+        slow.enter()
+    assert (fast.claim, slow.claim) == (1, 0)
+
+
+def test_who_hangs_until_its_number_is_taken_ends_at_its_next_round(log: RunLog, process: Process) -> None:
+    hangs = process()
+    assert process().claim == 2, "it gave no sign of life"
+    quorum = Quorum(log, hangs, Rules(), clock=StillClock())
+    with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*nothing of it is lost"):
+        quorum.convene(quorum.current(1), offer_of(0))
+
+
+def test_an_island_that_leaves_is_not_waited_for_until_its_lease_ends(process: Process, clock: EventfulClock) -> None:
+    """By a process that is to follow it."""
+    before, since = process(), clock.now()
+    clock.meanwhile = lambda: before.leave("left")
+    assert process().claim == 2
+    assert clock.now() - since < 1
+
+
+@pytest.mark.parametrize(("is_known", "seconds"), [(True, 0.0), (False, LEASE)])
+def test_whether_a_process_has_ended_is_seen_at_once_where_its_number_tells(
+    log: RunLog,
+    process: Process,
+    clock: EventfulClock,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+    seconds: float,
+) -> None:
+    """A system that does not say which process numbers are its own leaves the lease."""
+    if not is_known:
+
+        def fail(path: str) -> str:
+            raise FileNotFoundError(path)
+
+        monkeypatch.setattr(os, "readlink", fail)
+    process()
+    claim = log.read(claim_path(0, 1), ClaimRecord)
+    assert claim is not None
+    log.put(claim_path(0, 1), claim.model_copy(update={"pid": 1 << 30}))  # more than there can be
+    since = clock.now()
+    assert process().claim == 2
+    assert clock.now() - since == seconds
+
+
+def test_a_damaged_sign_of_life_is_not_taken_for_that_of_an_earlier_process(log: RunLog, process: Process) -> None:
+    process()
+    newer = process()
+    newer.leave("finished")
+    observer = process(island=1)
+    seen = observer.look()[0]
+    log.store.put("beats/0/000002.json", b"")
+    assert observer.look()[0] == seen
+    assert observer.alive().keys() == {1}
+
+
+# Plans
+
+
+def offer_of(island: int, **settings: Any) -> OfferRecord:
+    values: dict[str, Any] = {"state": "ab", "weight": 1.0, "norm": 1.0, "steps": 1, "objects": [{}], **settings}
+    return OfferRecord(island=island, claim=1, serial=0, **values)
+
+
+def test_a_plan_that_is_damaged_as_it_is_written_costs_an_attempt(
+    log: RunLog, process: Process, clock: EventfulClock
+) -> None:
+    """Just then the island need not wait for the other one any longer."""
+    here, _ = process(0), process(1)
+    first = Attempt(1, 0)
+
+    def damage() -> bool:
+        log.store.put(f"{first.path}/plan.json", b"")
+        return True
+
+    quorum = Quorum(log, here, Rules(min_islands=1), clock=clock, is_awaited=damage)
+    planned = quorum.convene(first, offer_of(0))
+    assert planned.number == 1
+    assert planned.plan is not None
+    assert planned.plan.islands == {0}
+    assert quorum.current(1) == planned
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"), [({"norm": None}, "not finite"), ({"weight": 0.0}, "no examples behind it")]
+)
+def test_what_no_average_can_be_made_of_is_left_out(
+    log: RunLog, process: Process, spoilt: dict[str, Any], reason: str
+) -> None:
+    first, second = process(0), process(1)
+    quorums = [Quorum(log, members, Rules(min_islands=2), clock=StillClock()) for members in (first, second)]
+    quorums[1].offer(Attempt(1, 0), offer_of(1, **spoilt))
+    plan = quorums[0].convene(Attempt(1, 0), offer_of(0)).plan
+    assert plan is not None
+    assert (plan.islands, plan.left_out) == (frozenset({0}), {"1": reason})
+    quorums[1].offer(Attempt(2, 0), offer_of(1, **spoilt))
+    with pytest.raises(ExchangeError, match=rf"round 2: no island .* counts .*'1': '{reason}'.*lower the inner"):
+        quorums[0].convene(Attempt(2, 0), offer_of(0, **spoilt))
+
+
+@pytest.mark.parametrize(
+    ("is_asked_to_stop", "error", "said"),
+    [(True, StopRequested, None), (False, IslandLostError, "round 1 is not decided after 3 s")],
+)
+def test_a_round_that_others_carry_out_is_waited_for_with_patience(
+    log: RunLog,
+    process: Process,
+    clock: EventfulClock,
+    is_asked_to_stop: bool,
+    error: type[Exception],
+    said: str | None,
+) -> None:
+    here, there = process(0), process(1)
+    planned = Quorum(log, there, Rules(grace=0.0), clock=clock).convene(Attempt(1, 0), offer_of(1))
+    quorum = Quorum(log, here, Rules(grace=30.0), lambda: is_asked_to_stop, clock)
+    since = clock.now()
+    with pytest.raises(error, match=said):
+        quorum.await_outcome(planned, [offer_of(1)], patience=3.0)
+    assert clock.now() - since == (0.0 if is_asked_to_stop else 3.0)
+
+
+def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, process: Process) -> None:
+    """These may start from other outer parameters, and have been used."""
+    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    first = quorum.convene(Attempt(1, 0), offer_of(0))
+    assert quorum.offers_of(first, "ab") == [offer_of(0, beat=1)]
+    second = replace(first, number=1)
+    assert quorum.offers_of(second, "ab") is None
+    outcome = log.read(f"{second.path}/outcome.json", OutcomeRecord)
+    assert outcome is not None
+    assert (outcome.kind, outcome.unusable) == ("abort", "")
+    assert outcome.reason.startswith(f"the plan that island 0 wrote ({second.path}) takes an offer to another attempt")
+    assert log.take_refused().keys() == {0}
+
+
+def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
+    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    attempt = quorum.convene(Attempt(1, 0), offer_of(0))
+    with pytest.raises(IslandLostError, match=r"rounds/00000001/00 is committed, but most .* have yet to vote"):
+        quorum.refuse_commit(attempt, "cd")
+    assert quorum.commit(attempt, [offer_of(0)], "ab").mean == "ab"
+    assert quorum.refuse_commit(attempt, "cd")
+    assert not quorum.refuse_commit(attempt, "ab")
+
+
+# Beginning a run
+
+
+def begin(store: Any, key: bytes = b"", clock: StillClock | None = None) -> tuple[RunRecord, bool]:
+    return enter_run(store, Seal(key, "-"), 0, "", None, {}, clock or StillClock())
+
+
+def test_of_islands_with_other_keys_that_begin_at_once_one_is_refused(store: Any) -> None:
+    check = store.check_creation
+
+    def check_late() -> None:
+        del store.check_creation
+        begin(store, b"the other key....")
+        check()
+
+    store.check_creation = check_late
+    with pytest.raises(RendezvousError, match=r"begun with another key.*HF_DILOCO_KEY or key_file"):
+        begin(store, b"this key.........")
+
+
+def test_who_may_come_and_go_does_not_join_those_who_wait_for_each_other(store: Any) -> None:
+    store.put(MEETING, b"")
+    with pytest.raises(
+        RendezvousError, match=r"wait for each other.*same settings \(min_islands, max_islands, exchange\)"
+    ):
+        begin(store)
+
+
+@pytest.mark.parametrize("num_looks", [1, 3, 100])
+def test_a_run_that_a_network_file_system_does_not_show_yet_is_looked_for_again(store: Any, num_looks: int) -> None:
+    """It lists the file, and remembers for some seconds that there was none."""
+    run, is_new = begin(store)
+    assert is_new
+    store.put("claims/0/000001.json", b"")
+    get, looks, clock = store.get, iter(range(num_looks)), StillClock()
+    store.get = lambda path, limit: None if path == PATH and next(looks, None) is not None else get(path, limit)
+    if num_looks < 100:
+        assert begin(store, clock=clock) == (run, False)
+    else:
+        with pytest.raises(RendezvousError, match=r"holds records of a run .*Bring run.json back"):
+            begin(store, clock=clock)
+        assert clock.now() - StillClock().now() == 4.0, "seconds"
+
+
+# Snapshots
+
+
+def part(rank: int, state: str = "ab") -> SnapshotRecord:
+    return SnapshotRecord(round=3, rank=rank, num_ranks=2, state=state, tensors={})
+
+
+def test_a_snapshot_is_whole_when_all_ranks_have_written_their_parts() -> None:
+    whole = assemble("here", [part(0), None, part(1)])
+    assert whole is not None
+    assert (whole.round, whole.state, len(whole.parts)) == (3, "ab", 2)
+    for parts in ([], [None], [part(0)], [part(1)], [part(1), part(0)]):
+        assert assemble("here", parts) is None
