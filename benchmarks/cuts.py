@@ -60,7 +60,7 @@ def run_island(settings: dict[str, Any]) -> None:
     """Takes runs from files that appear in its inbox, one after the other; prints what became of their rounds."""
     from hf_diloco.membership import heartbeats as members
 
-    members.BEAT_SECONDS, members.LEASE_SECONDS = 0.5, LEASE
+    members.HEARTBEAT_SECONDS, members.LEASE_SECONDS = 0.5, LEASE
     print("up", flush=True)
     for number in itertools.count():
         order = Path(settings["inbox"]) / f"{number}.json"

@@ -85,8 +85,8 @@ class StandIn(Neighbours):
             (float(weights[j]), (1e-2 * torch.randn(size)).to(device)) for j in self.topology.neighbours(0)
         ]
         self._board = MemoryBoard(NUM_NODES)
-        for shelf in self._board.shelves:
-            shelf.put(self._others[0][1].view(torch.uint8))
+        for versioned in self._board.all_versioned:
+            versioned.put(self._others[0][1].view(torch.uint8))
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         for vector, out in zip(vectors, outs, strict=True):

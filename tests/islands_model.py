@@ -124,7 +124,7 @@ class World:
     unverified: set[int] = field(default_factory=set)
     """Rounds of which the committed average is wrong: whoever could tell was gone or late."""
     exchanging: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    """Who has come to exchange directly in an attempt: island and claim."""
+    """Who has come to exchange directly in an attempt: island and incarnation."""
     now: float = 0.0
     states: dict[int, set[str]] = field(default_factory=dict)
     """All states that any island has held after a round."""
@@ -225,7 +225,7 @@ class Life:
         self._log = RunLog(ScheduledStore(world.store, turn), Seal(b"", "run"))  # type: ignore[arg-type]
         self._members = Members(self._log, island, lease=LEASE, clock=WorldClock(world, turn.sleep))
         self._quorum = Quorum(self._log, self._members, world.rules, clock=WorldClock(world, self._sleep))
-        self._beat_at = world.now
+        self._heartbeat_at = world.now
         self.round, self.state = disk.round, disk.state
         self._num_averages: dict[str, int] = {}
         self._is_connected = False  # with the last round's participants: then it does not look before it offers
@@ -236,7 +236,7 @@ class Life:
                 self._members.enter()
                 break
             except DuplicateIslandError:
-                self._turn.sleep(LEASE)  # the predecessor's last beat was seen late
+                self._turn.sleep(LEASE)  # the predecessor's last heartbeat was seen late
         self._stand("training")
         try:
             while self.round < self._world.target:
@@ -248,20 +248,20 @@ class Life:
     def _sleep(self, seconds: float) -> None:
         """Who waits gives signs of life."""
         self._turn.sleep(seconds)
-        if self._world.now - self._beat_at >= BEAT:
-            self._beat()
+        if self._world.now - self._heartbeat_at >= BEAT:
+            self._heartbeat()
 
-    def _beat(self) -> None:
-        self._members.beat()
-        self._beat_at = self._world.now
+    def _heartbeat(self) -> None:
+        self._members.heartbeat()
+        self._heartbeat_at = self._world.now
 
     def _stand(self, phase: str) -> None:
         self._members.standing.phase = phase  # type: ignore[assignment]
         self._members.standing.round = self.round
         if phase == "syncing" and self.round % 2:  # the sign of life may come behind the offer
-            self._beat_at = -BEAT
+            self._heartbeat_at = -BEAT
         else:
-            self._beat()
+            self._heartbeat()
 
     def _try_round(self) -> None:
         self._stand("syncing")
@@ -284,7 +284,7 @@ class Life:
     def _offer(self) -> OfferRecord:
         return OfferRecord(
             island=self._island,
-            claim=self._members.claim,
+            incarnation=self._members.incarnation,
             serial=0,
             steps=1,
             weight=1.0,
@@ -305,7 +305,9 @@ class Life:
         mean = _hash("".join(participant.offer for participant in plan.participants))
         outcome, is_connected = attempt.outcome, False
         if world.rules.needs_presence and outcome is None:
-            if (self._island, self._members.claim) not in {(offer.island, offer.claim) for offer in offers}:
+            if (self._island, self._members.incarnation) not in {
+                (offer.island, offer.incarnation) for offer in offers
+            }:
                 try:
                     self._quorum.await_outcome(attempt, offers, patience=20.0)
                 except IslandLostError:
@@ -346,10 +348,10 @@ class Life:
     def _exchange(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> int | None:
         """Meets the other participants; returns the place of one that does not come."""
         present = self._world.exchanging.setdefault(attempt.path, set())
-        present.add((self._island, self._members.claim))
+        present.add((self._island, self._members.incarnation))
         deadline = self._world.now + self._world.rules.grace
         while True:
-            missing = [place for place, offer in enumerate(offers) if (offer.island, offer.claim) not in present]
+            missing = [place for place, offer in enumerate(offers) if (offer.island, offer.incarnation) not in present]
             if not missing:
                 return None
             if self._world.now >= deadline:

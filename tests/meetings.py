@@ -166,7 +166,7 @@ class Member:
     def die(self) -> None:
         """As a killed process: no goodbye, no further sign of life."""
         if self.session.members is not None:
-            self.session.members.stop_beating()
+            self.session.members.stop_heartbeats()
 
 
 class BrokenStore:

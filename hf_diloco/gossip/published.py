@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from hf_diloco.errors import ConfigError, PayloadError
-from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.gossip.versioned_buffer import VersionedBuffer
 from hf_diloco.transport.base import Traffic
 
 
@@ -28,9 +28,9 @@ class Published(ABC):
 
     node: int
 
-    def __init__(self, node: int, shelf: Shelf) -> None:
+    def __init__(self, node: int, versioned: VersionedBuffer) -> None:
         self.node = node
-        self._shelf = shelf
+        self._versioned = versioned
         self._received: torch.Tensor | None = None
 
     def publish(self, payload: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class Published(ABC):
         Args:
             payload: uint8, 1-D, contiguous; copied to host memory.
         """
-        self._shelf.put(payload)
+        self._versioned.put(payload)
 
     @abstractmethod
     def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
@@ -56,7 +56,7 @@ class Published(ABC):
 
     def own(self) -> torch.Tensor | None:
         """A copy of what this node published last; None if nothing."""
-        with self._shelf.newest() as payload:
+        with self._versioned.newest() as payload:
             return None if payload is None else payload.clone()
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Published(ABC):
 
     def _length(self) -> int:
         """Bytes of this node's own payload, and so of all others'."""
-        with self._shelf.newest() as own:
+        with self._versioned.newest() as own:
             if own is None:
                 raise ConfigError(f"node {self.node} takes from others before it has published; publish first")
             return own.numel()
@@ -87,33 +87,33 @@ class MemoryBoard:
     """The shared ground of nodes that are threads of one process, or one thread that steps them in turns."""
 
     def __init__(self, num_nodes: int) -> None:
-        self.shelves = [Shelf() for _ in range(num_nodes)]
+        self.all_versioned = [VersionedBuffer() for _ in range(num_nodes)]
 
 
 class MemoryPublished(Published):
     """One thread's end. Nothing is sent; bytes count as if sent."""
 
     def __init__(self, board: MemoryBoard, node: int) -> None:
-        super().__init__(node, board.shelves[node])
-        self._shelves = board.shelves
+        super().__init__(node, board.all_versioned[node])
+        self._all_versioned = board.all_versioned
 
     def publish(self, payload: torch.Tensor) -> None:
         super().publish(payload)
         time.sleep(0)  # lets other threads run: one that never waits could end before they begin
 
     def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
-        if not 0 <= node < len(self._shelves) or node == self.node:
+        if not 0 <= node < len(self._all_versioned) or node == self.node:
             raise ConfigError(
-                f"node {node}: node {self.node} takes from nodes 0 to {len(self._shelves) - 1}, not itself"
+                f"node {node}: node {self.node} takes from nodes 0 to {len(self._all_versioned) - 1}, not itself"
             )
         self._length()
-        shelf = self._shelves[node]
-        with shelf.newest() as payload:
+        versioned = self._all_versioned[node]
+        with versioned.newest() as payload:
             if payload is None:
-                return None, Traffic(self._shelf.take_count())
+                return None, Traffic(self._versioned.take_count())
             received = self._buffer(payload.numel(), node).copy_(payload)
-        shelf.count(received.numel())
-        return received, Traffic(self._shelf.take_count(), received.numel())
+        versioned.count(received.numel())
+        return received, Traffic(self._versioned.take_count(), received.numel())
 
     def close(self) -> None:
         pass

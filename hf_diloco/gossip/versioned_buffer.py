@@ -18,7 +18,7 @@ class _Version:
     num_readers: int = 0
 
 
-class Shelf:
+class VersionedBuffer:
     """A node's last payload. Readers keep the version that they began with; used memory is used again."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_diloco.errors import ExchangeError
-from hf_diloco.membership.heartbeats import BeatRecord, Members
+from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
 from hf_diloco.membership.verdicts import agree_on_rates
 from hf_diloco.store.log import RunLog
@@ -125,35 +125,35 @@ class Candidates:
             offer = self._offers.get(path)
             if offer and offer.state == state:
                 found[offer.island] = path, offer
-        usable = {island: made for island, made in found.items() if not attempt.bars(island, made[1].claim)}
+        usable = {island: made for island, made in found.items() if not attempt.bars(island, made[1].incarnation)}
         return usable if len(usable) >= self._rules.min_islands else found  # or no round would ever take place
 
     def present(
-        self, offers: Mapping[int, tuple[str, OfferRecord]], alive: Mapping[int, BeatRecord]
+        self, offers: Mapping[int, tuple[str, OfferRecord]], alive: Mapping[int, HeartbeatRecord]
     ) -> dict[int, tuple[str, OfferRecord]]:
         """Those of some offers that count now: where islands exchange directly, of those that wait for the round."""
         if not self._rules.needs_presence:
             return dict(offers)
         return {island: made for island, made in offers.items() if self.waits(island, made[1], alive)}
 
-    def waits(self, island: int, offer: OfferRecord, alive: Mapping[int, BeatRecord]) -> bool:
+    def waits(self, island: int, offer: OfferRecord, alive: Mapping[int, HeartbeatRecord]) -> bool:
         """Whether the process that has made an offer is there, and waits for the round.
 
         Its last heartbeat may be from before the offer: then it is the offer that says so.
         """
         if island == self._members.island:
-            return offer.claim == self._members.claim
-        beat = alive.get(island)
-        is_here = beat is not None and (beat.phase == "syncing" or beat.count <= offer.beat)
-        return is_here and self._members.claim_of(island) == offer.claim
+            return offer.incarnation == self._members.incarnation
+        heartbeat = alive.get(island)
+        is_here = heartbeat is not None and (heartbeat.phase == "syncing" or heartbeat.count <= offer.heartbeat)
+        return is_here and self._members.incarnation_of(island) == offer.incarnation
 
     def at_it(self, offers: Sequence[OfferRecord]) -> set[int]:
         """Islands whose offers a plan takes and that are carrying it out, also as another process than offered."""
         alive = self._members.alive()
-        syncing = {island for island, beat in alive.items() if beat.phase == "syncing"}
+        syncing = {island for island, heartbeat in alive.items() if heartbeat.phase == "syncing"}
         return {offer.island for offer in offers if offer.island in syncing or self.waits(offer.island, offer, alive)}
 
-    def awaited(self, attempt: Attempt, alive: Mapping[int, BeatRecord], waited: float) -> set[int]:
+    def awaited(self, attempt: Attempt, alive: Mapping[int, HeartbeatRecord], waited: float) -> set[int]:
         """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
 
         Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
@@ -165,15 +165,15 @@ class Candidates:
         lost = attempt.unusable[-1:] if self._rules.needs_presence and not is_moment else ()
         return {
             island
-            for island, beat in alive.items()
+            for island, heartbeat in alive.items()
             if (
-                beat.round >= attempt.round - 1
+                heartbeat.round >= attempt.round - 1
                 or island in self._last_participants
-                or (is_moment and beat.phase == "syncing" and beat.round == attempt.round - 2)
+                or (is_moment and heartbeat.phase == "syncing" and heartbeat.round == attempt.round - 2)
             )
-            and beat.phase != "passing"
-            and not attempt.bars(island, self._members.claim_of(island))
-            and author_of(island, self._members.claim_of(island)) not in lost
+            and heartbeat.phase != "passing"
+            and not attempt.bars(island, self._members.incarnation_of(island))
+            and author_of(island, self._members.incarnation_of(island)) not in lost
         }
 
     def plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:
@@ -208,4 +208,4 @@ class Candidates:
 
 def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
     """Where an offer to an attempt lies."""
-    return f"{attempt.path}/offers/{author_of(offer.island, offer.claim)}-{offer.serial:06d}.json"
+    return f"{attempt.path}/offers/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json"

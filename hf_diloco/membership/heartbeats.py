@@ -1,6 +1,6 @@
 """Who is there: processes claim an island's number, and give signs of life.
 
-No clock of another machine is ever read: an island lives as long as its beat *changes*, seen with this machine's own
+No clock of another machine is ever read: an island lives as long as its heartbeat *changes*, by this machine's own
 clock.
 """
 
@@ -28,18 +28,18 @@ from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
-BEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 2.0
 LEASE_SECONDS = 12.0
-"""An island whose beat has not changed for so long counts as gone."""
+"""An island whose heartbeat has not changed for so long counts as gone."""
 _LOOK_SECONDS = 0.5
 
-_BEAT_PATH = re.compile(r"beats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
-_CLAIM_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
+_HEARTBEAT_PATH = re.compile(r"heartbeats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
+_INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
 
 
-class ClaimRecord(Record):
+class IncarnationRecord(Record):
     """A process that runs as an island.
 
     Attributes:
@@ -57,11 +57,11 @@ class ClaimRecord(Record):
     identities: dict[str, list[str]] = Field(default_factory=dict)
 
 
-class BeatRecord(Record):
+class HeartbeatRecord(Record):
     """An island's sign of life.
 
     Attributes:
-        count: goes up with every beat.
+        count: goes up with every heartbeat.
         phase: "joining" until it holds the run's state; "passing" while it then lets a round pass, for which nobody is
             to wait for it; "left" and "finished" are last words.
         round: rounds completed.
@@ -82,7 +82,7 @@ class BeatRecord(Record):
 
 @dataclass
 class Standing:
-    """Where this island stands: what its next beat will say."""
+    """Where this island stands: what its next heartbeat will say."""
 
     phase: Phase = "joining"
     round: int = 0
@@ -98,7 +98,7 @@ class Members:
         log: of the run.
         island: this island's number.
         folder: where it writes.
-        lease: seconds after which an island whose beat stands still counts as gone.
+        lease: seconds after which an island whose heartbeat stands still counts as gone.
         clock: by which it waits.
     """
 
@@ -111,14 +111,14 @@ class Members:
         clock: Clock = REAL,
     ) -> None:
         self.island = island
-        self.claim = 0
+        self.incarnation = 0
         self.standing = Standing()
         self._log = log
         self._folder = folder
         self._lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
-        self._seen: dict[int, tuple[int, BeatRecord, float]] = {}
-        self._claims: set[str] = set()
+        self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
+        self._incarnations: set[str] = set()
         self._count = 0
         self._is_cut_off = False
         self._reached_at = -math.inf
@@ -136,13 +136,13 @@ class Members:
             DuplicateIslandError: the process that claimed it before is alive.
         """
         while True:
-            newest = self.newest_claim(self.island)
+            newest = self.newest_incarnation(self.island)
             if newest and self._lives(newest):
                 raise DuplicateIslandError(
                     f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
                     "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
                 )
-            record = ClaimRecord(
+            record = IncarnationRecord(
                 host=socket.gethostname(),
                 machine=_machine(),
                 pid=os.getpid(),
@@ -150,12 +150,12 @@ class Members:
                 identities=self._log.seal.identities,
             )
             number = newest + 1
-            while not self._log.create(path := claim_path(self.island, number), record):
-                if self._is_claim(path):  # another process was faster
+            while not self._log.create(path := incarnation_path(self.island, number), record):
+                if self._is_incarnation(path):  # another process was faster
                     break
                 number += 1
             else:
-                self.claim = number
+                self.incarnation = number
                 return number
 
     def check_welcome(self) -> None:
@@ -168,8 +168,10 @@ class Members:
         if signer is None:
             return
         for island in sorted(self.alive().keys() - {self.island}):
-            claim = self._log.read_or_refuse(claim_path(island, self.claim_of(island)), ClaimRecord)
-            listed = claim.identities if claim else {str(self.island): [show_public(signer.public)]}
+            incarnation = self._log.read_or_refuse(
+                incarnation_path(island, self.incarnation_of(island)), IncarnationRecord
+            )
+            listed = incarnation.identities if incarnation else {str(self.island): [show_public(signer.public)]}
             if show_public(signer.public) not in listed.get(str(self.island), ()):
                 raise RendezvousError(
                     f"island {island} does not believe island {self.island}: this one's identity "
@@ -178,52 +180,52 @@ class Members:
                     f"is listed; or list its key on all islands, and start island {island} again"
                 )
 
-    def newest_claim(self, island: int) -> int:
-        """The number of the newest process of an island; 0 if there was none. What is no claim does not count."""
-        names = [path.rpartition("/")[2] for path in self._log.list(f"claims/{island}/")]
-        numbers = sorted((int(name[:-5]) for name in names if _CLAIM_NAME.fullmatch(name)), reverse=True)
-        return next((number for number in numbers if self._is_claim(claim_path(island, number))), 0)
+    def newest_incarnation(self, island: int) -> int:
+        """The number of the newest process of an island; 0 if there was none. Other records do not count."""
+        names = [path.rpartition("/")[2] for path in self._log.list(f"incarnations/{island}/")]
+        numbers = sorted((int(name[:-5]) for name in names if _INCARNATION_NAME.fullmatch(name)), reverse=True)
+        return next((number for number in numbers if self._is_incarnation(incarnation_path(island, number))), 0)
 
-    def _is_claim(self, path: str) -> bool:
-        if path not in self._claims and self._log.read_or_refuse(path, ClaimRecord) is not None:
-            self._claims.add(path)
-        return path in self._claims
+    def _is_incarnation(self, path: str) -> bool:
+        if path not in self._incarnations and self._log.read_or_refuse(path, IncarnationRecord) is not None:
+            self._incarnations.add(path)
+        return path in self._incarnations
 
-    def check_claim(self) -> None:
+    def check_incarnation(self) -> None:
         """Raises `DuplicateIslandError` if a newer process has taken this island's number."""
-        newest = self.newest_claim(self.island)
-        if newest > self.claim:
+        newest = self.newest_incarnation(self.island)
+        if newest > self.incarnation:
             raise DuplicateIslandError(
                 f"another process ({self._where(newest)}) has taken over as island {self.island} while this one did "
                 "not answer: this one ends; nothing of it is lost that was synchronised"
             )
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Gives one sign of life."""
         with self._lock:
             self._count += 1
             refused = {str(island): reason for island, reason in sorted(self._log.refused_islands.items())}
-            record = BeatRecord(count=self._count, refused=refused, **asdict(self.standing))
+            record = HeartbeatRecord(count=self._count, refused=refused, **asdict(self.standing))
             # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
-            self._log.put(f"beats/{self.island}/{self.claim:06d}.json", record, is_lasting=False)
+            self._log.put(f"heartbeats/{self.island}/{self.incarnation:06d}.json", record, is_lasting=False)
 
-    def start_beating(self, refresh: Callable[[], None] = lambda: None) -> None:
-        """Beats in a thread until `leave`. A store that does not answer is tried again at the next beat.
+    def start_heartbeats(self, refresh: Callable[[], None] = lambda: None) -> None:
+        """Gives heartbeats in a thread until `leave`. A store that does not answer is tried again at the next one.
 
         Args:
-            refresh: called before each beat, to bring `standing` up to date.
+            refresh: called before each heartbeat, to bring `standing` up to date.
         """
-        self.beat()
+        self.heartbeat()
 
         def run() -> None:
             while True:
-                self._nudged.wait(BEAT_SECONDS)
+                self._nudged.wait(HEARTBEAT_SECONDS)
                 self._nudged.clear()
                 if self._ended.is_set():
                     return
                 try:
                     refresh()
-                    self.beat()
+                    self.heartbeat()
                 except StoreError as error:
                     self._is_cut_off = True
                     logger.info("no sign of life could be given: %s", error)
@@ -232,14 +234,14 @@ class Members:
                     self._reached_at = self._clock.now()
                     self._is_cut_off = False
 
-        self._thread = threading.Thread(target=run, name="hf-diloco-beat", daemon=True)
+        self._thread = threading.Thread(target=run, name="hf-diloco-heartbeat", daemon=True)
         self._thread.start()
 
     def nudge(self) -> None:
-        """The next beat comes at once."""
+        """The next heartbeat comes at once."""
         self._nudged.set()
 
-    def stop_beating(self) -> None:
+    def stop_heartbeats(self) -> None:
         """Gives no further sign of life by itself."""
         self._ended.set()
         self._nudged.set()
@@ -248,15 +250,15 @@ class Members:
 
     def leave(self, phase: Phase) -> None:
         """Stops beating and says so, so that nobody waits."""
-        self.stop_beating()
+        self.stop_heartbeats()
         self.standing.phase = phase
         try:
-            self.beat()
+            self.heartbeat()
         except StoreError as error:
             logger.info("left without a last word: %s", error)
 
     @property
-    def num_beats(self) -> int:
+    def num_heartbeats(self) -> int:
         """How many signs of life this process has given: a later one has a higher count.
 
         Read without the lock, under which one may be on its way to the store.
@@ -265,60 +267,62 @@ class Members:
 
     # All islands
 
-    def look(self) -> dict[int, BeatRecord]:
-        """The newest beat of every island that has given one."""
+    def look(self) -> dict[int, HeartbeatRecord]:
+        """The newest heartbeat of every island that has given one."""
         paths: dict[int, list[tuple[int, str]]] = {}
-        for path in self._log.list("beats"):
-            if match := _BEAT_PATH.fullmatch(path):
+        for path in self._log.list("heartbeats"):
+            if match := _HEARTBEAT_PATH.fullmatch(path):
                 paths.setdefault(int(match[1]), []).append((int(match[2]), path))
         newest = {island: max(of_island) for island, of_island in paths.items()}
-        read = self._log.read_all((path for _, path in newest.values()), BeatRecord)
+        read = self._log.read_all((path for _, path in newest.values()), HeartbeatRecord)
         for island, of_island in paths.items():
             known = self._seen.get(island)
-            for claim, path in sorted(of_island, reverse=True):
-                if known and claim < known[0]:
+            for incarnation, path in sorted(of_island, reverse=True):
+                if known and incarnation < known[0]:
                     break
-                beat = read.get(path) if path == newest[island][1] else self._log.read_or_refuse(path, BeatRecord)
-                if beat is None:
+                heartbeat = (
+                    read.get(path) if path == newest[island][1] else self._log.read_or_refuse(path, HeartbeatRecord)
+                )
+                if heartbeat is None:
                     continue  # what lies there is no sign of life, but an earlier process may have given one
-                if known is None or known[:2] != (claim, beat):
-                    self._seen[island] = claim, beat, self._clock.now()
+                if known is None or known[:2] != (incarnation, heartbeat):
+                    self._seen[island] = incarnation, heartbeat, self._clock.now()
                 break
-        return {island: beat for island, (_, beat, _) in self._seen.items()}
+        return {island: heartbeat for island, (_, heartbeat, _) in self._seen.items()}
 
-    def alive(self) -> dict[int, BeatRecord]:
-        """The beats of islands that take part or are about to; this one always among them.
+    def alive(self) -> dict[int, HeartbeatRecord]:
+        """The heartbeats of islands that take part or are about to; this one always among them.
 
         While the store did not answer, no other island could give a sign of life either: their lease begins anew.
         """
         now = self._clock.now()
         return {
-            island: beat
-            for island, beat in self.look().items()
-            if beat.phase not in ("left", "finished")
+            island: heartbeat
+            for island, heartbeat in self.look().items()
+            if heartbeat.phase not in ("left", "finished")
             and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self._lease)
         }
 
     def are_under_way(self) -> bool:
         """Whether another island takes inner steps, or synchronises."""
-        others = (beat for island, beat in self.alive().items() if island != self.island)
-        return any(beat.phase in ("training", "syncing") for beat in others)
+        others = (heartbeat for island, heartbeat in self.alive().items() if island != self.island)
+        return any(heartbeat.phase in ("training", "syncing") for heartbeat in others)
 
     def _last_chance(self, island: int) -> float:
         """When an island's last sign of life was seen; or when the store answered again, if that was later."""
         return max(self._seen[island][2], self._reached_at)
 
-    def claim_of(self, island: int) -> int:
+    def incarnation_of(self, island: int) -> int:
         """The newest process of an island that has given a sign of life; 0 if none has."""
         return self._seen[island][0] if island in self._seen else 0
 
-    def _lives(self, claim: int) -> bool:
-        """Whether the process of an earlier claim gives signs of life; may take as long as the lease."""
-        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
+    def _lives(self, incarnation: int) -> bool:
+        """Whether the process of an earlier incarnation gives signs of life; may take as long as the lease."""
+        record = self._log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
-        path = f"beats/{self.island}/{claim:06d}.json"
-        first = self._log.read_or_refuse(path, BeatRecord)
+        path = f"heartbeats/{self.island}/{incarnation:06d}.json"
+        first = self._log.read_or_refuse(path, HeartbeatRecord)
         if first and first.phase in ("left", "finished"):
             return False
         logger.info(
@@ -327,17 +331,17 @@ class Members:
         deadline = self._clock.now() + self._lease
         wait = WaitNotes(self.island, clock=self._clock).begin(self._lease, "start")
         while self._clock.now() < deadline:
-            wait.look(f"a sign of life of the process that had this number before ({self._where(claim)})")
+            wait.look(f"a sign of life of the process that had this number before ({self._where(incarnation)})")
             self._clock.sleep(_LOOK_SECONDS)
-            beat = self._log.read_or_refuse(path, BeatRecord)
-            if beat and beat.phase in ("left", "finished"):
+            heartbeat = self._log.read_or_refuse(path, HeartbeatRecord)
+            if heartbeat and heartbeat.phase in ("left", "finished"):
                 return False
-            if beat != first:
+            if heartbeat != first:
                 return True
         return False
 
-    def _where(self, claim: int) -> str:
-        record = self._log.read_or_refuse(claim_path(self.island, claim), ClaimRecord)
+    def _where(self, incarnation: int) -> str:
+        record = self._log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
         return f"process {record.pid} on {record.host}" if record else "unknown"
 
 
@@ -357,6 +361,6 @@ def _machine() -> str:
         return ""
 
 
-def claim_path(island: int, number: int) -> str:
-    """Where the claim of an island's process lies."""
-    return f"claims/{island}/{number:06d}.json"
+def incarnation_path(island: int, number: int) -> str:
+    """Where the incarnation of an island's process lies."""
+    return f"incarnations/{island}/{number:06d}.json"

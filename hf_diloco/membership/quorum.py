@@ -123,7 +123,7 @@ class Quorum:
             StopRequested: this island was asked to stop; the others may use what it has offered.
             PayloadError, StoreError: as `current`.
         """
-        watch, once = self._watch(attempt, offer), [self._members.check_claim]
+        watch, once = self._watch(attempt, offer), [self._members.check_incarnation]
         started = self._clock.now()
         wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
@@ -166,9 +166,9 @@ class Quorum:
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and says what to ask until there is a plan."""
-        prefixes = [attempt.path, "beats", f"claims/{self._members.island}"]
+        prefixes = [attempt.path, "heartbeats", f"incarnations/{self._members.island}"]
         awaited = self._rules.awaits(plan_path(attempt.path))
-        offer = offer.model_copy(update={"beat": self._members.num_beats})
+        offer = offer.model_copy(update={"heartbeat": self._members.num_heartbeats})
         return self._log.watch(prefixes, self._clock, offer_path(attempt, offer), offer, awaited)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
@@ -239,8 +239,8 @@ class Quorum:
         return self._decisions.decide(attempt.path, record)
 
     def processes(self) -> dict[int, int]:
-        """Islands that take part or are about to, each with the claim of its process."""
-        return {island: self._members.claim_of(island) for island in self._members.alive()}
+        """Islands that take part or are about to, each with the incarnation of its process."""
+        return {island: self._members.incarnation_of(island) for island in self._members.alive()}
 
     def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> OutcomeRecord:
         """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.

@@ -20,7 +20,7 @@ class OfferRecord(Record):
     """What an island brings to a round.
 
     Attributes:
-        island, claim: who it is.
+        island, incarnation: who it is.
         serial: counts what this process has offered.
         steps: inner steps in it.
         weight: how much its pseudo-gradient counts.
@@ -30,11 +30,11 @@ class OfferRecord(Record):
             exchange directly, which range of it the rank owns.
         links: names the direct connections that this island holds.
         rates: the inner learning rate of each parameter group at its last step, where the method wants them.
-        beat: count of the island's last heartbeat before it: a later one says whether the island still waits.
+        heartbeat: count of the island's last heartbeat before it: a later one says whether the island still waits.
     """
 
     island: int = Field(ge=0)
-    claim: int = Field(ge=1)
+    incarnation: int = Field(ge=1)
     serial: int = Field(ge=0)
     steps: int = Field(ge=0)
     weight: float = Field(ge=0)
@@ -43,7 +43,7 @@ class OfferRecord(Record):
     objects: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     links: str = ""
     rates: list[Rate] = Field(default_factory=list)
-    beat: int = Field(default=0, ge=0)
+    heartbeat: int = Field(default=0, ge=0)
 
 
 class Participant(Record):
@@ -116,9 +116,9 @@ class Attempt:
         """Where its records lie."""
         return f"rounds/{self.round:08d}/{self.number:02d}"
 
-    def bars(self, island: int, claim: int) -> bool:
+    def bars(self, island: int, incarnation: int) -> bool:
         """Whether a process stays out of this round: twice its offers were of no use."""
-        return author_of(island, claim) in self.barred
+        return author_of(island, incarnation) in self.barred
 
     @property
     def barred(self) -> frozenset[str]:
@@ -127,6 +127,6 @@ class Attempt:
         return frozenset(author for author, count in counts.items() if author and count >= _TRIES)
 
 
-def author_of(island: int, claim: int) -> str:
+def author_of(island: int, incarnation: int) -> str:
     """Names one process of one island."""
-    return f"{island:05d}-{claim:06d}"
+    return f"{island:05d}-{incarnation:06d}"

@@ -16,7 +16,7 @@ from hf_diloco.utils.clock import REAL, Clock
 
 PATH = RUN_PATH
 NO_RUN = "-"  # what seals the record that names the run
-_PARTS = ("start.json", "claims", "beats", "rounds", "links", "snapshots", "payloads")
+_PARTS = ("start.json", "incarnations", "heartbeats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
 
 

@@ -122,7 +122,7 @@ class Voting:
         own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
         awaited = self._rules.awaits(outcome_path(folder))
-        watch = self._log.watch([folder, "beats"], self._clock, _vote_path(folder, own), vote, awaited)
+        watch = self._log.watch([folder, "heartbeats"], self._clock, _vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace
         while True:
             votes, at_it = watch.ask(

@@ -67,7 +67,7 @@ class Archive:
             return False
         assert self._context.quorum is not None
         alive = self._context.quorum.processes()
-        left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.claim}
+        left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.incarnation}
         return any(self._is_missing(*one, left) for one in (self._before, self.last) if one)
 
     def _is_missing(self, planned: PlannedRound, outcome: OutcomeRecord, left: Set[int]) -> bool:
@@ -78,5 +78,5 @@ class Archive:
 
 def _has_author_of(planned: PlannedRound, before: PlannedRound, outcome: OutcomeRecord) -> bool:
     """Whether the process that has committed a round takes part in the next one."""
-    author = {(offer.island, offer.claim) for offer in before.offers if offer.island == outcome.by}
-    return bool(author & {(offer.island, offer.claim) for offer in planned.offers})
+    author = {(offer.island, offer.incarnation) for offer in before.offers if offer.island == outcome.by}
+    return bool(author & {(offer.island, offer.incarnation) for offer in planned.offers})

@@ -25,7 +25,7 @@ class RoundContext:
         engines: how values get from island to island, one a fragment.
         snapshots: of the run.
         quorum: decides rounds; on the island's leader only.
-        claim: of this process.
+        incarnation: of this process.
         clock: by which it waits.
     """
 
@@ -35,7 +35,7 @@ class RoundContext:
     engines: Sequence[Engine]
     snapshots: Snapshots
     quorum: Quorum | None
-    claim: int
+    incarnation: int
     clock: Clock
 
     def engine_of(self, number: int) -> Engine:

@@ -165,7 +165,7 @@ class DirectEngine(Engine):
 
     def _connect(self, planned: PlannedRound, own: int, ranges: list[list[Range]]) -> SegmentedMesh:
         """Keeps the connections that stand if all participants have the same, and nobody else has; else makes new."""
-        members = [(offer.island, offer.claim) for offer in planned.offers]
+        members = [(offer.island, offer.incarnation) for offer in planned.offers]
         if self._mesh and {offer.links for offer in planned.offers} == {self.links} and members == self._members:
             return self._mesh
         self.close()

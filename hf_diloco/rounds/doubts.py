@@ -51,7 +51,7 @@ class Doubts:
             return self._compare(planned, digest, outcome.mean)
         if not outcome.is_split:
             return ""
-        contributions = tuple((offer.island, offer.claim, offer.serial) for offer in planned.offers)
+        contributions = tuple((offer.island, offer.incarnation, offer.serial) for offer in planned.offers)
         before = self._seen.setdefault(contributions, digest)
         self._num_splits += 1
         if before != digest:

@@ -197,23 +197,30 @@ class ElasticSession(BaseSession):
             self.members.enter()
             self._presence = Presence(self.members, self.outer, self.island.size, self.tokens_per_step or 0)
             self._presence.refresh()
-            self.members.start_beating(self._presence.refresh)
+            self.members.start_heartbeats(self._presence.refresh)
             self.quorum = Quorum(
                 log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
             )
-            return run.model_dump(), is_new, self.members.claim, is_late
+            return run.model_dump(), is_new, self.members.incarnation, is_late
 
-        raw, is_new, claim, self._is_late = self.island.on_leader(enter)
+        raw, is_new, incarnation, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
         log = self._log or open_log(self.store, seal, self._run)
         buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
-        author = author_of(self.config.island, claim)
+        author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
         self.rounds = ElasticRounds(
             RoundContext(
-                self.config, self.outer, self._talk, self.engines, self._snapshots, self.quorum, claim, self._clock
+                self.config,
+                self.outer,
+                self._talk,
+                self.engines,
+                self._snapshots,
+                self.quorum,
+                incarnation,
+                self._clock,
             )
         )
         self._pace = Pace(self.config, self.outer, self.members)
@@ -337,7 +344,7 @@ class ElasticSession(BaseSession):
     def _looking_once(self) -> AbstractContextManager[None]:
         """What the leader asks before a round is answered by one request, where the store can."""
         number = self.outer.round
-        prefixes = [f"rounds/{number:08d}", f"rounds/{number + 1:08d}", "beats"]
+        prefixes = [f"rounds/{number:08d}", f"rounds/{number + 1:08d}", "heartbeats"]
         return looking_once(self.store, prefixes) if self.island.is_leader else nullcontext()
 
     def _has_caught_up(self, round_before: int) -> bool:

@@ -183,9 +183,9 @@ def await_islands(
     wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
     deadline = clock.now() + config.join_timeout
     while True:
-        beats = members.look()
+        heartbeats = members.look()
         alive = members.alive()
-        ended = {island for island, beat in beats.items() if beat.phase == "finished"}
+        ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         members.check_welcome()
         if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
             return

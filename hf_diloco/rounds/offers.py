@@ -33,8 +33,8 @@ class Offers:
         self.outer = context.outer
         self.island = context.island
         self._context = context
-        self._claim = context.claim
-        self._author = author_of(self.config.island, self._claim)
+        self._incarnation = context.incarnation
+        self._author = author_of(self.config.island, self._incarnation)
         self._announced = _Announced()
 
     def make(self, own: Contribution) -> OfferRecord:
@@ -48,7 +48,7 @@ class Offers:
             self._announced = _Announced(self._announced.serial + 1, own.number, own.steps, objects)
         return OfferRecord(
             island=self.config.island,
-            claim=self._claim,
+            incarnation=self._incarnation,
             serial=self._announced.serial,
             steps=self._announced.steps,
             weight=own.weight if own.is_finite else 0.0,
@@ -69,11 +69,11 @@ class Offers:
 
     def is_newest(self, offer: OfferRecord) -> bool:
         """Whether an offer is this process's last."""
-        return (offer.claim, offer.serial) == (self._claim, self._announced.serial)
+        return (offer.incarnation, offer.serial) == (self._incarnation, self._announced.serial)
 
     def is_own(self, offer: OfferRecord) -> bool:
         """Whether an offer is this process's."""
-        return offer.claim == self._claim
+        return offer.incarnation == self._incarnation
 
     def forget(self, path: str) -> None:
         """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import StoreError
-from hf_diloco.membership.heartbeats import BeatRecord, Members
+from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 
@@ -60,13 +60,17 @@ class Pace:
     def others_convene(self) -> bool:
         """Whether others have offered for the next round, and are enough for it without this island."""
         others = self._others_under_way()
-        is_any = any(beat.phase == "syncing" and beat.round >= self.outer.round for beat in others)
+        is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
         return is_any and len(others) >= self.config.quorum
 
-    def _others_under_way(self) -> list[BeatRecord]:
+    def _others_under_way(self) -> list[HeartbeatRecord]:
         alive = self.members.alive()
         here = self.config.island
-        return [beat for island, beat in alive.items() if island != here and beat.phase not in ("joining", "passing")]
+        return [
+            heartbeat
+            for island, heartbeat in alive.items()
+            if island != here and heartbeat.phase not in ("joining", "passing")
+        ]
 
     def _others_steps(self) -> int:
         """How far the furthest of the other islands is in the round."""
@@ -74,7 +78,7 @@ class Pace:
             others = self._others_under_way()
         except StoreError:
             return 0
-        current = [beat.steps for beat in others if beat.round >= self.outer.round]
+        current = [heartbeat.steps for heartbeat in others if heartbeat.round >= self.outer.round]
         return max(current, default=0 if others else self._length)
 
     @property

@@ -21,7 +21,7 @@ import torch
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
-from hf_diloco.membership.heartbeats import ClaimRecord, claim_path
+from hf_diloco.membership.heartbeats import IncarnationRecord, incarnation_path
 from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import Entry
@@ -206,7 +206,8 @@ class Snapshots:
     def clear_up(self, keep_rounds: int, num_kept: int = _KEPT) -> None:
         """Deletes what nobody needs to catch up: older snapshots but one, and pseudo-gradients before the newest.
 
-        Only what a process of this run has written, as its name and the claim say; never what others have put there.
+        Only what a process of this run has written, as its name and its incarnation say; never what others have put
+        there.
         Files that a killed process has not finished go when they have not changed since the last time.
 
         Raises:
@@ -245,8 +246,8 @@ class Snapshots:
             return False
         author = match[1], match[2]
         if author not in self._is_known:
-            claim = self._log.read_or_refuse(claim_path(int(match[1]), int(match[2])), ClaimRecord)
-            self._is_known[author] = claim is not None
+            incarnation = self._log.read_or_refuse(incarnation_path(int(match[1]), int(match[2])), IncarnationRecord)
+            self._is_known[author] = incarnation is not None
         return self._is_known[author]
 
     def _whole(self) -> list[str]:

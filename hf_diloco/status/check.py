@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.decisions import is_outcome
-from hf_diloco.membership.heartbeats import BeatRecord, ClaimRecord
+from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.run import PATH as RUN_PATH, open_run
 from hf_diloco.membership.snapshot_records import SnapshotRecord, StartRecord, assemble, round_of
@@ -48,8 +48,8 @@ _SEALED = Record
 """A record of which only the seal is looked at."""
 _RECORDS: Sequence[tuple[str, type[Record]]] = (
     (r"start(-[2-9])?\.json", StartRecord),
-    (r"claims/\d{1,6}/\d{6,9}\.json", ClaimRecord),
-    (r"beats/\d{1,6}/\d{6,9}\.json", BeatRecord),
+    (r"incarnations/\d{1,6}/\d{6,9}\.json", IncarnationRecord),
+    (r"heartbeats/\d{1,6}/\d{6,9}\.json", HeartbeatRecord),
     (rf"{_ATTEMPT}/offers/{_AUTHOR}-\d{{6,12}}\.json", OfferRecord),
     (rf"{_ATTEMPT}/plan\.json", PlanRecord),
     (rf"{_ATTEMPT}/votes/\d{{5}}\.json", VoteRecord),
@@ -242,10 +242,10 @@ class _Check:
     @property
     def _newest_round(self) -> int:
         """The newest that any island has completed."""
-        beats = [beat.round for beat in self._of(BeatRecord).values()]
+        heartbeats = [heartbeat.round for heartbeat in self._of(HeartbeatRecord).values()]
         snapshots = [snapshot.round for snapshot in self._of(SnapshotRecord).values()]
         committed = [_numbers(path)[0] for path, it in self._of(OutcomeRecord).items() if it.kind == "commit"]
-        return max([0, *beats, *snapshots, *committed])
+        return max([0, *heartbeats, *snapshots, *committed])
 
     def _of(self, kind: type[R]) -> dict[str, R]:
         return {path: record for path, record in self._read.records.items() if isinstance(record, kind)}

@@ -22,12 +22,12 @@ class IslandStatus(_Status):
 
     Attributes:
         island: its number.
-        claim: how often it was started.
-        host, pid, folder: that process; "" and None if its claim cannot be read.
-        phase: what its last beat says; None if it has given none.
-        presence: alive: its beat was seen to change. silent: it was not, for longer than beats are apart. ended: it
-            said goodbye. unknown: not looked at for long enough.
-        seconds_silent: since its beat was last seen to change, or since the first look.
+        incarnation: how often it was started.
+        host, pid, folder: that process; "" and None if its incarnation cannot be read.
+        phase: what its last heartbeat says; None if it has given none.
+        presence: alive: its heartbeat was seen to change. silent: it was not, for longer than heartbeats are apart.
+            ended: it said goodbye. unknown: not looked at for long enough.
+        seconds_silent: since its heartbeat was last seen to change, or since the first look.
         round: rounds completed.
         lag: rounds behind the newest committed one.
         steps: inner steps since it last took part in a round.
@@ -37,7 +37,7 @@ class IslandStatus(_Status):
     """
 
     island: int
-    claim: int
+    incarnation: int
     host: str
     pid: int | None
     folder: str

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from hf_diloco.errors import ForgedError, PayloadError
 from hf_diloco.membership import heartbeats as members
-from hf_diloco.membership.heartbeats import BeatRecord, ClaimRecord
+from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
@@ -29,10 +29,10 @@ _USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
 
 @dataclass
 class _Life:
-    """The last beat of an island's newest process as this observer saw it, and since when it has not changed."""
+    """The last heartbeat of an island's newest process as this observer saw it, and since when it has not changed."""
 
-    claim: int
-    beat: BeatRecord | None
+    incarnation: int
+    heartbeat: HeartbeatRecord | None
     since: float
     has_changed: bool = False
 
@@ -66,12 +66,12 @@ class Observer:
         self._lives: dict[int, _Life] = {}
         self._refused: dict[str, str] = {}
         # What no longer changes is read once.
-        self._claims: dict[str, ClaimRecord] = {}
+        self._incarnations: dict[str, IncarnationRecord] = {}
         self._rounds: dict[int, tuple[int, RoundStatus]] = {}
         self._snapshots: dict[tuple[str, ...], Snapshot] = {}
 
     def settle(self) -> RunStatus:
-        """Looks for as long as it takes to tell which islands live: a little more than two beats at most.
+        """Looks for as long as it takes to tell which islands live: a little more than two heartbeats at most.
 
         Raises:
             StoreError: the store does not answer.
@@ -80,7 +80,7 @@ class Observer:
         while any(island.presence == "unknown" for island in status.islands):
             self._clock.sleep(_POLL_SECONDS)
             self._refused = {}
-            by_folder = _by_folder(self._store.entries("claims")), _by_folder(self._store.entries("beats"))
+            by_folder = _by_folder(self._store.entries("incarnations")), _by_folder(self._store.entries("heartbeats"))
             if all(island.presence != "unknown" for island in self._islands(*by_folder, newest_round=0)):
                 status = self.look()
         return status
@@ -100,9 +100,9 @@ class Observer:
         snapshot = self._newest_snapshot(below.get("snapshots", []))
         committed = [status.round for status in rounds if status.state == "committed"]
         newest = max([*committed, snapshot.round if snapshot else 0])
-        claims, beats = _by_folder(below.get("claims", [])), _by_folder(below.get("beats", []))
-        islands = self._islands(claims, beats, newest)
-        begun = self._claim(claims.get(self._run.by, {}).get(1))
+        incarnations, heartbeats = _by_folder(below.get("incarnations", [])), _by_folder(below.get("heartbeats", []))
+        islands = self._islands(incarnations, heartbeats, newest)
+        begun = self._incarnation(incarnations.get(self._run.by, {}).get(1))
         num_rounds = self._run.num_rounds
         return RunStatus(
             url=self._store.url,
@@ -128,60 +128,65 @@ class Observer:
 
     def _islands(
         self,
-        claims: Mapping[int, Mapping[int, Entry]],
-        beats: Mapping[int, Mapping[int, Entry]],
+        incarnations: Mapping[int, Mapping[int, Entry]],
+        heartbeats: Mapping[int, Mapping[int, Entry]],
         newest_round: int,
     ) -> list[IslandStatus]:
         found = []
-        for island in sorted(claims.keys() | beats.keys()):
-            of_island, its_beats = claims.get(island, {}), beats.get(island, {})
-            number = max([*of_island, *its_beats])
-            claim = self._claim(of_island.get(number))
-            entry = its_beats.get(number)
-            beat = self._read(entry, BeatRecord) if entry else None
-            if claim or beat:
-                found.append(self._island(island, number, claim, beat, newest_round))
+        for island in sorted(incarnations.keys() | heartbeats.keys()):
+            of_island, its_heartbeats = incarnations.get(island, {}), heartbeats.get(island, {})
+            number = max([*of_island, *its_heartbeats])
+            incarnation = self._incarnation(of_island.get(number))
+            entry = its_heartbeats.get(number)
+            heartbeat = self._read(entry, HeartbeatRecord) if entry else None
+            if incarnation or heartbeat:
+                found.append(self._island(island, number, incarnation, heartbeat, newest_round))
         return found
 
     def _island(
-        self, island: int, number: int, claim: ClaimRecord | None, beat: BeatRecord | None, newest_round: int
+        self,
+        island: int,
+        number: int,
+        incarnation: IncarnationRecord | None,
+        heartbeat: HeartbeatRecord | None,
+        newest_round: int,
     ) -> IslandStatus:
         life = self._lives.get(island)
         if life is None:
-            life = self._lives[island] = _Life(number, beat, self._clock.now())
-        elif (life.claim, life.beat) != (number, beat):
-            life = self._lives[island] = _Life(number, beat, self._clock.now(), has_changed=True)
+            life = self._lives[island] = _Life(number, heartbeat, self._clock.now())
+        elif (life.incarnation, life.heartbeat) != (number, heartbeat):
+            life = self._lives[island] = _Life(number, heartbeat, self._clock.now(), has_changed=True)
         return IslandStatus(
             island=island,
-            claim=number,
-            host=claim.host if claim else "",
-            pid=claim.pid if claim else None,
-            folder=claim.folder if claim else "",
-            phase=beat.phase if beat else None,
+            incarnation=number,
+            host=incarnation.host if incarnation else "",
+            pid=incarnation.pid if incarnation else None,
+            folder=incarnation.folder if incarnation else "",
+            phase=heartbeat.phase if heartbeat else None,
             presence=self._presence(life),
             seconds_silent=round(self._clock.now() - life.since, 1),
-            round=beat.round if beat else None,
-            lag=max(0, newest_round - beat.round) if beat else None,
-            steps=beat.steps if beat else None,
-            tokens_per_second=beat.tokens_per_second if beat else None,
-            num_ranks=beat.num_ranks if beat else None,
-            refuses=beat.refused if beat else {},
+            round=heartbeat.round if heartbeat else None,
+            lag=max(0, newest_round - heartbeat.round) if heartbeat else None,
+            steps=heartbeat.steps if heartbeat else None,
+            tokens_per_second=heartbeat.tokens_per_second if heartbeat else None,
+            num_ranks=heartbeat.num_ranks if heartbeat else None,
+            refuses=heartbeat.refused if heartbeat else {},
         )
 
     def _presence(self, life: _Life) -> Presence:
-        if life.beat and life.beat.phase in _ENDED:
+        if life.heartbeat and life.heartbeat.phase in _ENDED:
             return "ended"
-        patience = 2 * members.BEAT_SECONDS + 0.5  # one beat may be late, as the store may be
+        patience = 2 * members.HEARTBEAT_SECONDS + 0.5  # one heartbeat may be late, as the store may be
         if self._clock.now() - life.since >= patience:
             return "silent"
         return "alive" if life.has_changed else "unknown"
 
-    def _claim(self, entry: Entry | None) -> ClaimRecord | None:
-        if entry and entry.path not in self._claims:
-            record = self._read(entry, ClaimRecord)
+    def _incarnation(self, entry: Entry | None) -> IncarnationRecord | None:
+        if entry and entry.path not in self._incarnations:
+            record = self._read(entry, IncarnationRecord)
             if record:
-                self._claims[entry.path] = record
-        return self._claims.get(entry.path) if entry else None
+                self._incarnations[entry.path] = record
+        return self._incarnations.get(entry.path) if entry else None
 
     # Rounds and snapshots
 
@@ -247,7 +252,7 @@ class Observer:
 
 
 def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
-    """Claims or beats, as claims/I/N.json, by island and number."""
+    """Claims or heartbeats, as incarnations/I/N.json, by island and number."""
     found: dict[int, dict[int, Entry]] = {}
     for entry in entries:
         if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):

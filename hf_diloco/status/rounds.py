@@ -88,7 +88,7 @@ def _read_offers(records: Mapping[str, Entry], read: Reader) -> dict[str, OfferR
     return {
         path: offer
         for path, offer in found.items()
-        if offer and path.endswith(f"/{author_of(offer.island, offer.claim)}-{offer.serial:06d}.json")
+        if offer and path.endswith(f"/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json")
     }
 
 

@@ -66,7 +66,7 @@ def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
         f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
         text.count(island.tokens_per_second or None),
         text.count(island.num_ranks),
-        str(island.claim),
+        str(island.incarnation),
     )
 
 

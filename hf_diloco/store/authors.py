@@ -19,11 +19,11 @@ MEETING = "hf-diloco/run"
 """What names a run at tcp://."""
 
 _OBJECTS = re.compile(
-    r"(?:claims|beats)/(\d{1,9})/|rounds/\d+/\d+/offers/(\d+)-|rounds/\d+/\d+/votes/(\d+)\.|snapshots/\d+/(\d+)-"
+    r"(?:incarnations|heartbeats)/(\d{1,9})/|rounds/\d+/\d+/offers/(\d+)-|rounds/\d+/\d+/votes/(\d+)\.|snapshots/\d+/(\d+)-"
 )
 _VOTE = re.compile(r"rounds/\d+/\d+/votes/")
 _HISTORY = re.compile(r"(?:rounds|snapshots)/(\d+)/")
-_STANDING = re.compile(r"claims/|start(?:-\d)?\.json")
+_STANDING = re.compile(r"incarnations/|start(?:-\d)?\.json")
 
 VALUES = "values/"
 """Where islands of fixed membership, and nodes, leave values for each other."""

@@ -2,8 +2,8 @@
 
     run.json                          what all islands share; the first island writes it
     start.json                        which snapshot the run starts from
-    claims/I/N.json                   the N-th process that ran as island I
-    beats/I/N.json                    its sign of life, overwritten every few seconds
+    incarnations/I/N.json                   the N-th process that ran as island I
+    heartbeats/I/N.json                    its sign of life, overwritten every few seconds
     rounds/R/A/offers/I-N-S.json      what island I brings to attempt A of round R: the last one counts
     rounds/R/A/plan.json              who takes part
     rounds/R/A/votes/I.json           island I holds the average, or has no vote

@@ -25,7 +25,7 @@ def test_junk_is_found_and_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         islands = run_islands(2, lambda island: meeting.island(island).train(4))
         run_islands(2, lambda island: islands[island].leave())
         store = open_object_store(meeting.url)
-        store.put("claims/0/999999.json", b"junk")
+        store.put("incarnations/0/999999.json", b"junk")
         store.put("elsewhere/notes.txt", b"mine")
 
         def check(*options: str, code: int) -> str:
@@ -34,10 +34,10 @@ def test_junk_is_found_and_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
             return result.output
 
         found = check("--deep", code=1)
-        assert "damaged claims/0/999999.json" in found
+        assert "damaged incarnations/0/999999.json" in found
         assert "1 damaged, 1 foreign" in found
-        assert "moved to damaged/claims/0/999999.json" in check("--repair", code=1)
+        assert "moved to damaged/incarnations/0/999999.json" in check("--repair", code=1)
         store.delete(["elsewhere/notes.txt"])
         assert "nothing wrong" in check("--deep", code=0)
-        assert store.get("damaged/claims/0/999999.json", 10) == b"junk"
-        assert store.get("claims/0/999999.json", 10) is None
+        assert store.get("damaged/incarnations/0/999999.json", 10) == b"junk"
+        assert store.get("incarnations/0/999999.json", 10) is None

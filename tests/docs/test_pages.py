@@ -187,7 +187,7 @@ def test_every_record_in_an_object_store_is_explained() -> None:
     assert not [kind for kind in kinds if f"`{kind}`" not in text]
     assert f"After {elastic_rounds.MAX_IN_A_ROW} aborted attempts" in text
     assert f"A round has {decisions.MAX_ATTEMPTS} attempts." in text
-    assert f"every {members.BEAT_SECONDS:g} s" in text
+    assert f"every {members.HEARTBEAT_SECONDS:g} s" in text
     assert f"for {members.LEASE_SECONDS:g} s (the lease)" in text
 
 

@@ -229,7 +229,7 @@ def test_a_store_that_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
 def test_a_second_process_of_an_island_that_lives(processes: Processes, runs: Runs, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     first = processes.spawn(island_in(store, runs, "double"))  # waits for island 1
-    wait_for_file(tmp_path / "store" / "beats" / "0" / "000001.json", first)
+    wait_for_file(tmp_path / "store" / "heartbeats" / "0" / "000001.json", first)
     second = run(island_in(store, runs, "double", f"output={tmp_path}"), expect=1, timeout=120)
     error = the_error(second.output)
     assert f"another process runs as island 0 of this run (process {first.pid} on " in error

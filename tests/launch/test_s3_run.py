@@ -88,7 +88,7 @@ def test_faults_an_outage_and_an_intruder(
         launch.wait("first rounds", lambda island: launch.round(island) >= 3)
         outage = run_through_outage(launch, server)
         forged = put_forged_offers(store, max(map(launch.round, (0, 1))) + 3)
-        spoil_beats_until_refused(launch, store)
+        spoil_heartbeats_until_refused(launch, store)
         output = launch.process.wait(timeout=PATIENCE).output
         assert not processes.alive()
 
@@ -136,10 +136,10 @@ def put_forged_offers(store: ObjectStore, round_number: int) -> list[str]:
     return list(forged)
 
 
-def spoil_beats_until_refused(launch: Launch, store: ObjectStore) -> None:
+def spoil_heartbeats_until_refused(launch: Launch, store: ObjectStore) -> None:
     """Overwrites island 1's signs of life, which it overwrites in its turn, until island 0 has read one of ours."""
-    path = "beats/1/000001.json"
-    copied = store.get("beats/0/000001.json", 1 << 20)
+    path = "heartbeats/1/000001.json"
+    copied = store.get("heartbeats/0/000001.json", 1 << 20)
     assert copied is not None
     data = itertools.cycle([copied, b"{}"])
 

@@ -30,11 +30,11 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastClock]:
 
 
 @pytest.fixture
-def quick_beats(monkeypatch: pytest.MonkeyPatch, no_survivors: None) -> None:
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch, no_survivors: None) -> None:
     """Islands live by real time, as programs beside them do, but faster."""
     from hf_diloco.membership import heartbeats as members
 
-    monkeypatch.setattr(members, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(members, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(members, "LEASE_SECONDS", 3.0)  # a busy machine has slow moments
 
 

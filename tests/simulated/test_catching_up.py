@@ -20,7 +20,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
-from hf_diloco.membership.heartbeats import ClaimRecord, claim_path
+from hf_diloco.membership.heartbeats import IncarnationRecord, incarnation_path
 from hf_diloco.membership.run import open_run
 from hf_diloco.membership.snapshot_records import SnapshotRecord
 from hf_diloco.rounds.joining import Joining
@@ -108,7 +108,7 @@ def test_where_the_start_is_damaged_for_good_the_newest_snapshot_takes_its_place
 
 def test_each_rank_writes_its_part_of_a_snapshot_and_the_first_clears_up() -> None:
     log = RunLog(open_object_store(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
-    log.create(claim_path(0, 1), ClaimRecord(host="", machine="", pid=1, folder=""))
+    log.create(incarnation_path(0, 1), IncarnationRecord(host="", machine="", pid=1, folder=""))
     log.store.put("payloads/00000003/00000-000001-0/rank-00000.bin", b"old")
     ranks = [Snapshots(log, [BucketExchange(log.store, 4 * rank, 4)], "00000-000001", rank, 2) for rank in (0, 1)]
 

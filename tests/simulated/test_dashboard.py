@@ -25,7 +25,7 @@ from tests.report_runs import start, sync, train, write_island, write_run
 from tests.store_servers import serving_app
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "dashboard"]
-pytestmark = pytest.mark.usefixtures("quick_beats")
+pytestmark = pytest.mark.usefixtures("quick_heartbeats")
 
 
 @contextmanager

@@ -619,7 +619,7 @@ def test_islands_that_began_together_take_all_steps_of_the_first_round(
             assert members is not None
             members.nudge()
             while members.look()[0].steps != 1:
-                members.beat()
+                members.heartbeat()
             has_stepped.set()
         return steps_left
 
@@ -1097,7 +1097,7 @@ def test_who_has_caught_up_and_does_not_see_the_others_trains_a_whole_round(
     first.train_to(late.session.outer.round + 1)
     first.train(4)
     late.step()
-    store.fails = lambda name, *args: (name, *args[:1]) == ("list", "beats")
+    store.fails = lambda name, *args: (name, *args[:1]) == ("list", "heartbeats")
     late.sync()
     assert (late.hash, late.session.outer.steps_left) == (first.hash, 6)
 
@@ -1238,7 +1238,7 @@ def test_the_run_starts_though_whoever_began_it_is_gone(tmp_path: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             session.join(open_shards(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), tmp_path)
         assert session.members is not None
-        session.members.stop_beating()
+        session.members.stop_heartbeats()
     found = run_islands(2, lambda island: meeting.island(island, seed=1 + island).train_to(2))
     assert found[0].hash == found[1].hash
 
@@ -1279,8 +1279,8 @@ def test_rubbish_in_the_store_stops_nobody(tmp_path: Path, caplog: pytest.LogCap
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store = open_object_store(meeting.url)
     old = next(path for path, _ in store.list("rounds/00000001") if "/offers/" in path)
-    store.put("beats/7/000001.json", bytes(5 << 20))
-    store.put("beats/8/000001.json", b"{")
+    store.put("heartbeats/7/000001.json", bytes(5 << 20))
+    store.put("heartbeats/8/000001.json", b"{")
     store.put("rounds/00000002/00/offers/00001-000009-000000.json", store.get(old, 1 << 20) or b"")
     run_islands(2, lambda island: islands[island].train(2))
     assert islands[0].reports[-1].participants == [0, 1]

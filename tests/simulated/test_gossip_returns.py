@@ -293,7 +293,7 @@ def test_a_node_that_all_have_given_up_ends(store: KeptStore, monkeypatch: pytes
         published = neighbours.published()
         published.publish(torch.zeros(SIZE, dtype=torch.uint8))
         if node == LEAVER:
-            monkeypatch.setattr(published._shelf, "_lock", held)
+            monkeypatch.setattr(published._versioned, "_lock", held)
         both.wait(LONG)
         if node == LEAVER:
             with pytest.raises(IslandLostError, match="given up node 1, which took too long"):

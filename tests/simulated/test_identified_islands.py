@@ -255,7 +255,7 @@ def test_a_plan_that_says_otherwise_than_the_offers_is_refused(
         if attempt == FIRST:
             log, plan = log_of(meeting, 2), wish.model_copy(update={"by": 2, **forge(wish)})
             offer = OfferRecord(
-                island=2, claim=1, serial=0, steps=2, weight=1.0, norm=1.0, state=plan.state, objects=[{}]
+                island=2, incarnation=1, serial=0, steps=2, weight=1.0, norm=1.0, state=plan.state, objects=[{}]
             )
             log.create(take_part(2).offer, offer)
             log.create(f"{attempt}/plan.json", plan)

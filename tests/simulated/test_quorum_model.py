@@ -217,13 +217,13 @@ DECISIONS = [
     for name in ("plan", "outcome", "outcome-2")
 ]
 RUBBISH = [
-    "claims/0/999999.json",
-    "claims/1/000002.json",
-    f"claims/1/{'9' * 498}.json",
-    "beats/0/999999.json",
-    "beats/1/000001.json",
-    f"beats/1/{'9' * 498}.json",
-    "beats/00/000001.json",
+    "incarnations/0/999999.json",
+    "incarnations/1/000002.json",
+    f"incarnations/1/{'9' * 480}.json",
+    "heartbeats/0/999999.json",
+    "heartbeats/1/000001.json",
+    f"heartbeats/1/{'9' * 480}.json",
+    "heartbeats/00/000001.json",
     "rounds/00000002/00/offers/00000-000001-000000.json",
     "rounds/00000003/00/offers/zzz.json",
     "rounds/00000002/00/votes/00001.json",

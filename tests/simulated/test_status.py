@@ -25,7 +25,7 @@ from tests.processes import Completed, Processes, run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
-pytestmark = pytest.mark.usefixtures("quick_beats")
+pytestmark = pytest.mark.usefixtures("quick_heartbeats")
 KEY = "0123456789abcdef"
 
 
@@ -45,10 +45,10 @@ def status(*arguments: str | Path, expect: int = 0, **env: str) -> Completed:
     return run([*PROGRAM, *arguments], timeout=60, expect=expect, env={**ENV, **env})
 
 
-def give_beat(member: Member) -> None:
-    """The next look finds where the island stands now, and not where it stood at its last beat."""
+def give_heartbeat(member: Member) -> None:
+    """The next look finds where the island stands now, and not where it stood at its last heartbeat."""
     assert member.session.members is not None
-    member.session.members.beat()
+    member.session.members.heartbeat()
 
 
 def look(meeting: Meeting, **settings: Any) -> RunStatus:
@@ -65,12 +65,12 @@ def shown(found: RunStatus) -> str:
 def test_islands_and_rounds(meeting: Meeting) -> None:
     islands = start(meeting, 7)
     for member in islands:
-        give_beat(member)
+        give_heartbeat(member)
     found = look(meeting)
     assert (found.round, found.num_rounds, found.begun_by in (0, 1), found.has_key) == (3, None, True, False)
     assert found.run == islands[0].session.outer.run
     assert found.settings["sync_every"] == 2
-    assert [(i.island, i.claim, i.phase, i.round, i.lag, i.num_ranks) for i in found.islands] == [
+    assert [(i.island, i.incarnation, i.phase, i.round, i.lag, i.num_ranks) for i in found.islands] == [
         (0, 1, "training", 3, 0, 1),
         (1, 1, "training", 3, 0, 1),
     ]
@@ -87,9 +87,9 @@ def test_islands_and_rounds(meeting: Meeting) -> None:
     stored = found.stored
     assert stored.payloads == sum(size for _, size in store.list("payloads"))
     assert stored.snapshots == sum(size for _, size in store.list("snapshots"))
-    beats = sum(size for _, size in store.list("beats"))  # which go on, and change in size
+    heartbeats = sum(size for _, size in store.list("heartbeats"))  # which go on, and change in size
     rest = stored.payloads + stored.snapshots + stored.records - sum(size for _, size in store.list())
-    assert abs(rest) < beats
+    assert abs(rest) < heartbeats
     assert [entry.round for entry in look(meeting, num_rounds=2).rounds] == [3, 2]
 
 
@@ -106,7 +106,7 @@ def test_an_island_is_alive_while_its_beat_changes(meeting: Meeting) -> None:
     start(meeting)[1].die()
     found = json.loads(status(meeting.url, "--json").output)
     assert [(island["island"], island["presence"]) for island in found["islands"]] == [(0, "alive"), (1, "silent")]
-    assert found["islands"][1]["seconds_silent"] >= 4.5  # a beat may be late: the program's own are 2 s apart
+    assert found["islands"][1]["seconds_silent"] >= 4.5  # a heartbeat may be late: the program's own are 2 s apart
     assert RunStatus.model_validate(found).round == 3
     assert re.search(r"^ +1 .*silent \d+ s", shown(RunStatus.model_validate(found)), re.MULTILINE)
 
@@ -123,27 +123,27 @@ def test_silence_is_measured_by_this_machines_clock_alone(meeting: Meeting) -> N
 
     assert presence() == [("unknown", 0), ("unknown", 0)]
     clock.sleep(0.2)
-    give_beat(islands[0])
+    give_heartbeat(islands[0])
     assert presence() == [("alive", 0), ("unknown", 0.2)]
     clock.sleep(10)
     assert presence() == [("silent", 10), ("silent", 10.2)]
-    give_beat(islands[0])
+    give_heartbeat(islands[0])
     assert presence() == [("alive", 0), ("silent", 10.2)]
     assert observer.settle().islands[1].presence == "silent"
 
 
 def test_a_restarted_island_is_its_newest_process(meeting: Meeting) -> None:
     start(meeting, 2)[1].leave(finished=False)
-    give_beat(meeting.island(1))
+    give_heartbeat(meeting.island(1))
     found = look(meeting).islands[1]
-    assert (found.claim, found.phase) == (2, "training")
+    assert (found.incarnation, found.phase) == (2, "training")
 
 
 def test_lag_is_counted_from_the_newest_round(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.0)
     first, _ = run_islands(2, lambda island: meeting.island(island))
     first.train(6)
-    give_beat(first)
+    give_heartbeat(first)
     assert [(i.round, i.lag) for i in look(meeting).islands] == [(3, 0), (0, 3)]
 
 
@@ -186,17 +186,21 @@ def test_objects_of_others_are_refused_and_shown(meeting: Meeting) -> None:
     for member in start(meeting, 4):
         member.leave()
     store = open_object_store(meeting.url)
-    beat = store.get("beats/0/000001.json", 10_000)
-    assert beat is not None
-    store.put("beats/7/000001.json", beat)  # moved from another island
+    heartbeat = store.get("heartbeats/0/000001.json", 10_000)
+    assert heartbeat is not None
+    store.put("heartbeats/7/000001.json", heartbeat)  # moved from another island
     store.put("rounds/99999999/00/plan.json", b"\x1b[2J nonsense")
-    store.put("claims/1/000001.json", b" " * (MAX_RECORD_BYTES + 1))
+    store.put("incarnations/1/000001.json", b" " * (MAX_RECORD_BYTES + 1))
     found = look(meeting)
-    assert found.refused.keys() == {"beats/7/000001.json", "rounds/99999999/00/plan.json", "claims/1/000001.json"}
+    assert found.refused.keys() == {
+        "heartbeats/7/000001.json",
+        "rounds/99999999/00/plan.json",
+        "incarnations/1/000001.json",
+    }
     assert [(island.island, bool(island.host)) for island in found.islands] == [(0, True), (1, False)]
     assert found.rounds[0].round == 2
     output = status(meeting.url).output
-    assert "warning: refused beats/7/000001.json: the record beats/7/000001.json was not sealed" in output
+    assert "warning: refused heartbeats/7/000001.json: the record heartbeats/7/000001.json was not sealed" in output
     assert "warning: refused rounds/99999999/00/plan.json" in output
 
 

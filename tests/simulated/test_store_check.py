@@ -72,13 +72,13 @@ def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_
         "rounds/00000005/00/votes/00001.json",
         "snapshots/00000000/00000-000001/rank-00001.json",  # cleared up
     }
-    assert found["claims/0/999999.json"] == "damaged"
-    assert found["beats/1/000009.json"] == "forged"
+    assert found["incarnations/0/999999.json"] == "damaged"
+    assert found["heartbeats/1/000009.json"] == "forged"
     assert found["rounds/00000002/00/plan.json"] == found["rounds/00000003/00/outcome.json"] == "settled"
     assert found["elsewhere/notes.txt"] == "foreign"
     repaired = set_aside(store, look(meeting.url))
     assert {it.kind for it in repaired.findings if not it.moved_to} == {"settled", "foreign"}
-    assert store.get("damaged/claims/0/999999.json", 10) == b"junk"
+    assert store.get("damaged/incarnations/0/999999.json", 10) == b"junk"
     assert set(kinds(look(meeting.url)).values()) == {"settled", "foreign"}
     run_islands(2, lambda island: islands[island].train(2))
     assert islands[0].hash == islands[1].hash
@@ -128,7 +128,7 @@ def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
 
 
 def test_where_there_is_no_run_or_no_name_of_it(meeting: Meeting, tmp_path: Path) -> None:
-    open_object_store(meeting.url).put("beats/0/000001.json", b"{}")
+    open_object_store(meeting.url).put("heartbeats/0/000001.json", b"{}")
     with pytest.raises(RendezvousError, match=r"run\.json, which names that run, is gone"):
         look(meeting.url)
     with pytest.raises(RendezvousError, match="there is no run at"):

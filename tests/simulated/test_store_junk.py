@@ -281,7 +281,7 @@ def test_a_run_whose_name_is_gone_is_not_begun_again(tmp_path: Path) -> None:
     before = store.get("run.json", 1 << 20) or b""
     store.delete(["run.json"])
     with pytest.raises(
-        RendezvousError, match=r"holds records of a run \(beats/.*\), but run.json.* Bring run.json back"
+        RendezvousError, match=r"holds records of a run \(heartbeats/.*\), but run.json.* Bring run.json back"
     ):
         meeting.island(0, checkpoint=checkpoint)
     assert store.get("run.json", 1 << 20) is None
@@ -369,7 +369,9 @@ def test_a_full_store_is_cleared_and_the_round_tried_again(tmp_path: Path, monke
     assert sorted(path.name for path in (root / "snapshots").iterdir()) == ["00000004"]
     island.train_to(6)
     assert island.reports[-2].weight == 2.0  # the steps of the missed round count
-    assert not [path for path in root.rglob("*#*") if "beats" not in path.parts], "a sign of life may be on its way"
+    assert not [path for path in root.rglob("*#*") if "heartbeats" not in path.parts], (
+        "a sign of life may be on its way"
+    )
 
 
 def failing(write: Callable[..., int], full: threading.Event) -> Callable[..., int]:

@@ -110,7 +110,7 @@ def test_contents_and_names_are_flushed_before_a_write_returns(
     store.put("rounds/1/plan.json", b"again")
     assert len(flushed) == 2
     flushed.clear()
-    store.put("beats/0/1.json", b"alive", is_lasting=False)
+    store.put("heartbeats/0/1.json", b"alive", is_lasting=False)
     assert flushed == []
 
 

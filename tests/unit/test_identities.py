@@ -59,8 +59,8 @@ OFFER, VOTE, PLAN = (
     [
         (OFFER, {"island": 1}, False),
         (OFFER, {"island": 2}, False),
-        ("claims/1/000001.json", {"pid": 3}, False),
-        ("beats/1/000001.json", {"count": 3}, False),
+        ("incarnations/1/000001.json", {"pid": 3}, False),
+        ("heartbeats/1/000001.json", {"count": 3}, False),
         ("snapshots/00000007/00001-000001/rank-00000.json", {"round": 7}, False),
         (VOTE, {"island": 1, "mean": "ab"}, False),
         (VOTE, {"island": 1, "mean": ""}, True),
@@ -107,14 +107,14 @@ def test_a_signature_that_was_altered_or_taken_from_elsewhere_is_refused() -> No
 
 def test_keys_are_replaced_and_taken_away() -> None:
     old = seal(1).wrap(OFFER, {"island": 1})
-    beat = seal(1).wrap("beats/1/000001.json", {})
+    heartbeat = seal(1).wrap("heartbeats/1/000001.json", {})
     new = Seal(KEY, "run", signer(1, 3, {1: [PUBLIC[1], PUBLIC[3]]})).wrap(OFFER, {"island": 1})
     both = seal(0, {1: [PUBLIC[1], PUBLIC[3]]})
     assert both.open(OFFER, old) == both.open(OFFER, new)
     retired = seal(0, {1: [f"{PUBLIC[1]} until 7", PUBLIC[3]]})
     assert retired.open(OFFER, old) == {"island": 1}
     with pytest.raises(UnknownIdentityError, match=r"island 1 shows .* which counts until round 7 only"):
-        retired.open("beats/1/000001.json", beat)
+        retired.open("heartbeats/1/000001.json", heartbeat)
     with pytest.raises(UnknownIdentityError, match="until round 6 only"):
         seal(0, {1: [f"{PUBLIC[1]} until 6", PUBLIC[3]]}).open(OFFER, old)
     with pytest.raises(

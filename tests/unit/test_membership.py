@@ -1,4 +1,4 @@
-"""Who is there, and who takes part: claims, signs of life and plans in a store, in one thread."""
+"""Who is there, and who takes part: incarnations, signs of life and plans in a store, in one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership.candidates import Rules
-from hf_diloco.membership.heartbeats import ClaimRecord, Members, claim_path
+from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
 from hf_diloco.membership.run import PATH, RunRecord, enter_run
@@ -73,7 +73,7 @@ def process(log: RunLog, clock: EventfulClock) -> Callable[..., Members]:
         if enters:
             members.enter()
             members.standing.phase = "training"
-            members.beat()
+            members.heartbeat()
         return members
 
     return start
@@ -96,15 +96,15 @@ def test_of_two_processes_that_begin_as_one_island_at_once_one_is_refused(
         return bool(create(path, data))
 
     store.create = create_late
-    clock.meanwhile = fast.beat
+    clock.meanwhile = fast.heartbeat
     with pytest.raises(DuplicateIslandError, match=r"another process runs as island 0 .*end that process first"):
         slow.enter()
-    assert (fast.claim, slow.claim) == (1, 0)
+    assert (fast.incarnation, slow.incarnation) == (1, 0)
 
 
 def test_who_hangs_until_its_number_is_taken_ends_at_its_next_round(log: RunLog, process: Process) -> None:
     hangs = process()
-    assert process().claim == 2, "it gave no sign of life"
+    assert process().incarnation == 2, "it gave no sign of life"
     quorum = Quorum(log, hangs, Rules(), clock=StillClock())
     with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*nothing of it is lost"):
         quorum.convene(quorum.current(1), offer_of(0))
@@ -114,7 +114,7 @@ def test_an_island_that_leaves_is_not_waited_for_until_its_lease_ends(process: P
     """By a process that is to follow it."""
     before, since = process(), clock.now()
     clock.meanwhile = lambda: before.leave("left")
-    assert process().claim == 2
+    assert process().incarnation == 2
     assert clock.now() - since < 1
 
 
@@ -135,11 +135,11 @@ def test_whether_a_process_has_ended_is_seen_at_once_where_its_number_tells(
 
         monkeypatch.setattr(os, "readlink", fail)
     process()
-    claim = log.read(claim_path(0, 1), ClaimRecord)
-    assert claim is not None
-    log.put(claim_path(0, 1), claim.model_copy(update={"pid": 1 << 30}))  # more than there can be
+    incarnation = log.read(incarnation_path(0, 1), IncarnationRecord)
+    assert incarnation is not None
+    log.put(incarnation_path(0, 1), incarnation.model_copy(update={"pid": 1 << 30}))  # more than there can be
     since = clock.now()
-    assert process().claim == 2
+    assert process().incarnation == 2
     assert clock.now() - since == seconds
 
 
@@ -149,7 +149,7 @@ def test_a_damaged_sign_of_life_is_not_taken_for_that_of_an_earlier_process(log:
     newer.leave("finished")
     observer = process(island=1)
     seen = observer.look()[0]
-    log.store.put("beats/0/000002.json", b"")
+    log.store.put("heartbeats/0/000002.json", b"")
     assert observer.look()[0] == seen
     assert observer.alive().keys() == {1}
 
@@ -159,7 +159,7 @@ def test_a_damaged_sign_of_life_is_not_taken_for_that_of_an_earlier_process(log:
 
 def offer_of(island: int, **settings: Any) -> OfferRecord:
     values: dict[str, Any] = {"state": "ab", "weight": 1.0, "norm": 1.0, "steps": 1, "objects": [{}], **settings}
-    return OfferRecord(island=island, claim=1, serial=0, **values)
+    return OfferRecord(island=island, incarnation=1, serial=0, **values)
 
 
 def test_a_plan_that_is_damaged_as_it_is_written_costs_an_attempt(
@@ -223,7 +223,7 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
     """These may start from other outer parameters, and have been used."""
     quorum = Quorum(log, process(0), Rules(), clock=StillClock())
     first = quorum.convene(Attempt(1, 0), offer_of(0))
-    assert quorum.offers_of(first, "ab") == [offer_of(0, beat=1)]
+    assert quorum.offers_of(first, "ab") == [offer_of(0, heartbeat=1)]
     second = replace(first, number=1)
     assert quorum.offers_of(second, "ab") is None
     outcome = log.read(f"{second.path}/outcome.json", OutcomeRecord)
@@ -276,7 +276,7 @@ def test_a_run_that_a_network_file_system_does_not_show_yet_is_looked_for_again(
     """It lists the file, and remembers for some seconds that there was none."""
     run, is_new = begin(store)
     assert is_new
-    store.put("claims/0/000001.json", b"")
+    store.put("incarnations/0/000001.json", b"")
     get, looks, clock = store.get, iter(range(num_looks)), StillClock()
     store.get = lambda path, limit: None if path == PATH and next(looks, None) is not None else get(path, limit)
     if num_looks < 100:

@@ -16,7 +16,7 @@ from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.gossip.versioned_buffer import VersionedBuffer
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
@@ -166,11 +166,11 @@ def test_what_is_taken_is_never_torn(ends: list[Published]) -> None:
 
 
 def test_memory_is_used_again() -> None:
-    shelf = Shelf()
+    versioned = VersionedBuffer()
     places = set()
     for fill in range(10):
-        shelf.put(payload(fill))
-        with shelf.newest() as newest:
+        versioned.put(payload(fill))
+        with versioned.newest() as newest:
             assert newest is not None
             places.add(newest.data_ptr())
     assert len(places) == 2
@@ -290,7 +290,7 @@ def test_a_node_whose_answers_take_too_long_is_left_out(monkeypatch: pytest.Monk
         end.publish(payload(3))
     held = threading.Lock()
     held.acquire()
-    monkeypatch.setattr(nodes[1]._shelf, "_lock", held)  # its machine hangs
+    monkeypatch.setattr(nodes[1]._versioned, "_lock", held)  # its machine hangs
     begin = time.monotonic()
     assert nodes[0].pull(1)[0] is None
     assert 0.4 < time.monotonic() - begin < AT_ONCE

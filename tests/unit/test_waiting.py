@@ -11,7 +11,7 @@ import pytest
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
 from hf_diloco.membership.candidates import Rules
-from hf_diloco.membership.heartbeats import ClaimRecord, Members
+from hf_diloco.membership.heartbeats import IncarnationRecord, Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord
@@ -126,7 +126,7 @@ def test_islands_that_gather_in_a_store_say_who_is_missing(
     config = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5)
     members = Members(log, 0, clock=clock)
     members.enter()
-    members.beat()
+    members.heartbeat()
     with pytest.raises(RendezvousError):
         await_islands(config, members, lambda: False, clock)
     assert caplog.messages == [f"island 0: waiting for island 1 at {url} (3 s of 5 s)"]
@@ -137,10 +137,10 @@ def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, cap
     for member in members:
         member.enter()
         member.standing.phase = "training"
-        member.beat()
+        member.heartbeat()
     members[0].look()
     quorum = Quorum(log, members[0], Rules(min_islands=2, patience=5), clock=clock)
-    offer = OfferRecord(island=0, claim=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
+    offer = OfferRecord(island=0, incarnation=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
     with pytest.raises(IslandLostError):
         quorum.convene(quorum.current(1), offer)
     assert caplog.messages == ["island 0: round 1: waiting for island 1 (3 s of 5 s)"]
@@ -149,7 +149,7 @@ def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, cap
 def test_who_finds_its_number_taken_says_what_it_waits_for(
     log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log.create("claims/0/000001.json", ClaimRecord(host="far", machine="other", pid=7, folder=""))
+    log.create("incarnations/0/000001.json", IncarnationRecord(host="far", machine="other", pid=7, folder=""))
     Members(log, 0, lease=10, clock=clock).enter()
     (line,) = [message for message in caplog.messages if "waiting for" in message]
     assert line.startswith("island 0: start: waiting for a sign of life of the process that had this number before")

@@ -21,7 +21,7 @@ import torch
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, damage
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.versioned_buffer import Shelf
+from hf_diloco.gossip.versioned_buffer import VersionedBuffer
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
@@ -46,7 +46,7 @@ class MeshPublished(Published):
     """
 
     def __init__(self, endpoint: Endpoint, neighbours: Collection[int], name: str = "published") -> None:
-        super().__init__(endpoint.node, Shelf())
+        super().__init__(endpoint.node, VersionedBuffer())
         self._endpoint = endpoint
         self._neighbours = frozenset(neighbours)
         self._timeout = endpoint.timeout
@@ -94,7 +94,7 @@ class MeshPublished(Published):
         self._length()
         links = self._links.get(node)
         if links is None:
-            return None, Traffic(self._shelf.take_count())
+            return None, Traffic(self._versioned.take_count())
         deadline = Deadline(self._timeout)
         try:
             payload, traffic = self._ask(links, deadline)
@@ -104,7 +104,7 @@ class MeshPublished(Published):
         except PayloadError:
             self.drop(node)  # what it sends is not read: nothing more can come over this connection
             raise
-        return payload, traffic + Traffic(self._shelf.take_count())
+        return payload, traffic + Traffic(self._versioned.take_count())
 
     def take_lost(self) -> dict[int, str]:
         """The neighbours that were lost since the last call, each with the reason in words. Does not block."""
@@ -188,7 +188,7 @@ class MeshPublished(Published):
                 _check(links, link, transfers)
                 transfers.drop()
                 deadline = Deadline(self._timeout)
-                _answer(links, tag, self._shelf, deadline)
+                _answer(links, tag, self._versioned, deadline)
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
             # A record that held the error would hold the sockets.
@@ -239,9 +239,9 @@ def _check(links: _Links, link: Connections, transfers: Transfers) -> None:
         raise IslandLostError(f"what node {links.peer} sent came damaged ({why})", [links.peer])
 
 
-def _answer(links: _Links, tag: int, shelf: Shelf, deadline: Deadline) -> None:
+def _answer(links: _Links, tag: int, versioned: VersionedBuffer, deadline: Deadline) -> None:
     transfers = Transfers()
-    with shelf.newest() as payload:
+    with versioned.newest() as payload:
         num_bytes = _NOTHING if payload is None else payload.numel()
         links.answered.send(torch.tensor([num_bytes]), links.end, tag, transfers)
         if payload is not None:
@@ -250,7 +250,7 @@ def _answer(links: _Links, tag: int, shelf: Shelf, deadline: Deadline) -> None:
             links.answered.wait(transfers, deadline)
         finally:
             transfers.drop()
-    shelf.count(max(0, num_bytes))
+    versioned.count(max(0, num_bytes))
 
 
 def _wake(link: Connections, peer: int) -> None:
