@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class IncarnationRecord(Record):
         pid: its number there.
         folder: where it writes.
         identities: the public keys that it believes, by island; none where islands have no identities.
+        nonce: random: of two processes that are otherwise alike, as in containers, one has written the record.
     """
 
     host: str
@@ -55,6 +57,7 @@ class IncarnationRecord(Record):
     pid: int
     folder: str
     identities: dict[str, list[str]] = Field(default_factory=dict)
+    nonce: str = ""
 
 
 class HeartbeatRecord(Record):
@@ -148,6 +151,7 @@ class Members:
                 pid=os.getpid(),
                 folder=self._folder,
                 identities=self._log.seal.identities,
+                nonce=secrets.token_hex(8),
             )
             number = newest + 1
             while not self._log.create(path := incarnation_path(self.island, number), record):

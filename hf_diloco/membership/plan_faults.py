@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_diloco.membership.round_records import OfferRecord, PlanRecord
+from hf_diloco.membership.round_records import OfferRecord, PlanRecord, author_of
 from hf_diloco.membership.verdicts import agree_on_rates
 
 
@@ -41,6 +41,11 @@ def find_fault(
     for participant, offer in zip(plan.participants, offers, strict=True):
         if offer is None or offer.island != participant.island:
             return Fault(f"{participant.offer}, which {wrong}names, is gone or cannot be read", participant.offer)
+        if foreign := _foreign_object(offer):
+            return Fault(
+                f"{participant.offer} names {foreign}, which island {offer.island} cannot have written",
+                participant.offer,
+            )
         if not participant.offer.startswith(f"{folder}/offers/"):
             return Fault(f"{wrong}takes an offer to another attempt: {participant.offer}")
         if (participant.weight, participant.norm) != (offer.weight, offer.norm):
@@ -64,3 +69,10 @@ def find_fault(
     if plan.rates != agree_on_rates([offer.rates for offer in offers if offer is not None]):
         return Fault(f"{wrong}has other inner learning rates than its participants")
     return None
+
+
+def _foreign_object(offer: OfferRecord) -> str:
+    """An object that an offer names as its own, though another process must have written it; "" if there is none."""
+    author = f"/{author_of(offer.island, offer.incarnation)}-"
+    paths = (info.get("path") for info in offer.objects)
+    return next((path for path in paths if isinstance(path, str) and author not in path), "")

@@ -161,6 +161,8 @@ class Meeting:
             record = json.loads(shown)
             version, way = record["version"], record["way"]
             place = Place(str(ipaddress.ip_address(record["host"])), int(record["port"]))
+            if not 0 < place.port < 1 << 16:
+                raise ValueError
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
         if version != VERSION:

@@ -363,6 +363,7 @@ def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: st
         ("at/1", b'{"version": 3, "way": "by magic", "host": "127.0.0.1", "port": 1}', "protocol 3, where this one"),
         ("at/1", b"rubbish", "island 1 has another version of hf_diloco (what it shows is no address"),
         ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 1e999}', "what it shows is no address"),
+        ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 65536}', "what it shows is no address"),
         ("at/1", b"[" * 100_000, "what it shows is no address"),
     ],
 )

@@ -193,6 +193,7 @@ def test_the_last_attempt_cannot_be_decided_anew_for_a_later_one(log: RunLog) ->
 @pytest.mark.parametrize("exchange", ["bucket", "mesh"])
 def test_rubbish_of_all_kinds_neither_stops_a_run_nor_changes_it(tmp_path: Path, exchange: str) -> None:
     settings: dict[str, Any] = {"exchange": exchange, "snapshot_every": 2, "keep_rounds": 1, "max_islands": 3}
+    settings |= {"grace": 60.0, "sync_timeout": 60.0}  # no round is to be taken without one, or missed
     if exchange == "mesh":
         settings["bind_address"] = "127.0.0.1"
     meeting = Meeting(tmp_path, 2, **settings)

@@ -68,8 +68,8 @@ def process(log: RunLog, clock: EventfulClock) -> Callable[..., Members]:
     """One process of an island, with a folder of its own, which enters the run unless it is told not to."""
     numbers = itertools.count()
 
-    def start(island: int = 0, enters: bool = True) -> Members:
-        members = Members(log, island, f"/{next(numbers)}", LEASE, clock)
+    def start(island: int = 0, enters: bool = True, folder: str = "") -> Members:
+        members = Members(log, island, folder or f"/{next(numbers)}", LEASE, clock)
         if enters:
             members.enter()
             members.standing.phase = "training"
@@ -84,10 +84,11 @@ Process = Callable[..., Members]
 # Claims
 
 
+@pytest.mark.parametrize("folder", ["", "/the/same"], ids=["anywhere", "in equal containers"])
 def test_of_two_processes_that_begin_as_one_island_at_once_one_is_refused(
-    store: Any, process: Process, clock: EventfulClock
+    store: Any, process: Process, clock: EventfulClock, folder: str
 ) -> None:
-    slow, fast = process(enters=False), process(enters=False)
+    slow, fast = process(enters=False, folder=folder), process(enters=False, folder=folder)
     create = store.create
 
     def create_late(path: str, data: bytes) -> bool:
@@ -231,6 +232,19 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
     assert (outcome.kind, outcome.unusable) == ("abort", "")
     assert outcome.reason.startswith(f"the plan that island 0 wrote ({second.path}) takes an offer to another attempt")
     assert log.take_refused().keys() == {0}
+
+
+def test_who_offers_what_another_island_has_written_is_to_blame(log: RunLog, process: Process) -> None:
+    """Or that one would be, for objects that cannot be used."""
+    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    path = "payloads/00000001/00001-000001-5/rank-00000.bin"
+    attempt = quorum.convene(Attempt(1, 0), offer_of(0).model_copy(update={"objects": [{"path": path}]}))
+    assert attempt.plan is not None
+    assert quorum.offers_of(attempt, "ab") is None
+    outcome = log.read(f"{attempt.path}/outcome.json", OutcomeRecord)
+    assert outcome is not None
+    assert (outcome.kind, outcome.unusable) == ("abort", attempt.plan.participants[0].offer)
+    assert f"names {path}, which island 0 cannot have written" in outcome.reason
 
 
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
