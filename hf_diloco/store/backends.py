@@ -45,6 +45,7 @@ _memory_lock = threading.Lock()
 class Backend(Protocol):
     """What `ObjectStore` asks of it; see `Folder` for what each does."""
 
+    def greet(self) -> None: ...
     def create(self, path: str, data: bytes) -> None: ...
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
@@ -64,6 +65,9 @@ class Cloud:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+
+    def greet(self) -> None:
+        self.find("checks")
 
     def create(self, path: str, data: bytes) -> None:
         try:
@@ -153,6 +157,9 @@ class Server(Cloud):
         self._timeout = timeout
         self._connections = urllib3.connection_from_url(address, maxsize=_CONNECTIONS_KEPT, retries=False)
         self._path = f"/changes/{path}"
+
+    def greet(self) -> None:
+        self._ask()  # which goes by no proxy, whatever the environment says
 
     def create(self, path: str, data: bytes) -> None:
         if self._ask(create={path: data}).created.get(path) != data:
@@ -261,6 +268,8 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
 
 def _open_server(scheme: str, host: str, port: int, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
     """Islands are clients of S3 to a server of `hf-diloco rendezvous`, which asks for no credentials."""
+    if scheme == "http":  # the way of `Server.ask`, by no proxy that the environment may name
+        client = {**client, "proxy_url": _address(scheme, host, port), "proxy_excludes": host}
     return S3Store(
         SERVER_BUCKET,
         prefix=path or None,

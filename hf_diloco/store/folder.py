@@ -59,6 +59,10 @@ class Folder:
 
     # Reading
 
+    def greet(self) -> None:
+        """Raises `OSError` if the folder cannot be looked at."""
+        self.find("checks")
+
     def read(self, path: str, limit: int) -> bytes:
         """A whole file.
 

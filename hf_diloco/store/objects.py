@@ -81,7 +81,7 @@ class ObjectStore:
         self._failures = Failures(self._scheme, timeout, read_only, is_kept_by_peer=gone_after is not None)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
-            self._call("list", "checks", lambda: self._backend.find("checks"))
+            self._call("list", "checks", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:

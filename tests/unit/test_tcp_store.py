@@ -108,6 +108,17 @@ def test_islands_that_replace_the_same_forged_value_agree(port: Port) -> None:
         assert len(set(found)) == 1
 
 
+def test_no_proxy_is_asked(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a cluster may name for the way out, and which does not reach its own machines."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    stores = [enter(port, island) for island in range(2)]
+    stores[0].set("a", "1")
+    assert stores[1].get("a") == b"1"
+    assert [path for path, _ in port.bare.list("values")] == ["values/a.json"]
+    assert len(port.bare.get_ranges("values/a.json", [0], [10])) == 1
+
+
 def test_several_count_at_once(port: Port) -> None:
     stores = [enter(port, island) for island in range(3)]
     sums = run_islands(3, lambda island: [stores[island].add("n", 1) for _ in range(20)])
