@@ -16,6 +16,7 @@ from hf_diloco.errors import StoreError
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.status import IslandStatus, Observer, RunStatus
+from hf_diloco.status.rows import figures
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
 from tests.clocks import StillClock
@@ -335,3 +336,11 @@ def test_watching_goes_on_where_the_store_does_not_answer_once(
     told = capsys.readouterr()
     assert told.err == "warning: the store does not answer\n"
     assert "3 of 3 committed: the run is over" in told.out
+
+
+def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting) -> None:
+    start(meeting)
+    update = {"num_rounds": 10, "round": 4, "seconds_per_round": 90.0, "snapshot": None}
+    told = dict(figures(look(meeting).model_copy(update=update)))
+    assert told["rounds"] == "4 of 10 committed, 1 min 30 s each, 9 min 0 s to go"
+    assert told["snapshot"] == "none that is whole"
