@@ -194,7 +194,7 @@ def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(name: str, port: None) -> Any:
+    def resolve(*_: object, **__: object) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -217,7 +217,7 @@ def test_a_machine_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(address: str) -> Any:
-        return lambda name, port: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+        return lambda name, port, *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", resolve("127.0.1.1"))
