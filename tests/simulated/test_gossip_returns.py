@@ -133,7 +133,7 @@ class Swarm:
         """What either side publishes, the other one takes."""
         published.publish(torch.full((SIZE,), mark).view(torch.uint8))
         for node in self.near:
-            before = self.steps[node]
+            before = max(0, self.steps[node] - 1)  # it may have yet to publish what it has counted
             until(lambda node=node: self.last_seen(node) == mark, f"node {node} takes")  # type: ignore[misc]
             theirs = taken(published, node)
             assert theirs is not None
