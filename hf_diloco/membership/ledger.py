@@ -162,7 +162,26 @@ class Ledger:
             missing = sorted(watch.gone.intersection(missing)) or missing
             plan = self._decide(f"{topic}/plan", " ".join([kind, *map(str, missing)]))
             raise self._no_round(round_number, plan, timeout)
+        self._forget(round_number - 1)
         return [found[island] for island in range(self.num_islands)]
+
+    def _forget(self, round_number: int) -> None:
+        """Deletes this island's records of a round that all islands have behind them, as all have come to the next."""
+        topics = [self._topic_of(round_number, number) for number in range(self.tries(round_number) + 1)]
+        keys = [f"{topic}/{kind}/{self.island}" for topic in topics for kind in ("arrived", "vote")]
+        if self.island == 0:
+            keys += [f"{topic}/outcome" for topic in topics]
+        self._in_background(lambda: self._guard(lambda: self._store.forget(keys)))
+
+    @staticmethod
+    def _in_background(call: Callable[[], object]) -> None:
+        """Does what nobody waits for."""
+
+        def run() -> None:
+            with suppress(IslandLostError):  # which is met where the store is needed
+                call()
+
+        threading.Thread(target=run, name="hf-diloco-post", daemon=True).start()
 
     def check_plan(self, round_number: int, timeout: float, silent: Collection[int] | None = None) -> None:
         """After a round that failed: whether an island had given it up while this one went on.
@@ -249,7 +268,10 @@ class Ledger:
         return self._tries.get(round_number, 0)
 
     def _topic(self, round_number: int) -> str:
-        number = self.tries(round_number)
+        return self._topic_of(round_number, self.tries(round_number))
+
+    @staticmethod
+    def _topic_of(round_number: int, number: int) -> str:
         return f"round/{round_number}+{number}" if number else f"round/{round_number}"
 
     def leave(self, next_round: int, finished: bool = False) -> None:
@@ -277,14 +299,10 @@ class Ledger:
         links = self._links[0] if self._links else None
         message = json.dumps({"topic": topic, "record": dict(record)}).encode()
         if links and links.send_message(message, self._news.set):
-            threading.Thread(target=self._try_to_post, args=(key, record), name="hf-diloco-post", daemon=True).start()
+            self._in_background(lambda: self._post(key, record))
             return links
         self._post(key, record)
         return None
-
-    def _try_to_post(self, key: str, record: Mapping[str, Any]) -> None:
-        with suppress(IslandLostError):  # which is met where the store is needed
-            self._post(key, record)
 
     def _absent(self, found: Mapping[int, Record]) -> list[int]:
         return [island for island in range(self.num_islands) if island not in found]

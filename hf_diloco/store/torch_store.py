@@ -199,6 +199,10 @@ class ValueStore(RecordStore):
         self._ask(lambda: self._log.put(self._path(key), BytesRecord(value=None)))
         return True
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """Deletes what nobody asks for any more."""
+        self._ask(lambda: self._log.store.delete([self._path(key) for key in keys]))
+
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
         """Puts what `change` makes of a value in its place; returns that."""
         path = self._path(key)
@@ -212,9 +216,6 @@ class ValueStore(RecordStore):
             if self._log.replace(path, read[0], record) if read else self._log.create(path, record):
                 return wish
         raise StoreError(f"{path} is overwritten again and again: keep others away from the rendezvous")
-
-    def _create(self, path: str, value: bytes) -> bool:
-        return self._log.create(path, _record(value))
 
     def find_all(self, keys: Sequence[str]) -> dict[str, bytes]:
         return self._ask(lambda: RecordStore.find_all(self, keys))

@@ -394,6 +394,25 @@ def test_what_is_no_record_is_refused(stores: Stores, raw: bytes) -> None:
         Ledger(stores(0), 0, 2).share("topic", {}, 5)
 
 
+def test_records_of_rounds_that_are_over_go(stores: Stores) -> None:
+    """A run may have many thousands, and who keeps the store has it in memory."""
+
+    def run(island: int) -> None:
+        book = Ledger(stores(island), island, 2)
+        for number in range(1, 6):
+            book.arrive(number, {"weight": 1}, 20)
+            assert book.settle(number, ok(), 20)[0]
+
+    run_islands(2, run)
+    kinds = ["arrived/0", "arrived/1", "vote/0", "vote/1", "outcome"]
+    old = [f"round/{number}/{kind}" for number in range(1, 5) for kind in kinds]
+    deadline = time.monotonic() + AT_ONCE
+    while left := stores(0).find_all(old):
+        assert time.monotonic() < deadline, left.keys()
+        time.sleep(0.02)
+    assert stores(0).check([f"round/5/{kind}" for kind in kinds])
+
+
 def test_a_record_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the record values/topic/0\.json has 4\d{6,} bytes, more than"):
         Ledger(ValueStore.in_memory(), 0, 2).share("topic", {"text": "x" * (3 << 20)}, 5)
