@@ -11,7 +11,7 @@ from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.tcp_store import GONE_SECONDS, Meeting, meet
+from hf_diloco.store.tcp_store import GONE_SECONDS, Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from tests.clocks import LONG
 from tests.processes import find_free_port
@@ -29,7 +29,7 @@ class Port:
     def config(self, **settings: Any) -> DiLoCoConfig:
         return DiLoCoConfig(**{"num_islands": 2, "rendezvous": self.url, "join_timeout": LONG, **settings})
 
-    def enter(self, island: int, credentials: Credentials) -> Meeting:
+    def enter(self, island: int, credentials: Credentials) -> Rendezvous:
         """Island 0 keeps the store for as long as somebody of this process has what this returns to it."""
         return meet(self.config(), credentials, island == 0, f"island {island}", LONG)
 

@@ -211,18 +211,9 @@ class ElasticSession(BaseSession):
         link_key = self._credentials.link_key(self._run.run)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
-        self.rounds = ElasticRounds(
-            RoundContext(
-                self.config,
-                self.outer,
-                self._talk,
-                self.engines,
-                self._snapshots,
-                self.quorum,
-                incarnation,
-                self._clock,
-            )
-        )
+        numbers = self.quorum, incarnation, self._clock
+        context = RoundContext(self.config, self.outer, self._talk, self.engines, self._snapshots, *numbers)
+        self.rounds = ElasticRounds(context)
         self._pace = Pace(self.config, self.outer, self.members)
         return is_new
 

@@ -10,6 +10,7 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from hf_diloco.errors import StoreError
 from hf_diloco.store.backends import ENVIRONMENT_PREFIX, lacks_bucket
+from hf_diloco.utils.urls import MAX_PATH, is_object_path
 
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL)",
@@ -116,3 +117,12 @@ def reason_of(error: Exception) -> str:
 def _is_denied(error: Exception) -> bool:
     denials = PermissionDeniedError | UnauthenticatedError | PermissionError
     return isinstance(error, denials) or _DENIAL.search(str(error)) is not None
+
+
+def check_path(path: str) -> None:
+    """Raises `StoreError` for what no object may be called."""
+    if not is_object_path(path):  # which may have come from another island's record
+        raise StoreError(
+            f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
+            "and ._=+- between single slashes"
+        )

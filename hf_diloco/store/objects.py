@@ -1,13 +1,7 @@
 """Objects in a bucket or folder that all islands reach; nothing of the store is needed but *create if absent*.
 
-    file:///DIR            a folder, such as a network file system that all islands mount
-    s3://BUCKET/PREFIX     Amazon S3 and what speaks its protocol (AWS_ENDPOINT_URL)
-    gs://BUCKET/PREFIX     Google Cloud Storage
-    az://CONTAINER/PREFIX  Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME)
-    http://HOST:PORT/NAME  a server that `hf-diloco rendezvous` keeps
-    memory://NAME          this process alone; for tests
-
-Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*), or are what the provider gives to the machine.
+Its address is one of those that `utils.urls` lists. Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*),
+or are what the provider gives to the machine.
 
 A reader sees an object whole or not at all, and it stays when the power fails; `folder` says how files do that.
 """
@@ -27,12 +21,21 @@ from obstore.exceptions import BaseError
 
 from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
 from hf_diloco.store.backends import PART_BYTES, Cloud, Server, lacks_bucket, open_backend
-from hf_diloco.store.failures import CutShortError, Failures, TooLargeError, UnreadableError, is_full, reason_of
+from hf_diloco.store.failures import (
+    CutShortError,
+    Failures,
+    TooLargeError,
+    UnreadableError,
+    check_path,
+    is_full,
+    reason_of,
+)
 from hf_diloco.store.folder import Entry, NoFileError
 from hf_diloco.store.question import Answer, Question
 from hf_diloco.store.sight import Sights
+from hf_diloco.utils.ranges import join_ranges
 from hf_diloco.utils.together import ask_together
-from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
+from hf_diloco.utils.urls import check_store_url, is_object_path
 
 T = TypeVar("T")
 
@@ -59,7 +62,7 @@ class ObjectStore:
     within half of it.
 
     Args:
-        url: one of the forms that this module's text lists.
+        url: one of the forms that `utils.urls` lists.
         timeout: seconds without an answer after which the store counts as lost.
         read_only: to look at what is there; a folder is not made, and need not be writable.
         gone_after: seconds for which nobody may listen at a server's port until it counts as lost; default: as long as
@@ -127,7 +130,7 @@ class ObjectStore:
     def decide(self, path: str, data: bytes, limit: int) -> bytes:
         """Writes an object unless it exists; returns what is there then, at most `limit` bytes; raises as `get`."""
         if self.tells_changes:
-            _check_path(path)
+            check_path(path)
             if found := self.ask(Question(create={path: data})).created.get(path):
                 return found
         try:
@@ -136,7 +139,7 @@ class ObjectStore:
             raise self._too_large(path, size, limit) from None
 
     def _settle(self, path: str, data: bytes, limit: int) -> bytes:
-        _check_path(path)
+        check_path(path)
 
         def attempt() -> bytes:
             try:
@@ -161,7 +164,7 @@ class ObjectStore:
 
         Of a server or a cloud's store, as folders know no tags. Raises `StoreError` if there is no answer.
         """
-        _check_path(path)
+        check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
@@ -178,7 +181,7 @@ class ObjectStore:
         Raises:
             StoreError: no answer, or a refusal. Whether the object was written is then unknown.
         """
-        _check_path(path)
+        check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
         return self._write("replace", path, lambda: backend.replace(path, tag, data))
@@ -222,7 +225,7 @@ class ObjectStore:
             StoreFullError: there is no space left.
             StoreError: no answer, or access is denied.
         """
-        _check_path(path)
+        check_path(path)
         view = memoryview(data).cast("B")
         self._write("write", path, lambda: self._backend.put(path, view, pace, is_lasting))
 
@@ -237,7 +240,7 @@ class ObjectStore:
             UnreadableError: it is a symbolic link or device in a folder.
             StoreError: no answer, or access is denied.
         """
-        _check_path(path)
+        check_path(path)
         sight = self.sights.covering(path)
         if sight and path not in sight.objects:
             return None
@@ -258,11 +261,11 @@ class ObjectStore:
             StoreError: no answer, or access is denied.
             ValueError: a range is empty or begins before 0.
         """
-        _check_path(path)
+        check_path(path)
         pairs = list(zip(starts, ends, strict=True))
         if wrong := [pair for pair in pairs if not 0 <= pair[0] < pair[1]]:
             raise ValueError(f"no range of bytes: {wrong[0]}")
-        runs = {first: self._get_run(path, first, last) for first, last in _joined(pairs)}
+        runs = {first: self._get_run(path, first, last) for first, last in join_ranges(pairs)}
         firsts = sorted(runs)
         found = [firsts[bisect.bisect_right(firsts, start) - 1] for start, _ in pairs]
         return [runs[first][start - first : end - first] for first, (start, end) in zip(found, pairs, strict=True)]
@@ -303,7 +306,7 @@ class ObjectStore:
         """
         prefix = prefix.rstrip("/")
         if prefix:
-            _check_path(prefix)
+            check_path(prefix)
         try:
             found = self._call("list", prefix, lambda: self._backend.find(prefix))
         except _Absent:  # a folder that was removed meanwhile
@@ -317,7 +320,7 @@ class ObjectStore:
             StoreError: no answer, or access is denied; some may have been deleted.
         """
         for path in paths:
-            _check_path(path)
+            check_path(path)
         if paths:
             self._write("delete", paths[0], lambda: self._backend.delete(paths))
 
@@ -340,7 +343,7 @@ class ObjectStore:
         Raises:
             StoreError: no answer, access is denied, or there is no such object.
         """
-        _check_path(target)
+        check_path(target)
         self._write("move", path, lambda: self._backend.move(path, target))
 
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
@@ -398,25 +401,6 @@ def open_object_store(
 ) -> ObjectStore:
     """Opens the store at `url`; see `ObjectStore`. memory://NAME is one store for every NAME in this process."""
     return ObjectStore(url, timeout, read_only, gone_after)
-
-
-def _check_path(path: str) -> None:
-    if not is_object_path(path):  # which may have come from another island's record
-        raise StoreError(
-            f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
-            "and ._=+- between single slashes"
-        )
-
-
-def _joined(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order, those that touch or overlap made one."""
-    runs: list[tuple[int, int]] = []
-    for start, end in sorted(pairs):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(end, runs[-1][1])
-        else:
-            runs.append((start, end))
-    return runs
 
 
 __all__ = [

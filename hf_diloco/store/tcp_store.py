@@ -38,7 +38,7 @@ _NO_RUN = "-"  # what seals the mark
 _POLL_SECONDS = 0.05
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where one rank has met the others.
 
     Attributes:
@@ -59,7 +59,7 @@ def meet(
     who: str,
     silent_for: float,
     notes: WaitNotes | None = None,
-) -> Meeting:
+) -> Rendezvous:
     """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
 
     Args:
@@ -91,7 +91,7 @@ def meet(
     seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
     values = ValueStore(RunLog(store, seal), config.join_timeout)
     address = config.bind_address or address_towards(config.rendezvous)
-    return Meeting(values, credentials.link_key(run), address)
+    return Rendezvous(values, credentials.link_key(run), address)
 
 
 def _open(config: Place, silent_for: float) -> ObjectStore:

@@ -272,7 +272,7 @@ def test_an_empty_decision_is_decided_under_another_name(name: str) -> None:
     assert ("rounds/00000002/01/plan.json" in paths) == (name == "plan")
 
 
-def test_rubbish_among_claims_and_beats_makes_nobody_dead_or_double() -> None:
+def test_rubbish_among_incarnations_and_heartbeats_makes_nobody_dead_or_double() -> None:
     """Two islands that need each other: no round is missed, though rubbish looks newer than each of their records."""
     world = explore(2, 2, 3, [], {}, junk=dict.fromkeys((0, 200, 400), RUBBISH))
     assert world.num_missed == 0

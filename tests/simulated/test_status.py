@@ -103,7 +103,7 @@ def test_looking_changes_nothing(meeting: Meeting) -> None:
     assert store.entries() == before
 
 
-def test_an_island_is_alive_while_its_beat_changes(meeting: Meeting) -> None:
+def test_an_island_is_alive_while_its_heartbeat_changes(meeting: Meeting) -> None:
     start(meeting)[1].die()
     found = json.loads(status(meeting.url, "--json").output)
     assert [(island["island"], island["presence"]) for island in found["islands"]] == [(0, "alive"), (1, "silent")]

@@ -34,7 +34,7 @@ from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.rendezvous import find_address
 from hf_diloco.store.server import StoreServer
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.tcp_store import Meeting, meet
+from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.timeouts import call_within
 from tests.clocks import AT_ONCE, LONG, FastClock
@@ -565,7 +565,7 @@ def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
     return DiLoCoConfig(**{"num_islands": 2, "island": island, "rendezvous": url, "join_timeout": 0.5, **more})
 
 
-def connect(config: DiLoCoConfig, is_host: bool) -> Meeting:
+def connect(config: DiLoCoConfig, is_host: bool) -> Rendezvous:
     return meet(config, Credentials(), is_host, f"island {config.island}", LONG)
 
 
