@@ -60,8 +60,8 @@ def dashboard(
     from hf_diloco.dashboard import Dashboard, open_source
     from hf_diloco.dashboard.prometheus import check_installed
     from hf_diloco.store.credentials import load_key
-    from hf_diloco.utils.addresses import is_loopback
     from hf_diloco.utils.extras import need
+    from hf_diloco.utils.urls import is_loopback
 
     need("the page of a run", "matplotlib")
     if "://" in run:

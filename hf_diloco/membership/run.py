@@ -8,10 +8,9 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
-from hf_diloco.store.authors import MEETING, RUN_PATH
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 
 PATH = RUN_PATH

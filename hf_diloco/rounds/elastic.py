@@ -39,21 +39,18 @@ from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
+from hf_diloco.rounds.joining import LOOK_SECONDS, Joining, Pace, Presence
 from hf_diloco.rounds.measure import SyncClock, SyncReport
-from hf_diloco.rounds.pace import Pace
-from hf_diloco.rounds.presence import Presence
 from hf_diloco.rounds.round import Contribution, RoundPassed
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.sealing.blocks import BlockSeal
+from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.host import StoreHost
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.rendezvous import warn_if_exposed
-from hf_diloco.store.sight import looking_once
+from hf_diloco.store.question import looking_once
+from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.clock import REAL, Clock

@@ -27,8 +27,8 @@ from hf_diloco.membership.records import (
     LayoutRecord,
     StateRecord,
     parse_records,
+    states_are_equal,
 )
-from hf_diloco.membership.verdicts import states_are_equal
 from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background

@@ -17,8 +17,15 @@ from hf_diloco.errors import DamagedTransferError, DiLoCoError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.membership.records import ArrivalRecord, VoteRecord, parse_records, parse_some
-from hf_diloco.membership.verdicts import agree_on_rates, weigh, why_aborted
+from hf_diloco.membership.records import (
+    ArrivalRecord,
+    VoteRecord,
+    agree_on_rates,
+    parse_records,
+    parse_some,
+    weigh,
+    why_aborted,
+)
 from hf_diloco.outer.digests import combine_digests
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import LaneStats, SyncReport

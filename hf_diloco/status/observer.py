@@ -12,8 +12,8 @@ from typing import TypeVar
 from hf_diloco.errors import ForgedError, PayloadError
 from hf_diloco.membership import heartbeats as members
 from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
+from hf_diloco.membership.round_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.membership.run import open_run
-from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record

@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
-from hf_diloco.store.question import Awaited
-from hf_diloco.store.sight import Watch
+from hf_diloco.store.question import Awaited, Watch
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import Clock
 

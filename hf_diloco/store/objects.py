@@ -31,10 +31,9 @@ from hf_diloco.store.failures import (
     reason_of,
 )
 from hf_diloco.store.folder import Entry, NoFileError
-from hf_diloco.store.question import Answer, Question
-from hf_diloco.store.sight import Sights
+from hf_diloco.store.question import Answer, Question, Sights
 from hf_diloco.utils.ranges import join_ranges
-from hf_diloco.utils.together import ask_together
+from hf_diloco.utils.threads import ask_together
 from hf_diloco.utils.urls import check_store_url, is_object_path
 
 T = TypeVar("T")

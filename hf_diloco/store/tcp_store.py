@@ -17,13 +17,11 @@ from typing import NamedTuple
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
 from hf_diloco.sealing import LinkKey, Roster
-from hf_diloco.store.authors import MEETING, RUN_PATH
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.host import StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.rendezvous import Place
-from hf_diloco.store.signing import ENV_KEY, Seal
+from hf_diloco.store.rendezvous import Place, StoreHost, address_towards, find_store, url_of
+from hf_diloco.store.signing import ENV_KEY, MEETING, RUN_PATH, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 

@@ -17,11 +17,10 @@ from typing import Self, TypeVar
 from torch.distributed import DistStoreError, Store
 
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
-from hf_diloco.store.authors import VALUES
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.sight import Watch, looking_once
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.question import Watch, looking_once
+from hf_diloco.store.signing import VALUES, Seal
 from hf_diloco.utils.clock import REAL
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
 from hf_diloco.utils.listening import GlooListener
-from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.threads import call_within
 
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""

@@ -8,7 +8,7 @@ from functools import partial
 from torch.distributed import PrefixStore, Store
 
 from hf_diloco.errors import DiLoCoError
-from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.threads import call_within
 
 NOTE_SECONDS = 2.0
 """How long the store may take, and, where nothing else is said, a note that an island is about to leave."""

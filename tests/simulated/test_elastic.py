@@ -30,9 +30,8 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
-from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
-from hf_diloco.membership.snapshot_records import Snapshot
 from hf_diloco.rounds import FixedSession, joining
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
@@ -43,7 +42,7 @@ from hf_diloco.store.torch_store import BytesRecord, ValueStore
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork
-from hf_diloco.transport.object_info import ObjectInfo
+from hf_diloco.transport.objects import ObjectInfo
 from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.transport.resharding import SegmentedMesh
 from tests.clocks import LONG, FastClock

@@ -23,9 +23,8 @@ from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Sig
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.handshake import End
+from hf_diloco.transport.handshake import PLACE, End, Line
 from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.line import PLACE, Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport

@@ -14,7 +14,7 @@ from hf_diloco.rounds import open as opening
 from hf_diloco.store import objects
 from hf_diloco.store.backends import Cloud
 from hf_diloco.store.question import MAX_WAIT_SECONDS
-from hf_diloco.utils.together import ask_together
+from hf_diloco.utils.threads import ask_together
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import ENGINES, Meeting, Member

@@ -24,8 +24,8 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.rounds import FixedSession
 from hf_diloco.store import serving
 from hf_diloco.store.credentials import make_key
-from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.rendezvous import StoreHost, url_of
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.meetings import Meeting

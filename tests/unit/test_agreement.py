@@ -36,7 +36,7 @@ from hf_diloco.store.server import StoreServer
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
-from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.threads import call_within
 from tests.clocks import AT_ONCE, LONG, FastClock
 from tests.islands import CountingStore, run_islands, try_islands
 from tests.store_servers import serving_app

@@ -21,8 +21,8 @@ from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
-from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.peer_failures import LossNotes
