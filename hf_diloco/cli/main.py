@@ -206,7 +206,16 @@ def report(
 
 @app.command()
 def status(
-    rendezvous: StoreArgument,
+    rendezvous: Annotated[
+        str,
+        typer.Argument(
+            metavar="RENDEZVOUS",
+            envvar=ENV_RENDEZVOUS,
+            help="where the islands meet: tcp://HOST:PORT, s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or "
+            "http://HOST:PORT/NAME",
+            show_default=False,
+        ),
+    ],
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again and again, until Ctrl-C or the run's end.")
     ] = False,
@@ -219,11 +228,13 @@ def status(
     num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How many of the last rounds.")] = 10,
     key_file: KeyFileOption = None,
 ) -> None:
-    """Show where the islands of a run stand that meet in an object store, and what became of the last rounds.
+    """Show where the islands of a run stand, and what became of the last rounds.
 
     It only reads. Which islands live shows in whether their signs of life change, so it takes a few seconds.
 
     [bold]Examples[/bold]
+
+    [cyan]hf-diloco status tcp://10.0.0.1:29400[/cyan]
 
     [cyan]hf-diloco status s3://bucket/my-run[/cyan]
 

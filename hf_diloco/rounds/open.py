@@ -57,7 +57,7 @@ def open_session(
             config = next_training(config, after.config)
         return ElasticSession(config, island, should_stop, host=host, linger=linger)
     transport = after.transport.again() if isinstance(after, FixedSession) else None
-    return FixedSession(config, island, should_stop, transport)
+    return FixedSession(config, island, should_stop, transport, folder=folder)
 
 
 def _meet_at_island_0(

@@ -77,6 +77,7 @@ class ObjectStore:
         self.url = check_store_url(url)
         self.timeout = timeout
         self._patience = 0.6 * timeout
+        self._gone_after = gone_after
         self._patience_if_refused = self._patience if gone_after is None else gone_after
         self._scheme = self.url.partition(":")[0]
         self.sights = Sights()
@@ -93,6 +94,10 @@ class ObjectStore:
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
+
+    def below(self, name: str) -> ObjectStore:
+        """The same store, for what lies below a path."""
+        return ObjectStore(f"{self.url}/{name}", self.timeout, gone_after=self._gone_after)
 
     def check_creation(self) -> None:
         """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.

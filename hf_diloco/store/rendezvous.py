@@ -19,6 +19,8 @@ from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
+GONE_SECONDS = 1.0
+"""How long nobody may listen at the port until who keeps the store counts as gone."""
 _RUN = "run"
 _RETRY_SECONDS = 0.2
 _ELSEWHERE = "192.0.2.1"  # an address of nobody, RFC 5737

@@ -55,7 +55,7 @@ VALUES = "values/"
 """Where islands of fixed membership, and nodes, leave values for each other."""
 
 _VALUES = re.compile(
-    r"(?:^|/)(?:claim|join|state|done|checkpoints\d*|sound\d*|round/[\d+]+/arrived|round/[\d+]+/vote"
+    r"(?:^|/)(?:join|state|done|checkpoints\d*|sound\d*|round/[\d+]+/arrived|round/[\d+]+/vote"
     r"|starts|calls|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
 )
 

@@ -1,9 +1,10 @@
-"""Calls on threads of their own: one that must not take too long, or several at the same time."""
+"""Calls on threads of their own: one that must not take too long, several at once, or one that nobody waits for."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -66,3 +67,13 @@ def ask_together(*calls: Callable[[], Any]) -> list[Any]:
         if error is not None:
             raise error
     return results
+
+
+def call_behind(call: Callable[[], object], passing: type[Exception]) -> None:
+    """Makes a call that nobody waits for, and whose failure nobody needs to hear of, if it is of a kind."""
+
+    def run() -> None:
+        with suppress(passing):
+            call()
+
+    threading.Thread(target=run, name="hf-diloco-behind", daemon=True).start()

@@ -32,7 +32,7 @@ _CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT
 _SERVER_URL = re.compile(
     rf"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{{1,5}}))?/({OBJECT_PATH.pattern})/?"
 )
-_MEMORY_URL = re.compile(r"memory://[A-Za-z0-9._-]+/?")
+_MEMORY_URL = re.compile(rf"memory://{OBJECT_PATH.pattern}/?")
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -17,6 +17,7 @@ from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError,
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
@@ -411,7 +412,7 @@ def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
         transport, kept = MeshTransport(config, is_leader=True), []
         for training in (transport, transport.again()):
             ledger = Ledger(training.records, island, 2)
-            ledger.claim()
+            Members(training.log, island).enter(may_return=False)
             assert ledger.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]
             lane, values = training.open(0), torch.full((5000,), float(island))
             lane.average(values, [1.0, 1.0], CODECS["fp32"])
