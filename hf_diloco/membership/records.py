@@ -78,13 +78,13 @@ class ArrivalRecord(_Record):
 
     Attributes:
         weight: how much its pseudo-gradient counts; 0 if it is not finite.
-        norm: of its pseudo-gradient; None if that is not finite.
+        norm: of its pseudo-gradient; 0 if that is not finite.
         digest: of the outer parameters that it starts from.
         rates: the inner learning rate of each parameter group at its last step, where the method wants them.
     """
 
     weight: float = Field(ge=0)
-    norm: float | None = Field(default=None, ge=0)
+    norm: float = Field(default=0.0, ge=0)
     digest: Digest
     rates: list[Rate] = []
 

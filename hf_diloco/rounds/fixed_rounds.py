@@ -63,7 +63,7 @@ class ArrivedRound:
     def describe(self) -> PlanRecord:
         """What is kept of it."""
         participants = [
-            Participant(offer="", island=island, weight=weight, norm=self.arrivals[island].norm or 0.0)
+            Participant(offer="", island=island, weight=weight, norm=self.arrivals[island].norm)
             for island, weight in self.participants.items()
         ]
         left_out = {str(island): _LEFT_OUT for island, weight in enumerate(self.weights) if not weight}
@@ -132,7 +132,7 @@ class FixedRounds(Rounds[ArrivedRound]):
             exchange.prepare(part, self.outer.codec)
         record = ArrivalRecord(
             weight=own.weight if own.is_finite else 0.0,
-            norm=own.norm if own.is_finite else None,
+            norm=own.norm if own.is_finite else 0.0,
             digest=self.outer.outer_hash,
             rates=list(own.rates),
         )

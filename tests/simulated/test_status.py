@@ -14,28 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.inner import open_shards
-from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import history
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
-from hf_diloco.rounds import FixedSession
 from hf_diloco.status import IslandStatus, Observer, RunStatus, observe
 from hf_diloco.status.rows import figures
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport.open import MeshTransport
 from tests.clocks import AT_ONCE, StillClock
+from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands, try_islands
 from tests.meetings import Meeting, Member, offer_spoilt
 from tests.processes import Completed, Processes, find_free_port, run
-from tests.small_model import batches, make_model, take_step
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
@@ -363,29 +359,6 @@ def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting
 
 
 # Where island 0 keeps the store
-
-
-class FixedIsland:
-    """An island of fixed membership, whose leader this thread is."""
-
-    def __init__(self, folder: Path, url: str, island: int, num_rounds: int | None = None, **settings: Any) -> None:
-        self.config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, sync_every=2, **settings)
-        self.session = FixedSession(self.config, IslandGroup(), folder=folder / str(island))
-        self.session.num_rounds = num_rounds
-        self.session.tokens_per_step = 32
-        self._model = make_model()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05)
-        self.session.join(open_shards(self._model, self._optimizer, 1), folder / str(island))
-
-    def train(self, num_steps: int) -> FixedIsland:
-        for batch in batches(self.config.island, num_steps):
-            take_step(self._model, self._optimizer, batch)
-            if self.session.outer.count_step(weight=4.0):
-                self.session.sync()
-        return self
-
-    def leave(self) -> None:
-        self.session.leave(finished=True)
 
 
 def observe_tcp(url: str, key: bytes = b"") -> Observer:

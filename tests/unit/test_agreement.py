@@ -451,7 +451,7 @@ JOIN = {
 RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
-    (ArrivalRecord, {"weight": 2.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
+    (ArrivalRecord, {"weight": 2.5, "norm": 1.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
     (VoteRecord, {"ok": True, "digest": "ab12", "reason": "", "again": False}),
     (CheckpointsRecord, {"rounds": [1, 2]}),
 ]
