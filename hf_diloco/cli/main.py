@@ -206,13 +206,13 @@ def report(
 
 @app.command()
 def status(
-    rendezvous: Annotated[
+    run: Annotated[
         str,
         typer.Argument(
-            metavar="RENDEZVOUS",
+            metavar="RUN|RENDEZVOUS",
             envvar=ENV_RENDEZVOUS,
-            help="where the islands meet: tcp://HOST:PORT, s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or "
-            "http://HOST:PORT/NAME",
+            help="a run folder, such as runs/quickstart; or where the islands meet: tcp://HOST:PORT, "
+            "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME",
             show_default=False,
         ),
     ],
@@ -234,6 +234,8 @@ def status(
 
     [bold]Examples[/bold]
 
+    [cyan]hf-diloco status runs/quickstart[/cyan]
+
     [cyan]hf-diloco status tcp://10.0.0.1:29400[/cyan]
 
     [cyan]hf-diloco status s3://bucket/my-run[/cyan]
@@ -244,7 +246,7 @@ def status(
     """
     from hf_diloco.cli.status import run_status
 
-    run_status(rendezvous, key_file, interval if watch else None, num_rounds, as_json)
+    run_status(run, key_file, interval if watch else None, num_rounds, as_json)
 
 
 @app.command()

@@ -28,21 +28,22 @@ _WORDS = ("host", "phase", "life", "state", "islands", "left out")
 _STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 
 
-def run_status(url: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
+def run_status(run: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
     """Runs `hf-diloco status`.
 
     Args:
-        url: where the islands meet.
+        run: its folder, or where its islands meet.
         key_file: see `hf_diloco.store.signing.load_key`.
         interval: seconds between two looks; None: once.
         num_rounds: how many of the last rounds to show.
         as_json: for programs.
 
     Raises:
-        ConfigError: the URL or the key cannot be one.
+        ConfigError: there is no such folder, or the URL or the key cannot be one.
         RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
         StoreError: the store does not answer; once it has, watching goes on regardless, unless island 0 keeps it.
     """
+    url = _rendezvous_of(run)
     check_url(url, "status", may_be_tcp=True)
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
@@ -51,6 +52,18 @@ def run_status(url: str, key_file: Path | None, interval: float | None, num_roun
             _show_once(observer.settle(), as_json)
         else:
             _watch(observer, interval, as_json)
+
+
+def _rendezvous_of(run: str) -> str:
+    """Where the islands of a run meet."""
+    if ":" in run.partition("/")[0]:
+        return run
+    from hf_diloco.report import load_run
+
+    settings = load_run(run).settings.get("diloco") or {}
+    if not (url := settings.get("rendezvous")):
+        raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
+    return str(url)
 
 
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:

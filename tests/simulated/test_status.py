@@ -32,6 +32,7 @@ from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands, try_islands
 from tests.meetings import Meeting, Member, offer_spoilt
 from tests.processes import Completed, Processes, find_free_port, run
+from tests.report_runs import write_run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
@@ -266,6 +267,7 @@ def test_the_table(meeting: Meeting) -> None:
         ("tcp://127.0.0.1:{port}", "no run can be seen at tcp://127.0.0.1:{port} ", 1),
         ("tcp://127.0.0.1", "expected tcp://HOST:PORT", 2),
         ("udp://127.0.0.1:29400", "status needs the place where the run's islands leave records", 2),
+        ("nowhere", "no run folder at nowhere: give the folder that the run wrote", 2),
         ("file:relative", "a folder needs its full path", 2),
         ("s3://", "is no object store", 2),
         ("memory://here", "share no memory: use file:///DIR", 2),
@@ -356,6 +358,16 @@ def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting
     told = dict(figures(look(meeting).model_copy(update=update)))
     assert told["rounds"] == "4 of 10 committed, 1 min 30 s each, 9 min 0 s to go"
     assert told["snapshot"] == "none that is whole"
+
+
+def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Path) -> None:
+    run_islands(2, lambda island: meeting.island(island).train(4).leave())
+    folder = write_run(tmp_path / "demo")
+    assert re.search(
+        r"error: \S+demo has no islands that meet anywhere; see `hf-diloco report", status(folder, expect=2).output
+    )
+    (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
+    assert "2 committed" in status(folder).output
 
 
 # Where island 0 keeps the store
