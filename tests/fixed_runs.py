@@ -15,7 +15,7 @@ from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork

@@ -27,10 +27,10 @@ from hf_diloco.transport.base import (
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.messages import Messages
-from hf_diloco.transport.peer_failures import LossNotes
 from hf_diloco.transport.transfers import (
     Chunk,
     Deadline,
+    LossNotes,
     Transfers,
     blocks,
     bytes_to_send,

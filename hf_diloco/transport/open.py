@@ -13,10 +13,9 @@ from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 SILENT_SECONDS = 60.0

@@ -17,8 +17,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.transport import mesh, transfers
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import Lane, RateLimit
 from tests.tcp_stores import reach
 
 

@@ -32,9 +32,10 @@ from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
-from hf_diloco.rounds import FixedSession, joining
+from hf_diloco.rounds import joining
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.store.objects import open_object_store

@@ -30,7 +30,7 @@ from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands

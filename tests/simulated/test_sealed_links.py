@@ -23,13 +23,12 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
-from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.connections import Connections, Sealer
 from hf_diloco.transport.handshake import PLACE, End, Line
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG

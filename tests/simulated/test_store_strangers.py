@@ -21,7 +21,7 @@ from hf_diloco.gossip.node import open_node
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store import serving
 from hf_diloco.store.credentials import make_key
 from hf_diloco.store.objects import open_object_store

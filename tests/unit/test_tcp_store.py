@@ -25,7 +25,7 @@ from hf_diloco.store.objects import ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.store.torch_store import ValueStore
-from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from tests.clocks import AT_ONCE
 from tests.islands import run_islands
 from tests.tcp_stores import Port
