@@ -14,7 +14,6 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from hf_diloco.errors import StoreError, StoreFullError
 from hf_diloco.store.backends import ENVIRONMENT_PREFIX, lacks_bucket
 from hf_diloco.store.folder import NoFileError
-from hf_diloco.utils.urls import MAX_PATH, is_object_path
 
 T = TypeVar("T")
 
@@ -171,12 +170,3 @@ def reason_of(error: Exception) -> str:
 def _is_denied(error: Exception) -> bool:
     denials = PermissionDeniedError | UnauthenticatedError | PermissionError
     return isinstance(error, denials) or _DENIAL.search(str(error)) is not None
-
-
-def check_path(path: str) -> None:
-    """Raises `StoreError` for what no object may be called."""
-    if not is_object_path(path):  # which may have come from another island's record
-        raise StoreError(
-            f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
-            "and ._=+- between single slashes"
-        )

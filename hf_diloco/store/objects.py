@@ -26,13 +26,12 @@ from hf_diloco.store.failures import (
     TooLargeError,
     UnreadableError,
     UnsettledError,
-    check_path,
     reason_of,
 )
 from hf_diloco.store.folder import Entry, NoFileError
 from hf_diloco.store.question import Answer, Question, Sights
 from hf_diloco.utils.threads import ask_together
-from hf_diloco.utils.urls import check_store_url, is_object_path
+from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
 T = TypeVar("T")
 
@@ -121,7 +120,7 @@ class ObjectStore:
     def decide(self, path: str, data: bytes, limit: int) -> bytes:
         """Writes an object unless it exists; returns what is there then, at most `limit` bytes; raises as `get`."""
         if self.tells_changes:
-            check_path(path)
+            _check_path(path)
             if found := self.ask(Question(create={path: data})).created.get(path):
                 return found
         try:
@@ -130,7 +129,7 @@ class ObjectStore:
             raise self._too_large(path, size, limit) from None
 
     def _settle(self, path: str, data: bytes, limit: int) -> bytes:
-        check_path(path)
+        _check_path(path)
 
         def attempt() -> bytes:
             try:
@@ -155,7 +154,7 @@ class ObjectStore:
 
         Of a server or a cloud's store, as folders know no tags. Raises `StoreError` if there is no answer.
         """
-        check_path(path)
+        _check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
@@ -172,7 +171,7 @@ class ObjectStore:
         Raises:
             StoreError: no answer, or a refusal. Whether the object was written is then unknown.
         """
-        check_path(path)
+        _check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
         return self._write("replace", path, lambda: backend.replace(path, tag, data))
@@ -216,7 +215,7 @@ class ObjectStore:
             StoreFullError: there is no space left.
             StoreError: no answer, or access is denied.
         """
-        check_path(path)
+        _check_path(path)
         view = memoryview(data).cast("B")
         self._write("write", path, lambda: self._backend.put(path, view, pace, is_lasting))
 
@@ -231,7 +230,7 @@ class ObjectStore:
             UnreadableError: it is a symbolic link or device in a folder.
             StoreError: no answer, or access is denied.
         """
-        check_path(path)
+        _check_path(path)
         sight = self.sights.covering(path)
         if sight and path not in sight.objects:
             return None
@@ -252,7 +251,7 @@ class ObjectStore:
             StoreError: no answer, or access is denied.
             ValueError: a range is empty or begins before 0.
         """
-        check_path(path)
+        _check_path(path)
         pairs = list(zip(starts, ends, strict=True))
         if wrong := [pair for pair in pairs if not 0 <= pair[0] < pair[1]]:
             raise ValueError(f"no range of bytes: {wrong[0]}")
@@ -297,7 +296,7 @@ class ObjectStore:
         """
         prefix = prefix.rstrip("/")
         if prefix:
-            check_path(prefix)
+            _check_path(prefix)
         try:
             found = self._retries.ask("list", prefix, lambda: self._backend.find(prefix))
         except AbsentError:  # a folder that was removed meanwhile
@@ -311,7 +310,7 @@ class ObjectStore:
             StoreError: no answer, or access is denied; some may have been deleted.
         """
         for path in paths:
-            check_path(path)
+            _check_path(path)
         if paths:
             self._write("delete", paths[0], lambda: self._backend.delete(paths))
 
@@ -334,7 +333,7 @@ class ObjectStore:
         Raises:
             StoreError: no answer, access is denied, or there is no such object.
         """
-        check_path(target)
+        _check_path(target)
         self._write("move", path, lambda: self._backend.move(path, target))
 
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
@@ -347,6 +346,15 @@ class ObjectStore:
             raise StoreError(
                 f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
             ) from None
+
+
+def _check_path(path: str) -> None:
+    """Raises `StoreError` for what no object may be called."""
+    if not is_object_path(path):  # which may have come from another island's record
+        raise StoreError(
+            f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
+            "and ._=+- between single slashes"
+        )
 
 
 def _join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
