@@ -11,17 +11,17 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import torch
 import torch.distributed as dist
 
+from hf_diloco.errors import UnsupportedError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.device_copies import copy_all
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.validate_partition import check_cover
 
 WINDOW_VALUES = 1 << 22
 """Values of all lanes together that are under way inside the island at a time: 16 MiB of fp32."""
@@ -201,18 +201,8 @@ def choose_partition(
 
 def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) -> list[Interval]:
     """The runs that a partition of a fragment is made of, in the canonical index space of the whole model."""
-    names, starts = list(fragment.sizes), list(fragment.offsets().values())
     offsets = model.offsets()
-    found: list[Interval] = []
-    for start, length in partition.intervals:
-        position, end = start, start + length
-        while position < end:
-            number = bisect_right(starts, position) - 1
-            name, inside = names[number], position - starts[number]
-            count = min(end - position, fragment.sizes[name] - inside)
-            found.append((offsets[name] + inside, count))
-            position += count
-    return found
+    return [(offsets[name] + inside, count) for name, inside, count in _by_parameter(partition, fragment)]
 
 
 def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
@@ -223,21 +213,29 @@ def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> l
         shards: that the partition is of.
         label: of each parameter, by name; of one that has none, 0.
     """
-    names, starts = list(shards.sizes), list(shards.offsets().values())
     found: list[tuple[int, int, int]] = []
     place = 0
-    for start, length in partition.intervals:
-        position, end = start, start + length
+    for name, _, count in _by_parameter(partition, shards):
+        one = label.get(name, 0)
+        if found and found[-1][2] == one:
+            found[-1] = (found[-1][0], place + count, one)
+        else:
+            found.append((place, place + count, one))
+        place += count
+    return found
+
+
+def _by_parameter(partition: Partition, shards: Shards) -> Iterator[tuple[str, int, int]]:
+    """The runs of a rank's vector that lie in one parameter: its name, the first element there, and how many."""
+    names, starts = list(shards.sizes), list(shards.offsets().values())
+    for position, length in partition.intervals:
+        end = position + length
         while position < end:
             number = bisect_right(starts, position) - 1
-            count = min(end - position, starts[number] + shards.sizes[names[number]] - position)
-            one = label.get(names[number], 0)
-            if found and found[-1][2] == one:
-                found[-1] = (found[-1][0], place + count, one)
-            else:
-                found.append((place, place + count, one))
-            position, place = position + count, place + count
-    return found
+            name, inside = names[number], position - starts[number]
+            count = min(end - position, shards.sizes[name] - inside)
+            yield name, inside, count
+            position += count
 
 
 def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
@@ -250,6 +248,49 @@ def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
     listing = "\n".join(f"{segment.name} {segment.start} {segment.numel}" for segment in shards.segments())
     digest = hashlib.sha256(listing.encode()).hexdigest()
     return {"ranks": island.gather(digest), "replicated": shards.is_replicated}
+
+
+def check_cover(shards: Shards, island: IslandGroup) -> None:
+    """Refuses what would train silently wrong: gaps, elements held twice, ranks with different models.
+
+    Collective over the island's ranks; all of them raise or none.
+
+    Raises:
+        UnsupportedError: naming the parameter.
+    """
+    held = island.gather({"sizes": dict(shards.sizes), "intervals": shards.intervals()})
+    if any(list(rank["sizes"].items()) != list(held[0]["sizes"].items()) for rank in held):
+        raise UnsupportedError(
+            "the ranks of this island hold different parameters (pipeline, tensor or expert parallelism), which is "
+            "not supported yet: use DDP or DeepSpeed ZeRO inside the island"
+        )
+    intervals = [rank["intervals"] for rank in held]
+    for covering in intervals if shards.is_replicated else [list(chain.from_iterable(intervals))]:
+        _check_tiles(covering, shards)
+
+
+def _check_tiles(intervals: Sequence[Interval], shards: Shards) -> None:
+    """The intervals must fill the canonical index space without gap or overlap."""
+    end = 0
+    for start, length in sorted((start, length) for start, length in intervals if length):
+        if start > end:
+            break
+        if start < end:
+            raise UnsupportedError(
+                f"several ranks hold the same part of {_name_at(shards, start)}: the shards of this way to train "
+                f"({shards.description}) are not known to this package; use DDP or DeepSpeed ZeRO inside the island"
+            )
+        end = start + length
+    if end < shards.num_parameters:
+        raise UnsupportedError(
+            f"no optimizer on this island trains {_name_at(shards, end)}: hand it to the optimizer with the other "
+            "parameters, or freeze it (requires_grad=False)"
+        )
+
+
+def _name_at(shards: Shards, position: int) -> str:
+    offsets = shards.offsets()
+    return [name for name, size in shards.sizes.items() if size and offsets[name] <= position][-1]
 
 
 def _in_segments(values: list[torch.Tensor], overlap: Overlap) -> torch.Tensor:
