@@ -16,7 +16,6 @@ seeded with ε: at a receiver with another step the integers may well be right, 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,9 +24,6 @@ import xxhash
 
 from hf_diloco.errors import ConfigError, PayloadError, UnsupportedError
 from hf_diloco.utils.workspace import Workspace
-
-if sys.byteorder != "little":
-    raise UnsupportedError("lattice codes need a little-endian processor: numbers travel as they lie in memory")
 
 CHECK_VALUES = 1 << 12
 """Values that share a checksum, and are left out together: 8 bytes for 4,096 or 8,192 bytes of codes."""

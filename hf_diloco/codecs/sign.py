@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import cut, fill_signs, pack_bits, read_fp32, write_fp32
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, fill_signs, pack_bits, read_fp32, write_fp32
 from hf_diloco.utils.workspace import Workspace
 
 SCALE_BITS = np.int32(~0xFFF)

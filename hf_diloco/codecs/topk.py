@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_diloco.codecs.bits import read_bf16, write_bf16
 from hf_diloco.codecs.blocks import MAGNITUDE_BITS, BlockCodec
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, read_bf16, write_bf16
 
 KEPT = 64
 INDEX_BITS = 12
