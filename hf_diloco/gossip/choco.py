@@ -20,16 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, blocks, mix_
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.neighbours import Neighbours, Piece
 from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.workspace import Workspace
@@ -131,10 +130,10 @@ class CodedNeighbours(Neighbours):
     def average(self, vector: torch.Tensor) -> Traffic:
         return self._inner.average(vector)
 
-    def share(self, topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    def share(self, topic: str, record: Record) -> list[Record]:
         return self._inner.share(topic, record)
 
-    def recall(self, topic: str) -> list[dict[str, Any]]:
+    def recall(self, topic: str) -> list[Record]:
         return self._inner.recall(topic)
 
     def offer(self, x: torch.Tensor, step: int) -> None:

@@ -15,8 +15,7 @@ import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, mean_, mix_
-from hf_diloco.gossip.pieces import Piece
-from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
+from hf_diloco.gossip.published import MemoryPublished, Published, VersionedBuffer
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.text import numbers, plural
@@ -24,6 +23,36 @@ from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:
     from hf_diloco.methods.topology import Topology
+
+
+class Piece(ABC):
+    """A piece of what neighbours swap in an exchange; pieces have the same order at both ends of every edge.
+
+    Attributes:
+        bytes_to: what each receiver is sent, in the order of their numbers.
+        bytes_from: what each neighbour sends, in the order of their numbers; both ends know the same.
+        is_pinned: whether what comes is moved on to a CUDA device.
+    """
+
+    bytes_to: Mapping[int, int]
+    bytes_from: Mapping[int, int]
+    is_pinned = False
+
+    @abstractmethod
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        """What each receiver is sent: uint8, 1-D, contiguous; stays as it is until `finish` has been called.
+
+        Args:
+            slot: tells this piece from all others that are in flight; from 0, below the number of pieces.
+        """
+
+    @abstractmethod
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        """Uses what has come. Pieces are finished in their order, each after it was given.
+
+        Args:
+            received: uint8, from each neighbour that is not lost; left as it is.
+        """
 
 
 class Neighbours(ABC):
@@ -233,7 +262,7 @@ class MemoryGraph:
         self.timeout = timeout
         self.meeting = _Meeting(self.num_nodes)
         self.given: dict[int, Any] = {}
-        self.board = MemoryBoard(self.num_nodes)
+        self.all_versioned = [VersionedBuffer() for _ in range(self.num_nodes)]
 
     def node(self, number: int) -> MemoryNeighbours:
         """Returns the end of node `number`, from 0."""
@@ -297,7 +326,7 @@ class MemoryNeighbours(Neighbours):
         return [unpack_record(topic, node, bytes_of) for node, bytes_of in enumerate(shown)]
 
     def published(self) -> MemoryPublished:
-        return MemoryPublished(self._graph.board, self.node)
+        return MemoryPublished(self._graph.all_versioned, self.node)
 
     def close(self) -> None:
         self._graph.meeting.leave()

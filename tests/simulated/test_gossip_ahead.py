@@ -13,13 +13,12 @@ import torch
 
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, mix_
-from hf_diloco.gossip.background_exchange import THREAD_NAME, Ahead
 from hf_diloco.gossip.mesh import MeshNeighbours, mixing
 from hf_diloco.gossip.mesh.average import lost_key
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.threads import THREAD_NAME, Ahead, Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology

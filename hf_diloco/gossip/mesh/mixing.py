@@ -8,7 +8,7 @@ import torch
 
 from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh.swapping import Buffers
-from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.transport.chunks import CHUNK_VALUES
 
 OWN = -1

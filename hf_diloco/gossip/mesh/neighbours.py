@@ -25,8 +25,7 @@ from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.neighbours import Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology

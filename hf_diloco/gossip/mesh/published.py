@@ -20,8 +20,7 @@ import torch
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, damage
 from hf_diloco.gossip.mesh.edges import Endpoint
-from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.versioned_buffer import VersionedBuffer
+from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.transfers import Deadline, Transfers

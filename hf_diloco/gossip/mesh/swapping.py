@@ -12,7 +12,7 @@ import torch
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
-from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.transfers import Transfers
 
