@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +31,10 @@ class Piece(ABC):
     Attributes:
         bytes_to: what each receiver is sent, in the order of their numbers.
         bytes_from: what each neighbour sends, in the order of their numbers; both ends know the same.
-        is_pinned: whether what comes is moved on to a CUDA device.
     """
 
     bytes_to: Mapping[int, int]
     bytes_from: Mapping[int, int]
-    is_pinned = False
 
     @abstractmethod
     def give(self, slot: int) -> Mapping[int, torch.Tensor]:
@@ -53,6 +51,33 @@ class Piece(ABC):
         Args:
             received: uint8, from each neighbour that is not lost; left as it is.
         """
+
+
+class MixedPiece(Piece):
+    """A piece of one vector as it is; what comes of it is what `mix_` gives.
+
+    Args:
+        weights: of those from whom it is received, in the order of their numbers.
+        receivers: to whom it is sent.
+        own: what this node gives.
+        out: where the sum goes.
+    """
+
+    def __init__(
+        self, weights: Mapping[int, float], receivers: Collection[int], own: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.bytes_to = dict.fromkeys(receivers, own.nbytes)
+        self.bytes_from = dict.fromkeys(weights, own.nbytes)
+        self._weights = weights
+        self._own = own
+        self._out = out
+
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        return dict.fromkeys(self.bytes_to, self._own.view(torch.uint8))
+
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        others = [(w, received[peer].view(self._own.dtype)) for peer, w in self._weights.items() if peer in received]
+        mix_(self._out, self._own, others)
 
 
 class Neighbours(ABC):
@@ -93,6 +118,22 @@ class Neighbours(ABC):
         Raises:
             IslandLostError: a node did not come in time.
         """
+
+    def pieces_of_mix(
+        self, vectors: Vectors, outs: Vectors, step: int, topology: Topology | None, piece_values: int | None = None
+    ) -> list[Piece]:
+        """What `swap` makes a `mix` of; arguments as for `mix`, and the values of a piece, None: whole vectors."""
+        topology = topology or self.topology
+        row = topology.weights(step)[self.node].tolist()
+        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
+        receivers = topology.receivers(self.node, step)
+        return [
+            MixedPiece(weights, receivers, mine, into)
+            for own, out in zip(vectors, outs, strict=True)
+            for mine, into in zip(
+                *(vector.split(piece_values or max(1, vector.numel())) for vector in (own, out)), strict=True
+            )
+        ]
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         """Moves bytes to receivers and from neighbours, which a graph that does not change has; `mix` is made of it.
@@ -283,19 +324,7 @@ class MemoryNeighbours(Neighbours):
         self.topology = graph.topology
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        topology = topology or self.topology
-        weights = topology.weights(step)[self.node].tolist()
-
-        def combine(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
-            for index, (own, out) in enumerate(zip(vectors, outs, strict=True)):
-                others = [(w, given[j][index]) for j, w in enumerate(weights) if w and j != self.node]
-                mix_(out, own, others)
-
-        self._show(tuple(vectors), combine)
-        size = sum(vector.numel() * vector.itemsize for vector in vectors)
-        return Traffic(
-            size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
-        )
+        return self.swap(self.pieces_of_mix(vectors, outs, step, topology))
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         def finish(given: Mapping[int, list[Mapping[int, torch.Tensor]]]) -> None:

@@ -21,7 +21,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.mesh.edges import Endpoint
-from hf_diloco.gossip.mesh.store import KEEPER, Board
+from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
@@ -262,11 +262,6 @@ class GroupAverage:
 def _done_key(node: int) -> str:
     """The key under which a node says which average it had last."""
     return f"averaged/{node}"
-
-
-def lost_key(node: int) -> str:
-    """The key under which nodes note that they have lost another one."""
-    return f"lost/{node}"
 
 
 _FP32 = CODECS["fp32"]

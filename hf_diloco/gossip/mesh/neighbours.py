@@ -15,16 +15,14 @@ import torch
 
 from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
 from hf_diloco.gossip.averages import Vectors
-from hf_diloco.gossip.mesh.average import GroupAverage, lost_key
+from hf_diloco.gossip.mesh.average import GroupAverage
 from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
 from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
+from hf_diloco.gossip.mesh.exchange import StragglerTimeout, Swapping
 from hf_diloco.gossip.mesh.joining import Joining
-from hf_diloco.gossip.mesh.mixing import sum_pieces
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
-from hf_diloco.gossip.mesh.store import KEEPER, Board
-from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
-from hf_diloco.gossip.mesh.swapping import Buffers, Swapping
+from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.neighbours import Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
@@ -32,6 +30,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.chunks import CHUNK_VALUES
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
@@ -110,20 +109,11 @@ class MeshNeighbours(Neighbours):
         self.is_returning = self._joining.start > 1
         self._edges = self._joining.meet()
         self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
-        self._reception = Reception(
-            self._joining.discovery,
-            self.num_nodes,
-            dict(self._joining.starts),
-            lambda peer, start, attempt, meanwhile: self._joining.connect_again(
-                peer, start, attempt, self._published, meanwhile
-            ),
-            self._straggler_timeout,
-        )
+        self._reception = Reception(self._joining, self.num_nodes, self._straggler_timeout)
         for peer in self.peers:
             if peer not in self._edges:
                 self._lose(peer, "it was not there when this node returned")
-        self._buffers = Buffers()
-        self._swapping = Swapping(self._edges, self._straggler_timeout, self._lose, self._buffers)
+        self._swapping = Swapping(self._edges, self._straggler_timeout, self._give_up)
         self._group = GroupAverage(
             self._endpoint, self._board, self.num_nodes, self._find_lost, self.is_returning, self._notes
         )
@@ -131,11 +121,7 @@ class MeshNeighbours(Neighbours):
     # Exchanges.
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        topology = topology or self.topology
-        weights = topology.weights(step)[self.node].tolist()
-        receivers = topology.receivers(self.node, step)
-        sources = {peer: weights[peer] for peer in topology.neighbours(self.node, step)}
-        return self.swap(sum_pieces(sources, receivers, vectors, outs, self._buffers))
+        return self.swap(self.pieces_of_mix(vectors, outs, step, topology, CHUNK_VALUES))
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         self._check_rate(pieces)
@@ -193,9 +179,8 @@ class MeshNeighbours(Neighbours):
                 if not self.is_returning:
                     published.close()
                     raise
-                self._edges.pop(peer).close()
                 self._lose(peer, "its connection broke")
-        self._published = published
+        self._published = self._joining.published = published
         return published
 
     def recall(self, topic: str) -> list[Record]:
@@ -227,9 +212,7 @@ class MeshNeighbours(Neighbours):
         if not is_in_step:
             timeout += self._connect_timeout  # a step may take its time
         kind = Entry if is_in_step else FreeEntry
-        entry = kind(
-            self._board, self.node, self._joining.start, self._edges, self._straggler_timeout, timeout, self._lose
-        )
+        entry = kind(self._joining, self._edges, self._straggler_timeout, timeout, self._give_up)
         with self._is_swapping:
             step = entry.take(host)
         if host is not x:
@@ -256,8 +239,15 @@ class MeshNeighbours(Neighbours):
 
     # Nodes come and go.
 
+    def _give_up(self, peer: int) -> None:
+        """Loses a neighbour that was waited for; those who waited for it too are late for that reason."""
+        self._lose(peer, self._straggler_timeout.reason)
+        self._straggler_timeout.renew()
+
     def _lose(self, node: int, reason: str) -> None:
-        """Keeps in mind that a neighbour is gone, and tells the log and all nodes."""
+        """Lets go of a neighbour, and tells the log and all nodes."""
+        if node in self._edges:
+            self._edges.pop(node).close()
         if self._is_closed:  # it is this one that goes
             return
         self.lost[node] = reason
@@ -274,7 +264,6 @@ class MeshNeighbours(Neighbours):
             return
         for peer, reason in self._published.take_lost().items():
             if peer in self._edges:
-                self._edges.pop(peer).close()
                 self._lose(peer, reason)
         if self.peers and not self._edges and self._reception.is_given_up:
             raise IslandLostError(
