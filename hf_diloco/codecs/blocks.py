@@ -6,7 +6,8 @@ And what those of four bits a value do: sixteen levels, two codes a byte, a bf16
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -118,11 +119,7 @@ class FourBitCodec(BlockCodec):
     block_values = 128
     block_bytes = 2 + 64
 
-    levels: ClassVar[Sequence[float]]
-
-    def __init__(self, compiled: bool = True) -> None:
-        super().__init__(compiled)
-        self._tables: dict[torch.device, torch.Tensor] = {}
+    levels: ClassVar[tuple[float, ...]]
 
     @abstractmethod
     def _scales(self, largest: torch.Tensor) -> None:
@@ -147,16 +144,15 @@ class FourBitCodec(BlockCodec):
         # from an even place can values be seen as pairs.
         is_even = values.storage_offset() % 2 == 0
         pairs = values if is_even else self._scratch("values", values, torch.float32, self.block_values)
-        table = self._table(values.device)
+        table = _pairs(self.levels, values.device)
         torch.index_select(table, 0, indices.view(-1), out=pairs.view(-1).view(torch.complex64))
         scale = self._scratch("largest", values, torch.float32, 1)
         scale.copy_(code[:, :2].view(torch.bfloat16))
         torch.mul(pairs, scale, out=values)
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        """The two levels of each of the 256 bytes."""
-        if device not in self._tables:
-            levels = torch.tensor(self.levels, dtype=torch.float32)
-            pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)
-            self._tables[device] = torch.view_as_complex(pairs).to(device)
-        return self._tables[device]
+
+@cache
+def _pairs(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The two levels of each of the 256 bytes."""
+    values = torch.tensor(levels, dtype=torch.float32)
+    return torch.view_as_complex(torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)).to(device)
