@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice, pairwise
 
 import torch
 import torch.distributed as dist
@@ -70,15 +70,14 @@ class AlignedPartition(Partition):
         self.lane_sizes = [sum(length for _, length in self.intervals)]
 
     def gather(self, out: torch.Tensor) -> None:
-        copy_all(self._pieces(out))
+        copy_all(_cut(out, self._values()))
 
     def scatter(self, vector: torch.Tensor) -> None:
-        copy_all([(segment, piece) for piece, segment in self._pieces(vector)])
+        copy_all([(segment, piece) for piece, segment in _cut(vector, self._values())])
         self._shards.commit()
 
-    def _pieces(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        values = [segment.values for segment in self._shards.segments()]
-        return list(zip(vector.split([one.numel() for one in values]), values, strict=True))
+    def _values(self) -> list[torch.Tensor]:
+        return [segment.values for segment in self._shards.segments()]
 
 
 @dataclass(frozen=True)
@@ -138,26 +137,24 @@ class LanePartition(Partition):
             copy_all([(_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine])
             return
         for window in self.windows:
-            outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
-            incoming = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
-            received = self._swap(
-                [[_in_segments(values, overlap) for overlap in overlaps] for overlaps in outgoing],
-                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
-            )
-            _place(received, [_in_vector(out, overlap) for overlaps in incoming for overlap in overlaps])
+            held, owned = self._in_window(values, out, window)
+            self._swap(held, owned)
 
     def scatter(self, vector: torch.Tensor) -> None:
-        island = self._island
         values = [segment.values for segment in self.shards.segments()]
         for window in self.windows:
-            outgoing = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
-            incoming = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
-            received = self._swap(
-                [[_in_vector(vector, overlap) for overlap in overlaps] for overlaps in outgoing],
-                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
-            )
-            _place(received, [_in_segments(values, overlap) for overlaps in incoming for overlap in overlaps])
+            held, owned = self._in_window(values, vector, window)
+            self._swap(owned, held)
         self.shards.commit()
+
+    def _in_window(
+        self, values: list[torch.Tensor], vector: torch.Tensor, window: Interval
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """What this rank holds of each rank's vector, and where its own vector has what each rank holds of that."""
+        me, ranks = self._island.rank, range(self._island.size)
+        held = [[_in_segments(values, overlap) for overlap in self.overlaps(me, owner, window)] for owner in ranks]
+        owned = [[_in_vector(vector, overlap) for overlap in self.overlaps(holder, me, window)] for holder in ranks]
+        return held, owned
 
     def overlaps(self, holder: int, owner: int, window: Interval) -> list[Overlap]:
         """What rank `holder`'s segments share with the part `window` of rank `owner`'s vector, in its order."""
@@ -176,16 +173,16 @@ class LanePartition(Partition):
             vector_start += high - low
         return found
 
-    def _swap(self, outgoing: Sequence[list[torch.Tensor]], sizes: list[int]) -> torch.Tensor:
-        """Sends each rank its pieces; returns what all sent here, `sizes[r]` values from rank r, one after another."""
-        counts = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
+    def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]) -> None:
+        """Sends each rank its pieces, and fills those that each rank sends."""
+        counts, sizes = ([sum(piece.numel() for piece in pieces) for pieces in way] for way in (outgoing, incoming))
         sent = torch.empty(sum(counts))
-        _fill(sent, [piece for pieces in outgoing for piece in pieces])
-        if self._island.size == 1:
-            return sent
-        received = torch.empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, counts, group=self._island.group)
-        return received
+        copy_all(_cut(sent, list(chain.from_iterable(outgoing))))
+        received = sent
+        if self._island.size > 1:
+            received = torch.empty(sum(sizes))
+            dist.all_to_all_single(received, sent, sizes, counts, group=self._island.group)
+        copy_all([(piece, part) for part, piece in _cut(received, list(chain.from_iterable(incoming)))])
 
 
 def choose_partition(
@@ -301,11 +298,6 @@ def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
     return vector.narrow(0, overlap.vector_start, overlap.length)
 
 
-def _fill(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    ends = accumulate((piece.numel() for piece in pieces), initial=0)
-    copy_all([(out[start:end], piece) for (start, end), piece in zip(pairwise(ends), pieces, strict=True)])
-
-
-def _place(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    parts = values.split([piece.numel() for piece in pieces])
-    copy_all(list(zip(pieces, parts, strict=True)))
+def _cut(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a vector that lie beside these pieces, each with its piece."""
+    return list(zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True))

@@ -22,8 +22,8 @@ from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.gossip.flat import FlatParameters, check_group
+from hf_diloco.methods.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 
