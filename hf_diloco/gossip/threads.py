@@ -7,6 +7,7 @@ its own, whatever the order of the turns.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -26,6 +27,11 @@ from accelerate.state import GradientState
 from hf_diloco.transport.base import Traffic
 
 THREAD_NAME = "hf-diloco-ahead"
+
+_Outcome = tuple[Traffic, float, float]
+"""What an exchange moved, and when it began and ended."""
+
+_Request = tuple[Future[_Outcome], Callable[[], Traffic]]
 
 
 @dataclass(frozen=True)
@@ -134,23 +140,25 @@ class Ahead:
     """
 
     def __init__(self) -> None:
-        self._requests: SimpleQueue[_Exchange | None] = SimpleQueue()
-        self._exchange: _Exchange | None = None
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._outcome: Future[_Outcome] | None = None  # of the exchange that is under way, or is not taken yet
+        self._asked = math.inf  # when somebody first waited for it
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._requests.put, None)  # for who forgets to close
 
     def start(self, call: Callable[[], Traffic]) -> None:
         """Has `call` carried out; `take` comes before the next start."""
-        assert self._exchange is None, "an exchange is under way"
+        assert self._outcome is None, "an exchange is under way"
         if self._thread is None:
             self._thread = _start_thread(self._requests)
-        self._exchange = _Exchange(call)
-        self._requests.put(self._exchange)
+        self._outcome, self._asked = Future(), math.inf
+        self._requests.put((self._outcome, call))
 
     def settle(self) -> None:
         """Returns when nothing is under way; raises nothing. What came of it stays to be taken."""
-        if self._exchange is not None:
-            self._exchange.wait()
+        if self._outcome is not None:
+            self._asked = min(self._asked, time.monotonic())
+            self._outcome.exception()
 
     def take(self) -> tuple[Traffic, float]:
         """Waits for the exchange that was started; returns what it moved, and its seconds before anybody waited.
@@ -158,56 +166,22 @@ class Ahead:
         Raises:
             Exception: what the call has raised.
         """
-        assert self._exchange is not None, "no exchange has begun"
-        self._exchange.wait()
-        exchange, self._exchange = self._exchange, None
-        return exchange.future.result(), exchange.seconds_hidden
+        assert self._outcome is not None, "no exchange has begun"
+        self.settle()
+        outcome, self._outcome = self._outcome, None
+        traffic, begun, ended = outcome.result()
+        return traffic, max(0.0, min(ended, self._asked) - begun)
 
     def close(self) -> None:
         """Returns when the thread has ended, and forgets what is not taken. Call what ends its exchange before."""
-        self._exchange = None
+        self._outcome = None
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join()
             self._thread = None
 
 
-class _Exchange:
-    """One, and its times."""
-
-    def __init__(self, call: Callable[[], Traffic]) -> None:
-        self.future: Future[Traffic] = Future()
-        self._call = call
-        self._begun = self._ended = 0.0
-        self._asked: float | None = None
-
-    def run(self) -> None:
-        """On the thread."""
-        self._begun = time.monotonic()
-        try:
-            with torch.no_grad():
-                traffic = self._call()
-        except BaseException as error:
-            self._ended = time.monotonic()
-            self.future.set_exception(error)
-        else:
-            self._ended = time.monotonic()
-            self.future.set_result(traffic)
-
-    def wait(self) -> None:
-        """Returns when it has ended, well or not."""
-        if self._asked is None:
-            self._asked = time.monotonic()
-        self.future.exception()
-
-    @property
-    def seconds_hidden(self) -> float:
-        """Seconds from its begin until it ended, or until somebody waited for it."""
-        asked = self._ended if self._asked is None else self._asked
-        return max(0.0, min(self._ended, asked) - self._begun)
-
-
-def _start_thread(requests: SimpleQueue[_Exchange | None]) -> threading.Thread:
+def _start_thread(requests: SimpleQueue[_Request | None]) -> threading.Thread:
     """The thread computes on one core, and leaves the others to the step.
 
     Two threads that both use all cores slow each other down. The number belongs to a thread, but who sets it also
@@ -221,10 +195,21 @@ def _start_thread(requests: SimpleQueue[_Exchange | None]) -> threading.Thread:
     return thread
 
 
-def _carry_out(requests: SimpleQueue[_Exchange | None], is_ready: threading.Event) -> None:
+def _carry_out(requests: SimpleQueue[_Request | None], is_ready: threading.Event) -> None:
     torch.get_num_threads()  # a thread's first use of the number sets it to that of the process
     torch.set_num_threads(1)
     is_ready.set()
-    while (exchange := requests.get()) is not None:
-        exchange.run()
-        del exchange  # or its vectors would stay until the next
+    while (request := requests.get()) is not None:
+        _exchange(*request)
+        del request  # or its vectors would stay until the next
+
+
+def _exchange(outcome: Future[_Outcome], call: Callable[[], Traffic]) -> None:
+    begun = time.monotonic()
+    try:
+        with torch.no_grad():
+            traffic = call()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result((traffic, begun, time.monotonic()))
