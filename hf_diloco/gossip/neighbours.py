@@ -119,22 +119,6 @@ class Neighbours(ABC):
             IslandLostError: a node did not come in time.
         """
 
-    def pieces_of_mix(
-        self, vectors: Vectors, outs: Vectors, step: int, topology: Topology | None, piece_values: int | None = None
-    ) -> list[Piece]:
-        """What `swap` makes a `mix` of; arguments as for `mix`, and the values of a piece, None: whole vectors."""
-        topology = topology or self.topology
-        row = topology.weights(step)[self.node].tolist()
-        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
-        receivers = topology.receivers(self.node, step)
-        return [
-            MixedPiece(weights, receivers, mine, into)
-            for own, out in zip(vectors, outs, strict=True)
-            for mine, into in zip(
-                *(vector.split(piece_values or max(1, vector.numel())) for vector in (own, out)), strict=True
-            )
-        ]
-
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         """Moves bytes to receivers and from neighbours, which a graph that does not change has; `mix` is made of it.
 
@@ -324,7 +308,19 @@ class MemoryNeighbours(Neighbours):
         self.topology = graph.topology
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        return self.swap(self.pieces_of_mix(vectors, outs, step, topology))
+        topology = topology or self.topology
+        weights = topology.weights(step)[self.node].tolist()
+
+        def combine(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+            for index, (own, out) in enumerate(zip(vectors, outs, strict=True)):
+                others = [(w, given[j][index]) for j, w in enumerate(weights) if w and j != self.node]
+                mix_(out, own, others)
+
+        self._show(tuple(vectors), combine)
+        size = sum(vector.nbytes for vector in vectors)
+        return Traffic(
+            size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
+        )
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         def finish(given: Mapping[int, list[Mapping[int, torch.Tensor]]]) -> None:

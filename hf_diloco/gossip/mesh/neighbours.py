@@ -23,7 +23,7 @@ from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
-from hf_diloco.gossip.neighbours import Neighbours, Piece
+from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
@@ -121,7 +121,17 @@ class MeshNeighbours(Neighbours):
     # Exchanges.
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        return self.swap(self.pieces_of_mix(vectors, outs, step, topology, CHUNK_VALUES))
+        topology = topology or self.topology
+        row = topology.weights(step)[self.node].tolist()
+        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
+        receivers = topology.receivers(self.node, step)
+        # Whole blocks of `mix_`, so that nothing depends on how vectors are cut.
+        pieces = [
+            MixedPiece(weights, receivers, one, into)
+            for own, out in zip(vectors, outs, strict=True)
+            for one, into in zip(own.split(CHUNK_VALUES), out.split(CHUNK_VALUES), strict=True)
+        ]
+        return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         self._check_rate(pieces)

@@ -45,7 +45,7 @@ class FlatParameters:
         pieces = vector.split([shape.numel() for shape, _ in self._formats])
         return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
 
-    def adopt(self, settle: Callable[[], None] = lambda: None) -> None:
+    def adopt(self, settle: Callable[[], None]) -> None:
         """Makes parameters views of `x`; again if somebody has given them other memory.
 
         Args:
