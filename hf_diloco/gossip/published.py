@@ -147,7 +147,7 @@ class Published(ABC):
 
 
 class MemoryPublished(Published):
-    """The end of a thread, of which each is a node, or of one that steps all nodes in turns; bytes count as if sent.
+    """The end of a node that is a thread, or that one thread steps in turn with the others; bytes count as if sent.
 
     Args:
         all_versioned: of all nodes, in their order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
-from hf_diloco.utils.text import numbers, plural
 
 _FOREVER = timedelta(days=3650)
 
@@ -215,23 +214,3 @@ def connect_edges(
         made = dict(zip(lives, threads.map(connect, lives), strict=True))
     edges = {peer: edge for peer, edge in made.items() if edge is not None}
     return edges, [peer for peer in lives if peer not in edges]
-
-
-def broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
-    """The error for neighbours that came, and left while they connected."""
-    names = f"{plural('node', len(missing))} {numbers(missing)}"
-    return IslandLostError(
-        f"{names} broke off after {seconds:.1f} s, while connecting to this node. Look at what ended them, and start "
-        "all nodes again",
-        missing,
-    )
-
-
-def not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
-    """The error for neighbours that did not come."""
-    names = f"{plural('node', len(missing))} {numbers(missing)}"
-    return IslandLostError(
-        f"{names} did not connect to this node within {timeout:g} s (this one listens on {address}). Check that all "
-        "nodes were started, that firewalls let their machines reach each other on all ports, and bind_address",
-        missing,
-    )

@@ -173,24 +173,6 @@ class StragglerTimeout:
             return None
 
 
-class Buffers:
-    """The host's memory, used again at every exchange: fresh memory costs eight times what used memory does."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], torch.Tensor] = {}
-
-    def take(self, peer: int, slot: int, num_bytes: int) -> torch.Tensor:
-        """So many bytes."""
-        known = self._known.get((peer, slot))
-        if known is None or known.numel() < num_bytes:
-            known = self._known[peer, slot] = torch.empty(num_bytes, dtype=torch.uint8)
-        return known[:num_bytes]
-
-    def forget(self, peer: int) -> None:
-        """After a transfer that failed: nobody may write to what was to be received."""
-        self._known = {key: buffer for key, buffer in self._known.items() if key[0] != peer}
-
-
 @dataclass
 class _Flight:
     """What is in flight for one piece."""
@@ -213,15 +195,13 @@ class Swapping:
     """
 
     def __init__(
-        self,
-        edges: dict[int, Edge],
-        straggler_timeout: StragglerTimeout,
-        lose: Callable[[int], None],
+        self, edges: dict[int, Edge], straggler_timeout: StragglerTimeout, lose: Callable[[int], None]
     ) -> None:
         self._edges = edges
         self._straggler_timeout = straggler_timeout
         self._lose = lose
-        self._buffers = Buffers()
+        # By neighbour and slot, used again at every exchange: fresh memory costs eight times what used memory does.
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._pipeline: deque[_Flight] = deque()
 
     def run(self, pieces: Sequence[Piece]) -> Traffic:
@@ -248,8 +228,7 @@ class Swapping:
         for peer, num_bytes in piece.bytes_from.items():
             if peer in self._edges:
                 with self._unless_lost(peer):
-                    taken = self._buffers.take(peer, flight.slot, num_bytes)
-                    flight.received[peer] = taken
+                    taken = flight.received[peer] = self._room(peer, flight.slot, num_bytes)
                     self._edges[peer].receive(taken, flight.transfers[peer])
         for peer, given in piece.give(flight.slot).items():
             if peer in self._edges:
@@ -278,8 +257,15 @@ class Swapping:
             for flight in self._pipeline:
                 if peer in flight.transfers:
                     flight.transfers[peer].drop()  # or they would keep the sockets open
-            self._buffers.forget(peer)
+            # Nobody may write to what was to be received.
+            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != peer}
             self._lose(peer)
+
+    def _room(self, peer: int, slot: int, num_bytes: int) -> torch.Tensor:
+        known = self._buffers.get((peer, slot))
+        if known is None or known.numel() < num_bytes:
+            known = self._buffers[peer, slot] = torch.empty(num_bytes, dtype=torch.uint8)
+        return known[:num_bytes]
 
 
 def _num_in_flight(pieces: Sequence[Piece]) -> int:

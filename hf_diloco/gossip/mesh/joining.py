@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from hf_diloco.errors import PayloadError
-from hf_diloco.gossip.mesh.edges import Edge, Endpoint, broken_off, connect_edges, edge_life, not_connected
+from hf_diloco.errors import IslandLostError, PayloadError
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board, company_key, greeting_key, lost_key, starts_key
 from hf_diloco.gossip.records import Record, whole_number
+from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
 LOOK_SECONDS = 0.5
@@ -222,8 +223,8 @@ class Joining:
             for edge in edges.values():
                 edge.close()  # or those neighbours would wait for this node, which ends
             if (took := time.monotonic() - begun) < self._connect_timeout:
-                raise broken_off(missing, took)
-            raise not_connected(missing, self._endpoint.address, self._connect_timeout)
+                raise _broken_off(missing, took)
+            raise _not_connected(missing, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _return(self) -> dict[int, Edge]:
@@ -233,7 +234,7 @@ class Joining:
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)
         edges, _ = self._connect_all(there, self._late)
         if not edges and self._peers:
-            raise not_connected(self._peers, self._endpoint.address, self._connect_timeout)
+            raise _not_connected(self._peers, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
@@ -259,7 +260,7 @@ class Joining:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
         edges, missing = self._connect({peer: life}, seconds, meanwhile)
         if missing:
-            raise not_connected(missing, self._endpoint.address, seconds)
+            raise _not_connected(missing, self._endpoint.address, seconds)
         if self.published is not None:
             try:
                 self.link(self.published, edges[peer])
@@ -286,3 +287,20 @@ class Joining:
 
     def _life(self, peer: int, start: int) -> str:
         return edge_life({self.node: self.start, peer: start})
+
+
+def _broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
+    return IslandLostError(
+        f"{plural('node', len(missing))} {numbers(missing)} broke off after {seconds:.1f} s, while connecting to this "
+        "node. Look at what ended them, and start all nodes again",
+        missing,
+    )
+
+
+def _not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
+    return IslandLostError(
+        f"{plural('node', len(missing))} {numbers(missing)} did not connect to this node within {timeout:g} s (this "
+        f"one listens on {address}). Check that all nodes were started, that firewalls let their machines reach each "
+        "other on all ports, and bind_address",
+        missing,
+    )
