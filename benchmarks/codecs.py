@@ -5,7 +5,7 @@
 
 encode, decode   GB of fp32 values a second, the fastest of `--repeats`; in brackets as a share of copying fp32 values
                  from one buffer to another, on this machine, in the same run.
-with feedback    adding the residual, encoding, decoding, and taking the new residual (`codecs.feedback`): what a
+with feedback    adding the residual, encoding, decoding, and taking the new residual (`ErrorFeedback`): what a
                  synchronisation does before it sends. Only for codecs that need it.
 onebit           one stage of the 1-bit all-reduce (`onebit.feedback`): encoding is always with feedback.
 error            norm of the difference over the norm of the values.
@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_diloco.codecs import CODECS, Codec
-from hf_diloco.codecs.base import TILE_VALUES
-from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.codecs.base import TILE_VALUES, ErrorFeedback
 from hf_diloco.optimizers.onebit.feedback import SignFeedback, num_bit_bytes, unpack
 
 ONEBIT = "onebit"

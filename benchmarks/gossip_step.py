@@ -47,9 +47,8 @@ from rich.table import Table
 
 from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.choco import with_payload
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.pieces import Piece
-from hf_diloco.gossip.published import MemoryBoard, MemoryPublished
+from hf_diloco.gossip.neighbours import Neighbours, Piece
+from hf_diloco.gossip.published import MemoryPublished, VersionedBuffer
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
@@ -84,8 +83,8 @@ class StandIn(Neighbours):
         self._others = [
             (float(weights[j]), (1e-2 * torch.randn(size)).to(device)) for j in self.topology.neighbours(0)
         ]
-        self._board = MemoryBoard(NUM_NODES)
-        for versioned in self._board.all_versioned:
+        self._all_versioned = [VersionedBuffer() for _ in range(NUM_NODES)]
+        for versioned in self._all_versioned:
             versioned.put(self._others[0][1].view(torch.uint8))
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
@@ -103,7 +102,7 @@ class StandIn(Neighbours):
         return Traffic()
 
     def published(self) -> MemoryPublished:
-        return MemoryPublished(self._board, 0)
+        return MemoryPublished(self._all_versioned, 0)
 
     def share(self, topic: str, record: Record) -> list[Record]:
         return [record]

@@ -86,7 +86,7 @@ def export(
 
 
 def _facts(checkpoint: Path, index: OuterIndex) -> dict[str, Any]:
-    from hf_diloco.inner.saved_kind import saved_kind
+    from hf_diloco.inner.checkpoints import saved_kind
 
     outer_bytes = sum(file.num_bytes for file in index.files)
     settings = index.settings

@@ -7,8 +7,7 @@ from functools import cache
 
 import torch
 
-from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.cast import CastCodec
+from hf_diloco.codecs.base import CastCodec, Codec
 from hf_diloco.codecs.fp4 import Fp4Codec
 from hf_diloco.codecs.int4 import Int4Codec
 from hf_diloco.codecs.int8 import Int8Codec

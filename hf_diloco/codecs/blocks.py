@@ -1,11 +1,16 @@
-"""What codecs of blocks share: the way through a long vector, and the largest magnitude of every block."""
+"""What codecs of blocks share: the way through a long vector, and the largest magnitude of every block.
+
+And what those of four bits a value do: sixteen levels, two codes a byte, a bf16 scale for every 128 values.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from hf_diloco.codecs.base import Codec
@@ -17,6 +22,7 @@ ACCELERATOR_TILE = 1 << 24
 
 INFINITY_BITS = 0x7F80_0000
 MAGNITUDE_BITS = 0x7FFF_FFFF
+BF16_BITS = np.int32(~0xFFFF)
 
 
 class BlockCodec(Codec):
@@ -101,3 +107,52 @@ class BlockCodec(Codec):
         largest = self._scratch("largest", values, torch.int32, 1)
         torch.amax(bits, 1, keepdim=True, out=largest)
         return largest.clamp_max_(INFINITY_BITS).view(torch.float32)
+
+
+class FourBitCodec(BlockCodec):
+    """v ~ scale x levels[code], 4.125 bits a value.
+
+    Block: the scale in bf16, then 64 bytes; byte i has the code of value 2i in its low half, of value 2i + 1 in its
+    high half. The scale is positive, or infinite if a value is not finite: then all decode to infinities and NaN.
+    """
+
+    block_values = 128
+    block_bytes = 2 + 64
+
+    levels: ClassVar[tuple[float, ...]]
+
+    @abstractmethod
+    def _scales(self, largest: torch.Tensor) -> None:
+        """Turns the largest magnitudes into scales: normal numbers, with no more bits than bf16 has."""
+
+    @abstractmethod
+    def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The codes of `values`, uint8; overwrites both other arguments."""
+
+    def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
+        scratch = self._scratch("values", values, torch.float32, self.block_values)
+        scale = self._largest_magnitudes(values, scratch)
+        self._scales(scale)
+        code[:, :2].view(torch.bfloat16).copy_(scale)
+        codes = self._codes(values, scale.reciprocal_(), scratch)
+        torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=code[:, 2:])
+
+    def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
+        indices = self._scratch("indices", values, torch.int32, self.block_values // 2)
+        indices.copy_(code[:, 2:])
+        # Looking up both values of a byte at once is faster than taking it apart; complex64 is a pair of floats. Only
+        # from an even place can values be seen as pairs.
+        is_even = values.storage_offset() % 2 == 0
+        pairs = values if is_even else self._scratch("values", values, torch.float32, self.block_values)
+        table = _pairs(self.levels, values.device)
+        torch.index_select(table, 0, indices.view(-1), out=pairs.view(-1).view(torch.complex64))
+        scale = self._scratch("largest", values, torch.float32, 1)
+        scale.copy_(code[:, :2].view(torch.bfloat16))
+        torch.mul(pairs, scale, out=values)
+
+
+@cache
+def _pairs(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The two levels of each of the 256 bytes."""
+    values = torch.tensor(levels, dtype=torch.float32)
+    return torch.view_as_complex(torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)).to(device)

@@ -5,9 +5,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import MAGNITUDE_BITS, cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
-from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
+from hf_diloco.codecs.blocks import BF16_BITS, FourBitCodec
+from hf_diloco.codecs.compiled import (
+    MAGNITUDE_BITS,
+    Bytes,
+    Loops,
+    Values,
+    compiled,
+    cut,
+    largest_magnitude,
+    pack_pairs,
+    read_bf16,
+    write_bf16,
+)
 
 MAGNITUDES = [0.0, *(2.0**exponent for exponent in range(-6, 1))]
 SMALLEST_SCALE = np.float32(2.0**-120)  # scale x 2^-6 is still normal, so no processor flushes it to zero

@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import cut, largest_magnitude, pack_pairs, read_bf16, write_bf16
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
-from hf_diloco.codecs.four_bits import BF16_BITS, FourBitCodec
+from hf_diloco.codecs.blocks import BF16_BITS, FourBitCodec
+from hf_diloco.codecs.compiled import (
+    Bytes,
+    Loops,
+    Values,
+    compiled,
+    cut,
+    largest_magnitude,
+    pack_pairs,
+    read_bf16,
+    write_bf16,
+)
 
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 7)
 SMALLEST_SCALE = np.float32(2.0**-126)

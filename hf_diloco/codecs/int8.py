@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import cut, largest_magnitude, read_fp32, write_fp32
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, largest_magnitude, read_fp32, write_fp32
 
 # 1/127 and a little more, so that the scale of a block that was decoded comes out as what it was, not an ulp below.
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 127)

@@ -16,7 +16,6 @@ seeded with ε: at a receiver with another step the integers may well be right, 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,9 +24,6 @@ import xxhash
 
 from hf_diloco.errors import ConfigError, PayloadError, UnsupportedError
 from hf_diloco.utils.workspace import Workspace
-
-if sys.byteorder != "little":
-    raise UnsupportedError("lattice codes need a little-endian processor: numbers travel as they lie in memory")
 
 CHECK_VALUES = 1 << 12
 """Values that share a checksum, and are left out together: 8 bytes for 4,096 or 8,192 bytes of codes."""
@@ -90,7 +86,7 @@ class LatticeCodec:
         """
         checks, codes = self._cut(payload, values.numel())
         for low, high in _tiles(values.numel()):
-            scaled = self._scaled("scaled", values[low:high]).round_()
+            scaled = self._scaled(values[low:high]).round_()
             self._check(scaled, values[low:high], low)
             codes[low:high].copy_(self._integers(scaled))  # keeps the lowest bits
             checks[low // CHECK_VALUES : _num_checks(high)] = self._digests(high - low)
@@ -113,7 +109,7 @@ class LatticeCodec:
         checks, codes = self._cut(payload, near.numel())
         num_failed = 0
         for low, high in _tiles(near.numel()):
-            integers = self._nearest(codes[low:high], self._scaled("scaled", near[low:high]))
+            integers = self._nearest(codes[low:high], self._scaled(near[low:high]))
             out[low:high].copy_(integers.mul_(self.step))
             wrong = self._digests(high - low) != checks[low // CHECK_VALUES : _num_checks(high)]
             for block in np.flatnonzero(wrong):
@@ -131,9 +127,9 @@ class LatticeCodec:
         self._integers(scaled)
         return scaled
 
-    def _scaled(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, values: torch.Tensor) -> torch.Tensor:
         """values / ε in fp64, divided, not multiplied by 1 / ε: one rounding, the same on every processor."""
-        scaled = self._workspace.take(name, values.numel(), torch.float64, torch.device("cpu"))
+        scaled = self._workspace.take("scaled", values.numel(), torch.float64, torch.device("cpu"))
         return scaled.copy_(values).div_(self.step)
 
     def _integers(self, scaled: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import cut, fill_signs, pack_bits, read_fp32, write_fp32
 from hf_diloco.codecs.blocks import BlockCodec
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, fill_signs, pack_bits, read_fp32, write_fp32
 from hf_diloco.utils.workspace import Workspace
 
 SCALE_BITS = np.int32(~0xFFF)
@@ -46,7 +47,6 @@ class SignBits:
 
     def __init__(self) -> None:
         self._workspace = Workspace()
-        self._tables: dict[torch.device, torch.Tensor] = {}
 
     def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
         """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
@@ -62,18 +62,18 @@ class SignBits:
         indices = self._take("indices", bits, torch.int32)
         indices.copy_(bits)
         eights = self._take("eights", bits, torch.int64)
-        torch.index_select(self._table(values.device), 0, indices.view(-1), out=eights.view(-1))
+        torch.index_select(_eights(values.device), 0, indices.view(-1), out=eights.view(-1))
         values.copy_(eights.view(torch.int8))
 
     def _take(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._workspace.take(name, like.numel(), dtype, like.device).view(like.shape)
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
-        if device not in self._tables:
-            bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-            self._tables[device] = (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
-        return self._tables[device]
+
+@cache
+def _eights(device: torch.device) -> torch.Tensor:
+    """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
 
 
 class SignCodec(BlockCodec):

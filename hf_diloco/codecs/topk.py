@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_diloco.codecs.bits import read_bf16, write_bf16
 from hf_diloco.codecs.blocks import MAGNITUDE_BITS, BlockCodec
-from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled
+from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, read_bf16, write_bf16
 
 KEPT = 64
 INDEX_BITS = 12
@@ -160,6 +160,15 @@ class _Constants(NamedTuple):
     shifts: torch.Tensor  # of four entries in a word
 
 
+@cache
+def _constants(device: torch.device) -> _Constants:
+    return _Constants(
+        torch.arange(INDEX_MASK, -1, -1, dtype=torch.int32, device=device),
+        torch.arange(KEPT, dtype=torch.float64, device=device),
+        torch.arange(0, 4 * ENTRY_BITS, ENTRY_BITS, device=device),
+    )
+
+
 class TopKCodec(BlockCodec):
     """Keeps 64 of 4,096 values, as their sign and one of two magnitudes; the others decode to 0. 0.227 bits a value.
 
@@ -179,12 +188,8 @@ class TopKCodec(BlockCodec):
 
     loops = Loops(_encode, _decode)
 
-    def __init__(self, compiled: bool = True) -> None:
-        super().__init__(compiled)
-        self._constants: dict[torch.device, _Constants] = {}
-
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
-        constants = self._on(values.device)
+        constants = _constants(values.device)
         indices = self._largest(values, constants.from_end)
         kept = values.gather(1, indices)
         is_zero = kept == 0
@@ -210,19 +215,10 @@ class TopKCodec(BlockCodec):
         magnitudes = code[:, :4].view(torch.bfloat16).float()
         words = self._scratch("words", values, torch.int64, KEPT // 4).zero_()[:, :, None]
         words.view(torch.uint8)[:, :, :7].copy_(code[:, 4:].unflatten(1, (-1, 7)))
-        entries = (words >> self._on(values.device).shifts).flatten(1)
+        entries = (words >> _constants(values.device).shifts).flatten(1)
         levels = torch.cat([magnitudes, -magnitudes], 1).gather(1, entries >> INDEX_BITS & 3)
         values.copy_(magnitudes[:, :1] * 0)  # NaN if that is what they are
         values.scatter_(1, entries & INDEX_MASK, levels)
-
-    def _on(self, device: torch.device) -> _Constants:
-        if device not in self._constants:
-            self._constants[device] = _Constants(
-                torch.arange(INDEX_MASK, -1, -1, dtype=torch.int32, device=device),
-                torch.arange(KEPT, dtype=torch.float64, device=device),
-                torch.arange(0, 4 * ENTRY_BITS, ENTRY_BITS, device=device),
-            )
-        return self._constants[device]
 
 
 def two_means(

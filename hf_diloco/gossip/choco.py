@@ -20,16 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.gossip.averages import Vectors, blocks, mix_
-from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.pieces import Piece
+from hf_diloco.gossip.averages import Vectors, blocks
+from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
 from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.workspace import Workspace
@@ -131,10 +130,10 @@ class CodedNeighbours(Neighbours):
     def average(self, vector: torch.Tensor) -> Traffic:
         return self._inner.average(vector)
 
-    def share(self, topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    def share(self, topic: str, record: Record) -> list[Record]:
         return self._inner.share(topic, record)
 
-    def recall(self, topic: str) -> list[dict[str, Any]]:
+    def recall(self, topic: str) -> list[Record]:
         return self._inner.recall(topic)
 
     def offer(self, x: torch.Tensor, step: int) -> None:
@@ -212,30 +211,12 @@ class _Exchange:
 def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _Replicas) -> list[Piece]:
     """The pieces of one vector."""
     if own.numel() < MIN_CODED_VALUES:
-        return [_Exact(exchange, own, out)]
+        return [MixedPiece(exchange.weights, exchange.receivers, own, out)]
     for peer in exchange.weights:
         if peer not in replicas.others:
             replicas.others[peer] = torch.empty_like(own)
     wheres = [slice(low, min(low + PIECE_VALUES, own.numel())) for low in range(0, own.numel(), PIECE_VALUES)]
     return [_Difference(exchange, own[where], out[where], replicas.part(where)) for where in wheres]
-
-
-class _Exact(Piece):
-    """A whole vector as it is."""
-
-    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor) -> None:
-        self.bytes_to = dict.fromkeys(exchange.receivers, own.nbytes)
-        self.bytes_from = dict.fromkeys(exchange.weights, own.nbytes)
-        self._weights = exchange.weights
-        self._own = own
-        self._out = out
-
-    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
-        return dict.fromkeys(self.bytes_to, self._own.view(torch.uint8))
-
-    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
-        others = [(w, received[peer].view(self._own.dtype)) for peer, w in self._weights.items() if peer in received]
-        mix_(self._out, self._own, others)
 
 
 class _Difference(Piece):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, mean_, mix_
-from hf_diloco.gossip.pieces import Piece
-from hf_diloco.gossip.published import MemoryBoard, MemoryPublished, Published
+from hf_diloco.gossip.published import MemoryPublished, Published, VersionedBuffer
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.text import numbers, plural
@@ -24,6 +23,61 @@ from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:
     from hf_diloco.methods.topology import Topology
+
+
+class Piece(ABC):
+    """A piece of what neighbours swap in an exchange; pieces have the same order at both ends of every edge.
+
+    Attributes:
+        bytes_to: what each receiver is sent, in the order of their numbers.
+        bytes_from: what each neighbour sends, in the order of their numbers; both ends know the same.
+    """
+
+    bytes_to: Mapping[int, int]
+    bytes_from: Mapping[int, int]
+
+    @abstractmethod
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        """What each receiver is sent: uint8, 1-D, contiguous; stays as it is until `finish` has been called.
+
+        Args:
+            slot: tells this piece from all others that are in flight; from 0, below the number of pieces.
+        """
+
+    @abstractmethod
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        """Uses what has come. Pieces are finished in their order, each after it was given.
+
+        Args:
+            received: uint8, from each neighbour that is not lost; left as it is.
+        """
+
+
+class MixedPiece(Piece):
+    """A piece of one vector as it is; what comes of it is what `mix_` gives.
+
+    Args:
+        weights: of those from whom it is received, in the order of their numbers.
+        receivers: to whom it is sent.
+        own: what this node gives.
+        out: where the sum goes.
+    """
+
+    def __init__(
+        self, weights: Mapping[int, float], receivers: Collection[int], own: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.bytes_to = dict.fromkeys(receivers, own.nbytes)
+        self.bytes_from = dict.fromkeys(weights, own.nbytes)
+        self._weights = weights
+        self._own = own
+        self._out = out
+
+    def give(self, slot: int) -> Mapping[int, torch.Tensor]:
+        return dict.fromkeys(self.bytes_to, self._own.view(torch.uint8))
+
+    def finish(self, received: Mapping[int, torch.Tensor]) -> None:
+        others = [(w, received[peer].view(self._own.dtype)) for peer, w in self._weights.items() if peer in received]
+        mix_(self._out, self._own, others)
 
 
 class Neighbours(ABC):
@@ -233,7 +287,7 @@ class MemoryGraph:
         self.timeout = timeout
         self.meeting = _Meeting(self.num_nodes)
         self.given: dict[int, Any] = {}
-        self.board = MemoryBoard(self.num_nodes)
+        self.all_versioned = [VersionedBuffer() for _ in range(self.num_nodes)]
 
     def node(self, number: int) -> MemoryNeighbours:
         """Returns the end of node `number`, from 0."""
@@ -263,7 +317,7 @@ class MemoryNeighbours(Neighbours):
                 mix_(out, own, others)
 
         self._show(tuple(vectors), combine)
-        size = sum(vector.numel() * vector.itemsize for vector in vectors)
+        size = sum(vector.nbytes for vector in vectors)
         return Traffic(
             size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
         )
@@ -297,7 +351,7 @@ class MemoryNeighbours(Neighbours):
         return [unpack_record(topic, node, bytes_of) for node, bytes_of in enumerate(shown)]
 
     def published(self) -> MemoryPublished:
-        return MemoryPublished(self._graph.board, self.node)
+        return MemoryPublished(self._graph.all_versioned, self.node)
 
     def close(self) -> None:
         self._graph.meeting.leave()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,13 @@ import torch.distributed as dist
 from hf_diloco.config import need_number
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.gossip.averages import Vectors
-from hf_diloco.gossip.background_exchange import Ahead
 from hf_diloco.gossip.choco import with_payload
-from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
+from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import Topology
@@ -33,9 +32,52 @@ from hf_diloco.transport.lane import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 from hf_diloco.utils.workspace import Workspace
 
+T = TypeVar("T")
+
 SILENT_SECONDS = 30.0
 """What the store may take to answer before it counts as gone. It does within a round trip, but a process may stand
 still for seconds; one that ended is noticed at once."""
+
+
+class CommonEnd:
+    """When nodes end that were asked to: all after the same step, so that their checkpoints belong together.
+
+    Nodes that wait for their neighbours are never farther apart than the graph's diameter, but each hears of a wish at
+    another step. So with each exchange goes one value, which is 0 until somebody wishes to end. It is raised only at
+    the first step of a window, which has as many steps as there are nodes; averaging carries it to all nodes within
+    the window; and all end with it.
+
+    Args:
+        topology: over which the wish spreads.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        # Of random matchings nothing is certain: after these steps a wish has missed a node once in many thousand.
+        self.window = topology.num_nodes if topology.period is not None else 4 * topology.num_nodes + 16
+        self._is_wished = False
+        self._is_known = False
+
+    def begin(self) -> None:
+        """A training begins: what ended the one before is over."""
+        self._is_wished = self._is_known = False
+
+    def wish(self) -> None:
+        """This node was asked to end."""
+        self._is_wished = True
+
+    def value(self, step: int) -> float:
+        """What goes with the exchange of a step, from 0: 1 if the end is near, else 0."""
+        if self._is_wished and step % self.window == 0:
+            self._is_known = True
+        return float(self._is_known)
+
+    def note(self, mixed: torch.Tensor) -> None:
+        """What came out where nodes' values were averaged: any of them raises it above 0."""
+        self._is_known |= bool(mixed.item() > 0)
+
+    def has_come(self, num_steps: int) -> bool:
+        """Whether all nodes end now, having taken so many steps."""
+        return self._is_known and num_steps % self.window == 0
 
 
 @dataclass(frozen=True)
@@ -165,13 +207,11 @@ class NodeNeighbours(Neighbours):
         with self._turns.others():
             return inner.published()
 
-    def share(self, topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-        def ask() -> list[dict[str, Any]]:
-            assert self._inner is not None
-            with self._turns.others():
-                return self._inner.share(topic, record)
+    def share(self, topic: str, record: Record) -> list[Record]:
+        return self._on_leader(lambda inner: inner.share(topic, record))
 
-        return self._island.on_leader(ask)
+    def recall(self, topic: str) -> list[Record]:
+        return self._on_leader(lambda inner: inner.recall(topic))
 
     def wait_for_ranks(self) -> None:
         """Returns once every rank of the node is here."""
@@ -182,25 +222,13 @@ class NodeNeighbours(Neighbours):
         with self._turns.others():
             pass
 
-    def recall(self, topic: str) -> list[dict[str, Any]]:
-        def ask() -> list[dict[str, Any]]:
-            assert self._inner is not None
-            return self._inner.recall(topic)
-
-        return self._island.on_leader(ask)
-
     def offer(self, x: torch.Tensor, step: int) -> None:
         if self._inner is not None:
             self._inner.offer(x, step)
 
     def enter(self, x: torch.Tensor) -> int:
         """As `Neighbours.enter`. Collective over the ranks of the node."""
-
-        def ask() -> int:
-            assert self._inner is not None
-            return self._inner.enter(x)
-
-        step = self._island.on_leader(ask)
+        step = self._on_leader(lambda inner: inner.enter(x))
         if self._island.size > 1:
             dist.broadcast(x, 0)
         self.is_returning = False
@@ -226,6 +254,16 @@ class NodeNeighbours(Neighbours):
         self._ahead.settle()
         return self._leaders
 
+    def _on_leader(self, call: Callable[[Neighbours], T]) -> T:
+        """What the leader's neighbours say, on all ranks. Other nodes of this process compute meanwhile."""
+
+        def run() -> T:
+            assert self._inner is not None
+            with self._turns.others():
+                return call(self._inner)
+
+        return self._island.on_leader(run)
+
     @contextmanager
     def _clock(self) -> Iterator[None]:
         """Counts the seconds inside."""
@@ -234,13 +272,11 @@ class NodeNeighbours(Neighbours):
         self.seconds += time.monotonic() - begin
 
     def _exchange(self, exchange: Callable[[Neighbours], Traffic], outs: Vectors) -> Traffic:
-        def run() -> list[int]:
-            assert self._inner is not None
-            with self._turns.others():
-                traffic = exchange(self._inner)
+        def run(inner: Neighbours) -> list[int]:
+            traffic = exchange(inner)
             return [traffic.bytes_sent, traffic.bytes_received]
 
-        moved = self._island.on_leader(run)
+        moved = self._on_leader(run)
         if self._island.size > 1:
             for out in outs:
                 dist.broadcast(out, 0)

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import Segment, Shards
-from hf_diloco.inner.optimizer import InnerOptimizer
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and `torch.compile` put into the names of parameters."""
@@ -72,18 +71,8 @@ class Fsdp2Shards(Shards):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
         num_replicas = max(map(_num_replicas, trainable.values()), default=1)
         self.description = "FSDP2" if num_replicas == 1 else f"FSDP2 with {num_replicas} replicas"
-        names = {id(parameter): name for name, parameter in trainable.items()}
-        groups = getattr(optimizer, "param_groups", [])
-        self.inner = _Fsdp2Optimizer(
-            optimizer,
-            {
-                names[id(parameter)]: number
-                for number, group in enumerate(groups)
-                for parameter in group["params"]
-                if id(parameter) in names
-            },
-        )
-        missing = [name for name in self.sizes if groups and name not in self.inner.groups]
+        self.inner = _Fsdp2Optimizer(optimizer, group_numbers(optimizer, trainable))
+        missing = [name for name in self.sizes if self.inner.num_groups and name not in self.inner.groups]
         if missing:
             raise UnsupportedError(
                 f"no optimizer on this island trains {missing[0]}: make the optimizer after fully_shard, of "

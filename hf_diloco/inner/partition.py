@@ -11,17 +11,17 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import chain, islice, pairwise
 
 import torch
 import torch.distributed as dist
 
+from hf_diloco.errors import UnsupportedError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.device_copies import copy_all
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.validate_partition import check_cover
 
 WINDOW_VALUES = 1 << 22
 """Values of all lanes together that are under way inside the island at a time: 16 MiB of fp32."""
@@ -70,15 +70,14 @@ class AlignedPartition(Partition):
         self.lane_sizes = [sum(length for _, length in self.intervals)]
 
     def gather(self, out: torch.Tensor) -> None:
-        copy_all(self._pieces(out))
+        copy_all(_cut(out, self._values()))
 
     def scatter(self, vector: torch.Tensor) -> None:
-        copy_all([(segment, piece) for piece, segment in self._pieces(vector)])
+        copy_all([(segment, piece) for piece, segment in _cut(vector, self._values())])
         self._shards.commit()
 
-    def _pieces(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        values = [segment.values for segment in self._shards.segments()]
-        return list(zip(vector.split([one.numel() for one in values]), values, strict=True))
+    def _values(self) -> list[torch.Tensor]:
+        return [segment.values for segment in self._shards.segments()]
 
 
 @dataclass(frozen=True)
@@ -138,26 +137,24 @@ class LanePartition(Partition):
             copy_all([(_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine])
             return
         for window in self.windows:
-            outgoing = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
-            incoming = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
-            received = self._swap(
-                [[_in_segments(values, overlap) for overlap in overlaps] for overlaps in outgoing],
-                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
-            )
-            _place(received, [_in_vector(out, overlap) for overlaps in incoming for overlap in overlaps])
+            held, owned = self._in_window(values, out, window)
+            self._swap(held, owned)
 
     def scatter(self, vector: torch.Tensor) -> None:
-        island = self._island
         values = [segment.values for segment in self.shards.segments()]
         for window in self.windows:
-            outgoing = [self.overlaps(holder, island.rank, window) for holder in range(island.size)]
-            incoming = [self.overlaps(island.rank, owner, window) for owner in range(island.size)]
-            received = self._swap(
-                [[_in_vector(vector, overlap) for overlap in overlaps] for overlaps in outgoing],
-                [sum(overlap.length for overlap in overlaps) for overlaps in incoming],
-            )
-            _place(received, [_in_segments(values, overlap) for overlaps in incoming for overlap in overlaps])
+            held, owned = self._in_window(values, vector, window)
+            self._swap(owned, held)
         self.shards.commit()
+
+    def _in_window(
+        self, values: list[torch.Tensor], vector: torch.Tensor, window: Interval
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """What this rank holds of each rank's vector, and where its own vector has what each rank holds of that."""
+        me, ranks = self._island.rank, range(self._island.size)
+        held = [[_in_segments(values, overlap) for overlap in self.overlaps(me, owner, window)] for owner in ranks]
+        owned = [[_in_vector(vector, overlap) for overlap in self.overlaps(holder, me, window)] for holder in ranks]
+        return held, owned
 
     def overlaps(self, holder: int, owner: int, window: Interval) -> list[Overlap]:
         """What rank `holder`'s segments share with the part `window` of rank `owner`'s vector, in its order."""
@@ -176,16 +173,16 @@ class LanePartition(Partition):
             vector_start += high - low
         return found
 
-    def _swap(self, outgoing: Sequence[list[torch.Tensor]], sizes: list[int]) -> torch.Tensor:
-        """Sends each rank its pieces; returns what all sent here, `sizes[r]` values from rank r, one after another."""
-        counts = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
+    def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]) -> None:
+        """Sends each rank its pieces, and fills those that each rank sends."""
+        counts, sizes = ([sum(piece.numel() for piece in pieces) for pieces in way] for way in (outgoing, incoming))
         sent = torch.empty(sum(counts))
-        _fill(sent, [piece for pieces in outgoing for piece in pieces])
-        if self._island.size == 1:
-            return sent
-        received = torch.empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, counts, group=self._island.group)
-        return received
+        copy_all(_cut(sent, list(chain.from_iterable(outgoing))))
+        received = sent
+        if self._island.size > 1:
+            received = torch.empty(sum(sizes))
+            dist.all_to_all_single(received, sent, sizes, counts, group=self._island.group)
+        copy_all([(piece, part) for part, piece in _cut(received, list(chain.from_iterable(incoming)))])
 
 
 def choose_partition(
@@ -201,18 +198,8 @@ def choose_partition(
 
 def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) -> list[Interval]:
     """The runs that a partition of a fragment is made of, in the canonical index space of the whole model."""
-    names, starts = list(fragment.sizes), list(fragment.offsets().values())
     offsets = model.offsets()
-    found: list[Interval] = []
-    for start, length in partition.intervals:
-        position, end = start, start + length
-        while position < end:
-            number = bisect_right(starts, position) - 1
-            name, inside = names[number], position - starts[number]
-            count = min(end - position, fragment.sizes[name] - inside)
-            found.append((offsets[name] + inside, count))
-            position += count
-    return found
+    return [(offsets[name] + inside, count) for name, inside, count in _by_parameter(partition, fragment)]
 
 
 def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
@@ -223,21 +210,29 @@ def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> l
         shards: that the partition is of.
         label: of each parameter, by name; of one that has none, 0.
     """
-    names, starts = list(shards.sizes), list(shards.offsets().values())
     found: list[tuple[int, int, int]] = []
     place = 0
-    for start, length in partition.intervals:
-        position, end = start, start + length
+    for name, _, count in _by_parameter(partition, shards):
+        one = label.get(name, 0)
+        if found and found[-1][2] == one:
+            found[-1] = (found[-1][0], place + count, one)
+        else:
+            found.append((place, place + count, one))
+        place += count
+    return found
+
+
+def _by_parameter(partition: Partition, shards: Shards) -> Iterator[tuple[str, int, int]]:
+    """The runs of a rank's vector that lie in one parameter: its name, the first element there, and how many."""
+    names, starts = list(shards.sizes), list(shards.offsets().values())
+    for position, length in partition.intervals:
+        end = position + length
         while position < end:
             number = bisect_right(starts, position) - 1
-            count = min(end - position, starts[number] + shards.sizes[names[number]] - position)
-            one = label.get(names[number], 0)
-            if found and found[-1][2] == one:
-                found[-1] = (found[-1][0], place + count, one)
-            else:
-                found.append((place, place + count, one))
-            position, place = position + count, place + count
-    return found
+            name, inside = names[number], position - starts[number]
+            count = min(end - position, shards.sizes[name] - inside)
+            yield name, inside, count
+            position += count
 
 
 def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
@@ -252,6 +247,49 @@ def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
     return {"ranks": island.gather(digest), "replicated": shards.is_replicated}
 
 
+def check_cover(shards: Shards, island: IslandGroup) -> None:
+    """Refuses what would train silently wrong: gaps, elements held twice, ranks with different models.
+
+    Collective over the island's ranks; all of them raise or none.
+
+    Raises:
+        UnsupportedError: naming the parameter.
+    """
+    held = island.gather({"sizes": dict(shards.sizes), "intervals": shards.intervals()})
+    if any(list(rank["sizes"].items()) != list(held[0]["sizes"].items()) for rank in held):
+        raise UnsupportedError(
+            "the ranks of this island hold different parameters (pipeline, tensor or expert parallelism), which is "
+            "not supported yet: use DDP or DeepSpeed ZeRO inside the island"
+        )
+    intervals = [rank["intervals"] for rank in held]
+    for covering in intervals if shards.is_replicated else [list(chain.from_iterable(intervals))]:
+        _check_tiles(covering, shards)
+
+
+def _check_tiles(intervals: Sequence[Interval], shards: Shards) -> None:
+    """The intervals must fill the canonical index space without gap or overlap."""
+    end = 0
+    for start, length in sorted((start, length) for start, length in intervals if length):
+        if start > end:
+            break
+        if start < end:
+            raise UnsupportedError(
+                f"several ranks hold the same part of {_name_at(shards, start)}: the shards of this way to train "
+                f"({shards.description}) are not known to this package; use DDP or DeepSpeed ZeRO inside the island"
+            )
+        end = start + length
+    if end < shards.num_parameters:
+        raise UnsupportedError(
+            f"no optimizer on this island trains {_name_at(shards, end)}: hand it to the optimizer with the other "
+            "parameters, or freeze it (requires_grad=False)"
+        )
+
+
+def _name_at(shards: Shards, position: int) -> str:
+    offsets = shards.offsets()
+    return [name for name, size in shards.sizes.items() if size and offsets[name] <= position][-1]
+
+
 def _in_segments(values: list[torch.Tensor], overlap: Overlap) -> torch.Tensor:
     return values[overlap.segment].narrow(0, overlap.segment_start, overlap.length)
 
@@ -260,11 +298,6 @@ def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
     return vector.narrow(0, overlap.vector_start, overlap.length)
 
 
-def _fill(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    ends = accumulate((piece.numel() for piece in pieces), initial=0)
-    copy_all([(out[start:end], piece) for (start, end), piece in zip(pairwise(ends), pieces, strict=True)])
-
-
-def _place(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    parts = values.split([piece.numel() for piece in pieces])
-    copy_all(list(zip(pieces, parts, strict=True)))
+def _cut(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a vector that lie beside these pieces, each with its piece."""
+    return list(zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True))

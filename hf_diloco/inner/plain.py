@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import Segment, Shards
-from hf_diloco.inner.optimizer import InnerOptimizer
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers
 
 
 class PlainShards(Shards):
@@ -35,16 +34,7 @@ class PlainShards(Shards):
                 )
         self.sizes = {name: p.numel() for name, p in self._parameters.items()}
         self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        names = {parameter: name for name, parameter in self._parameters.items()}
-        self.inner = InnerOptimizer(
-            optimizer,
-            {
-                names[parameter]: number
-                for number, group in enumerate(getattr(optimizer, "param_groups", []))
-                for parameter in group["params"]
-                if parameter in names
-            },
-        )
+        self.inner = InnerOptimizer(optimizer, group_numbers(optimizer, self._parameters))
 
     def segments(self) -> list[Segment]:
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]

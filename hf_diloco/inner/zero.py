@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import Segment, Shards
-from hf_diloco.inner.optimizer import InnerOptimizer
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards
 from hf_diloco.inner.plain import PlainShards
 
 logger = logging.getLogger("hf_diloco")

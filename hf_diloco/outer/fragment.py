@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_diloco.codecs import find_codec
-from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.codecs.base import ErrorFeedback
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup

@@ -22,8 +22,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, MissedRoundError, StoreError, StoreFullError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.partition import LanePartition
-from hf_diloco.inner.validate_partition import check_cover
+from hf_diloco.inner.partition import LanePartition, check_cover
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import make_fingerprint

@@ -15,8 +15,7 @@ from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError, StoreError
-from hf_diloco.inner.base import Shards
-from hf_diloco.inner.buffers import BufferShards
+from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of
 from hf_diloco.membership.facts import Facts

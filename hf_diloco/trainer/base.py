@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.zero_ranks import resume_across_ranks
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record

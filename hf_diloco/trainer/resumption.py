@@ -10,7 +10,7 @@ from transformers import TrainerState
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
-from hf_diloco.inner.saved_kind import SavedKind, saved_kind
+from hf_diloco.inner.checkpoints import SavedKind, saved_kind
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.schedule import step_of
 from hf_diloco.rounds.session import BaseSession

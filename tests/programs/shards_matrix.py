@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_diloco.inner import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
-from hf_diloco.inner.buffers import BufferShards
+from hf_diloco.inner.base import BufferShards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of

@@ -37,9 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner import open_shards
+from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import layout_of
-from hf_diloco.inner.zero_ranks import resume_across_ranks
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from hf_diloco.codecs import CODECS, Codec, feedback
-from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.codecs import CODECS, Codec, base
+from hf_diloco.codecs.base import ErrorFeedback
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.outer.checkpoint import load_outer, read_index
@@ -32,7 +32,7 @@ WIDTH = 701  # of the hidden layer: 4,908 values, a block of 4,096 and part of a
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback, "TILE_VALUES", 8192)
+    monkeypatch.setattr(base, "TILE_VALUES", 8192)
 
 
 def sent_of(codec: Codec, values: torch.Tensor) -> torch.Tensor:

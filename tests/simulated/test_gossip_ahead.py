@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
+from hf_diloco.gossip import mesh as mesh_module
 from hf_diloco.gossip.averages import Vectors, mix_
-from hf_diloco.gossip.background_exchange import THREAD_NAME, Ahead
-from hf_diloco.gossip.mesh import MeshNeighbours, mixing
-from hf_diloco.gossip.mesh.average import lost_key
+from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.store import lost_key
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.threads import THREAD_NAME, Ahead, Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS, GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
@@ -100,7 +100,7 @@ def in_mesh(
 @pytest.mark.parametrize("method", list(COMBINE_FIRST))
 @pytest.mark.parametrize("graph", ["ring", "one-peer-exponential"])
 def test_every_bit_is_the_same(graph: str, method: str, store: KeptStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "CHUNK_VALUES", 96)
+    monkeypatch.setattr(mesh_module, "CHUNK_VALUES", 96)
     topology = make_topology(graph, 4)
 
     def steps(begins: Callable[[int, int], bool]) -> Callable[[Node], list[Any]]:

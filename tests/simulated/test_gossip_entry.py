@@ -16,12 +16,9 @@ from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.mesh.agreement import MAX_ROUNDS
-from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Discovery
-from hf_diloco.gossip.mesh.entry import Greetings
-from hf_diloco.gossip.mesh.rejoin import entry_prefix, greeting_key
-from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.gossip.mesh.entry import MAX_ROUNDS
+from hf_diloco.gossip.mesh.joining import Discovery, Greetings
+from hf_diloco.gossip.mesh.store import Board, entry_prefix, greeting_key, lost_key
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.gossip import mesh as mesh_module
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.config import SlowMoSettings
-from hf_diloco.gossip.mesh import MeshNeighbours, joining, mixing
+from hf_diloco.gossip.mesh import MeshNeighbours, joining
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
@@ -87,7 +88,7 @@ def test_a_mesh_mixes_what_memory_mixes(
 ) -> None:
     """Vectors of nothing, of a part of a chunk, of more chunks than are in flight; one, and two together."""
     chunk = 96  # as whole blocks are, a multiple of what a processor adds at once
-    monkeypatch.setattr(mixing, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(mesh_module, "CHUNK_VALUES", chunk)
     topology = make_topology(graph, num_nodes)
     sizes = [(0,), (1,), (chunk,), (7, 3 * chunk + 5), (20 * chunk + 1,), (0, 4)]
 

@@ -22,11 +22,10 @@ from hf_diloco.cli.simulate import run_simulation
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.choco import with_payload
-from hf_diloco.gossip.common_end import CommonEnd
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.node import CommonEnd, NodeNeighbours
+from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS
 from hf_diloco.methods.topology import make_topology

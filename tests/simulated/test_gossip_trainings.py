@@ -14,7 +14,7 @@ from hf_diloco import GossipCallback
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands

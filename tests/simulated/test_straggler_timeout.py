@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_diloco.errors import IslandLostError, StoreError
+from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.store import KEEPER, Board
-from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
 from hf_diloco.gossip.records import Record
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes

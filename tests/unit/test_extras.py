@@ -39,7 +39,7 @@ for name in {names!r}:
     sys.modules[name] = None
 import torch
 from hf_diloco.codecs import CODECS
-from hf_diloco.codecs.feedback import ErrorFeedback
+from hf_diloco.codecs.base import ErrorFeedback
 torch.manual_seed(0)
 values = torch.randn(10_000)
 for name, codec in sorted(CODECS.items()):

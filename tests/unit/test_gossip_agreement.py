@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_diloco.errors import IslandLostError, PayloadError
-from hf_diloco.gossip.mesh import agreement
-from hf_diloco.gossip.mesh.agreement import Answers, Proposals
-from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
+from hf_diloco.gossip.mesh import entry
+from hf_diloco.gossip.mesh.entry import Answers, Proposals
+from hf_diloco.gossip.mesh.joining import Announcement, Discovery
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.store.torch_store import ValueStore
 
@@ -60,7 +60,7 @@ def test_it_comes_about_where_both_go_on_in_turn(gap: int) -> None:
 
 
 def test_who_never_hears_in_time_asks_for_later_and_later_steps_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "MAX_ROUNDS", 5)
+    monkeypatch.setattr(entry, "MAX_ROUNDS", 5)
     proposals, answers = sides()
     monkeypatch.setattr(answers, "_answer", lambda step: None)
     proposed: list[int] = []

@@ -12,8 +12,7 @@ from hypothesis import given, strategies as st
 from hf_diloco.errors import UnsupportedError
 from hf_diloco.inner import AlignedPartition, LanePartition, partition
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.partition import choose_partition, to_model_intervals
-from hf_diloco.inner.validate_partition import check_cover
+from hf_diloco.inner.partition import check_cover, choose_partition, to_model_intervals
 from tests.programs.shards_pieces import Cut, ListShards, cut_pieces, make_shards
 
 SIZES = {"embedding": 7, "empty": 0, "weight": 12, "bias": 1, "head": 5}

@@ -15,8 +15,7 @@ from hf_diloco.errors import ConfigError, IslandLostError, PayloadError
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.versioned_buffer import VersionedBuffer
+from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic

@@ -9,8 +9,8 @@ from torch import nn
 
 from hf_diloco.apps.common.resume import loading
 from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.checkpoints import check_stage, resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.zero_ranks import check_stage, resume_across_ranks
 
 
 def test_weights_of_another_model_are_named() -> None:

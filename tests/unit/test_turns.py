@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hf_diloco.gossip.simulation_scheduler import NoTurns, Turns
+from hf_diloco.gossip.threads import NoTurns, Turns
 from tests.islands import run_islands
 
 NUM_NODES, NUM_TURNS = 4, 200

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.process import STOPPED
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.threads import Turns
 from hf_diloco.trainer.progress import STOP_FILE
 
 LONGEST_WAIT = 7 * 24 * 3600.0

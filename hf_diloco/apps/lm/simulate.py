@@ -19,7 +19,7 @@ from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.lm.train import train_island
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.gossip.simulation_scheduler import Turns
+from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report import Run, load_run
 from hf_diloco.rounds.fixed import FixedSession

@@ -1,5 +1,343 @@
-"""Nodes that are processes of their own, joined by sockets along the edges of their graph."""
+"""Nodes that are processes of their own: one pair of sockets an edge of the graph, and a store for small records.
 
-from hf_diloco.gossip.mesh.neighbours import MeshNeighbours
+A node that is lost takes nothing with it but itself: its neighbours leave it out of their sums, so that its weight
+stays with each of them, and go on. An average over all nodes is then over those that are left. Started again, it
+begins with the mean of its neighbours. Two that go on, and have lost nothing but each other, connect again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import torch
+
+from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.mesh.average import GroupAverage
+from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
+from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
+from hf_diloco.gossip.mesh.exchange import StragglerTimeout, Swapping
+from hf_diloco.gossip.mesh.joining import Joining
+from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.gossip.mesh.rejoin import Reception
+from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
+from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
+from hf_diloco.gossip.published import Published
+from hf_diloco.gossip.records import Record
+from hf_diloco.methods.topology import Topology
+from hf_diloco.sealing import LinkKey
+from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.transfers import CHUNK_VALUES
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.waiting import WaitNotes
+
+
+class MeshNeighbours(Neighbours):
+    """One process's end of the graph.
+
+    A neighbour whose connection breaks, or that does not come within `exchange_timeout`, is lost: `mix` leaves it out
+    from then on and raises nothing, unless none is left. `close` may be called while another thread is in `mix`.
+
+    Once `published` was called nodes are not in step, and who finds no neighbour goes on alone; who was lost by all of
+    them, though it is there, is told by `offer` or `average` with an `IslandLostError`.
+
+    Args:
+        store: where nodes find each other, kept by node 0; see `store.tcp_store.meet`.
+        topology: who averages with whom; the same on all nodes.
+        node: this node's number, from 0.
+        address: local address to listen on, as the neighbours see it.
+        connect_timeout: seconds to wait for all neighbours at the start, and for records that are shared.
+        exchange_timeout: seconds that a neighbour may be late in an exchange. One that itself waits for a node that is
+            lost is given more.
+        rate_limit: for all that this node sends. Default: none.
+        name: tells the mesh from others in the store.
+        notes: say for whom this node waits. Default: its own, as `hf_diloco.utils.waiting` has them.
+        key: what nodes prove to each other that they hold, and all between them is sealed with. Default: none.
+
+    Attributes:
+        peers: the nodes that it mixes with at one step or another.
+        lost: the nodes that this one has lost, each with the reason in words.
+        averaged_over: the nodes in the last `average`, in order.
+
+    Raises:
+        ConfigError: the graph has no such node.
+        IslandLostError: neighbours did not connect in time; names them.
+        ForgedError: who answered for a neighbour does not hold the key.
+    """
+
+    is_on_host = True
+
+    def __init__(
+        self,
+        store: ValueStore,
+        topology: Topology,
+        node: int,
+        address: str,
+        *,
+        connect_timeout: float,
+        exchange_timeout: float,
+        rate_limit: RateLimit | None = None,
+        name: str = "gossip",
+        notes: WaitNotes | None = None,
+        key: LinkKey | None = None,
+    ) -> None:
+        if not 0 <= node < topology.num_nodes:
+            raise ConfigError(
+                f"node {node}: {topology.name} has nodes 0 to {topology.num_nodes - 1}; give one of them"
+            )
+        self.node = node
+        self.num_nodes = topology.num_nodes
+        self.topology = topology
+        self.lost: dict[int, str] = {}
+        self._num_returns: dict[int, int] = {}
+        self._news: list[str] = []
+        self._endpoint = Endpoint(store, node, address, exchange_timeout, rate_limit or RateLimit(), key)
+        self._connect_timeout = connect_timeout
+        self._exchange_timeout = exchange_timeout
+        self._notes = notes or WaitNotes(node, "node")
+        self._board = Board(store, name)
+        self._num_shared: dict[str, int] = {}
+        self._published: MeshPublished | None = None
+        self._is_swapping = threading.Lock()
+        self._is_closed = False
+        self.peers = edge_peers(topology, node)
+        self._joining = Joining(self._endpoint, self._board, self.peers, connect_timeout, self._notes)
+        self.is_returning = self._joining.start > 1
+        self._edges = self._joining.meet()
+        self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
+        self._reception = Reception(self._joining, self.num_nodes, self._straggler_timeout)
+        for peer in self.peers:
+            if peer not in self._edges:
+                self._lose(peer, "it was not there when this node returned")
+        self._swapping = Swapping(self._edges, self._straggler_timeout, self._give_up)
+        self._group = GroupAverage(
+            self._endpoint, self._board, self.num_nodes, self._find_lost, self.is_returning, self._notes
+        )
+
+    # Exchanges.
+
+    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
+        topology = topology or self.topology
+        row = topology.weights(step)[self.node].tolist()
+        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
+        receivers = topology.receivers(self.node, step)
+        # Whole blocks of `mix_`, so that nothing depends on how vectors are cut.
+        pieces = [
+            MixedPiece(weights, receivers, one, into)
+            for own, out in zip(vectors, outs, strict=True)
+            for one, into in zip(own.split(CHUNK_VALUES), out.split(CHUNK_VALUES), strict=True)
+        ]
+        return self.swap(pieces)
+
+    def swap(self, pieces: Sequence[Piece]) -> Traffic:
+        self._check_rate(pieces)
+        has_company = any(piece.bytes_to or piece.bytes_from for piece in pieces)
+        if has_company:
+            self._check_company()
+        with self._is_swapping:
+            traffic = self._swapping.run(pieces)
+        if has_company:
+            self._check_company()
+        return traffic
+
+    def life(self, peer: int) -> int | None:
+        return self._num_returns.get(peer, 0) if peer in self._edges else None
+
+    def check_average(self, vector: torch.Tensor) -> None:
+        self._group.check(vector)
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        if self.num_nodes == 1:
+            return Traffic()
+        before = self._group.members
+        traffic = self._group.average(vector)
+        self._straggler_timeout.extend()
+        if self._group.members != before:
+            self._note_members(before)
+        return traffic
+
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        return self._group.members if self.num_nodes > 1 else (self.node,)
+
+    def share(self, topic: str, record: Record) -> list[Record]:
+        number = self._num_shared[topic] = self._num_shared.get(topic, 0) + 1
+        keys = {node: f"share/{topic}/{number}/{node}" for node in range(self.num_nodes)}
+        self._board.put(keys[self.node], record)
+        wait = self._notes.begin(self._connect_timeout)
+        missing = self._board.await_all(keys, self._connect_timeout, wait)
+        if missing:
+            raise IslandLostError(
+                f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
+                f"{self._connect_timeout:g} s. Check that all nodes run, and start those that do not",
+                missing,
+            )
+        records = [self._board.read(key, node) for node, key in keys.items()]
+        return [record for record in records if record is not None]
+
+    def published(self) -> Published:
+        """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
+        published = MeshPublished(self._endpoint, self.peers, f"{self._board.name}/published")
+        for peer, edge in sorted(self._edges.items()):
+            try:
+                self._joining.link(published, edge)
+            except IslandLostError:
+                if not self.is_returning:
+                    published.close()
+                    raise
+                self._lose(peer, "its connection broke")
+        self._published = self._joining.published = published
+        return published
+
+    def recall(self, topic: str) -> list[Record]:
+        others = [node for node in range(self.num_nodes) if node != self.node]
+        number = self._num_shared.get(topic, 0)
+        while any(self._board.has(f"share/{topic}/{number + 1}/{node}") for node in others):
+            number += 1
+        self._num_shared[topic] = number
+        records = [self._board.read(f"share/{topic}/{number}/{node}", node) for node in others]
+        return [record for record in records if record is not None]
+
+    def offer(self, x: torch.Tensor, step: int) -> None:
+        self._note_lost()
+        self._reception.begin()
+        if not self._reception.is_anyone_back:
+            return
+        if self._published is not None:
+            self._reception.turn_away(self._published.lost)
+        for peer, one in self._reception.let_in(x, step, is_in_step=self._published is None).items():
+            self._edges[peer] = one.edge
+            self._num_returns[peer] = self._num_returns.get(peer, 0) + 1
+            self.lost.pop(peer, None)
+            what = "has returned" if one.is_new else "is connected again"
+            self._news.append(f"node {peer} {what}: it takes part from step {step} on")
+
+    def enter(self, x: torch.Tensor) -> int:
+        host = x.cpu()
+        is_in_step, timeout = self._published is None, self._exchange_timeout
+        if not is_in_step:
+            timeout += self._connect_timeout  # a step may take its time
+        kind = Entry if is_in_step else FreeEntry
+        entry = kind(self._joining, self._edges, self._straggler_timeout, timeout, self._give_up)
+        with self._is_swapping:
+            step = entry.take(host)
+        if host is not x:
+            x.copy_(host)
+        self.is_returning = False
+        return step
+
+    def take_news(self) -> list[str]:
+        """What has happened to other nodes since the last call: lines for a log, in order."""
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._straggler_timeout.give_up()
+        with self._is_swapping:  # lets go of its edges one after the other
+            for edge in self._edges.values():
+                edge.close()
+            self._edges.clear()
+        self._reception.close()
+        self._group.close()
+        if self._published is not None:
+            self._published.close()
+
+    # Nodes come and go.
+
+    def _give_up(self, peer: int) -> None:
+        """Loses a neighbour that was waited for; those who waited for it too are late for that reason."""
+        self._lose(peer, self._straggler_timeout.reason)
+        self._straggler_timeout.renew()
+
+    def _lose(self, node: int, reason: str) -> None:
+        """Lets go of a neighbour, and tells the log and all nodes."""
+        if node in self._edges:
+            self._edges.pop(node).close()
+        if self._is_closed:  # it is this one that goes
+            return
+        self.lost[node] = reason
+        self._news.append(f"node {node} was lost ({reason}): its weight stays with this node until it returns")
+        if self._published is not None:
+            self._published.drop(node)
+        with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+            self._board.put(lost_key(node), {"by": self.node, "reason": reason})
+        self._reception.look_for([node])  # now: who is back takes its key away
+
+    def _note_lost(self) -> None:
+        """Loses those whose links have broken, where nodes take what others published."""
+        if self._published is None:
+            return
+        for peer, reason in self._published.take_lost().items():
+            if peer in self._edges:
+                self._lose(peer, reason)
+        if self.peers and not self._edges and self._reception.is_given_up:
+            raise IslandLostError(
+                f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it. "
+                f"{self._way_back()}",
+                self.peers,
+            )
+
+    def _find_lost(self) -> list[int]:
+        """The neighbours without whom this node goes on."""
+        self._note_lost()
+        return [peer for peer in self.peers if peer not in self._edges]
+
+    def _note_members(self, before: Collection[int]) -> None:
+        members = self._group.members
+        absent = set(range(self.num_nodes)) - set(members)
+        for node in absent - self.lost.keys():
+            if node in self._edges:
+                self._edges.pop(node).close()
+                self._reception.look_for([node])
+            self.lost[node] = "it did not come to the average of all nodes"
+        for node in set(members) & self.lost.keys() - set(self.peers):
+            del self.lost[node]
+        if absent:
+            self._news.append(
+                f"the average of all nodes is over {plural('node', len(members))} {numbers(members)} from now on, "
+                f"without {plural('node', len(absent))} {numbers(absent)}"
+            )
+        elif before:
+            self._news.append("the average of all nodes is over all of them again")
+
+    def _check_company(self) -> None:
+        """Raises `IslandLostError` if no neighbour is left."""
+        if self._edges or not self.peers:
+            return
+        reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self.peers if peer in self.lost)
+        raise IslandLostError(
+            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). {self._way_back()}",
+            self.peers,
+        )
+
+    def _way_back(self) -> str:
+        """What to do for a node that has nobody left to average with."""
+        if self.node == KEEPER:
+            return (
+                f"Node {KEEPER} keeps the rendezvous, without which no node returns: end the others, if they still go "
+                "on (each writes a checkpoint), then start all nodes again"
+            )
+        return (
+            f"Start node {self.node} again, alone, by the same command: it returns to the nodes that go on. Start all "
+            "nodes again only if none does"
+        )
+
+    def _check_rate(self, pieces: Sequence[Piece]) -> None:
+        """Raises `ExchangeError` if the rate limit alone takes longer than an exchange may."""
+        num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
+        limit = self._endpoint.rate_limit
+        seconds = limit.seconds(num_bytes)
+        if seconds > self._exchange_timeout:
+            raise ExchangeError(
+                f"at rate_limit ({limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
+                f"node sends in a step take {seconds:,.0f} s, but exchange_timeout is {self._exchange_timeout:g} s: "
+                "raise one of them, or choose a graph with fewer neighbours"
+            )
+
 
 __all__ = ["MeshNeighbours"]

@@ -21,7 +21,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, ForgedError, IslandLostError, PayloadError, UnsupportedError
 from hf_diloco.gossip.mesh.edges import Endpoint
-from hf_diloco.gossip.mesh.store import KEEPER, Board
+from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
@@ -106,7 +106,7 @@ class GroupAverage:
                 traffic += self._transfer(vector)
                 has_mean = True
                 self._vote()
-                self._board.put_later(_done_key(self._node), {"average": self._num_averages})
+                self._board.put_later(f"averaged/{self._node}", {"average": self._num_averages})
                 break
             except ExchangeError as error:
                 self._give_up(error)
@@ -165,8 +165,9 @@ class GroupAverage:
                 continue
             records = [self._read_record(member) for member in members]
             self._board.put("attempt", {"number": self._attempt})
+            name = f"{self._board.name}/average{self._attempt}"
             try:
-                self._group = self._connect(members)
+                self._group = MeshExchange(self._endpoint.lane(name, members, self._timeout))
             except (ExchangeError, ForgedError):
                 continue
             self._group_members = members
@@ -187,10 +188,6 @@ class GroupAverage:
         if not have_all and len(behind) < len(known):
             raise ExchangeError("the nodes are not at the same average: start all nodes again from their checkpoints")
         return have_all
-
-    def _connect(self, members: tuple[int, ...]) -> MeshExchange:
-        name = f"{self._board.name}/average{self._attempt}"
-        return MeshExchange(self._endpoint.lane(name, members, self._timeout))
 
     def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:
         """Shows that this node is there; returns who is in the next group, as one of them decides.
@@ -241,7 +238,7 @@ class GroupAverage:
     def _has_anyone_gone_on(self) -> bool:
         """Whether another node has had all votes in this average, without which none goes on."""
         others = (node for node in range(self._num_nodes) if node != self._node)
-        records = (self._board.read(_done_key(node), node) for node in others)
+        records = (self._board.read(f"averaged/{node}", node) for node in others)
         return any(record and record.get("average") == self._num_averages for record in records)
 
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
@@ -257,16 +254,6 @@ class GroupAverage:
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"
-
-
-def _done_key(node: int) -> str:
-    """The key under which a node says which average it had last."""
-    return f"averaged/{node}"
-
-
-def lost_key(node: int) -> str:
-    """The key under which nodes note that they have lost another one."""
-    return f"lost/{node}"
 
 
 _FP32 = CODECS["fp32"]

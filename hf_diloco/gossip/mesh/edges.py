@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 
-from hf_diloco.errors import IslandLostError, damage
+from hf_diloco.errors import ExchangeError, IslandLostError, damage
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.store.torch_store import ValueStore
@@ -16,7 +18,8 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
-from hf_diloco.utils.text import numbers, plural
+
+_FOREVER = timedelta(days=3650)
 
 
 @dataclass(frozen=True)
@@ -105,29 +108,50 @@ class Edge:
         self._tag += 1
         return Transfers()
 
-    def receive(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+    def receive(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
         """Starts receiving; `tensor` is whole once the transfers have been waited for.
 
         Raises:
             IslandLostError: the connection has broken.
         """
-        self._links.receive(tensor, self._other_end, self._tag, transfers, with_checksum=True)
+        self._links.receive(tensor, self._other_end, self._tag, transfers, with_checksum)
 
-    def send(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+    def send(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
         """Starts sending; `tensor` stays as it is until the transfers have been waited for.
 
         Raises:
             IslandLostError: the connection has broken.
         """
-        self._links.send(tensor, self._other_end, self._tag, transfers, with_checksum=True)
+        self._links.send(tensor, self._other_end, self._tag, transfers, with_checksum)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """As `Connections.wait`; also where something came damaged the neighbour is lost, until it connects again."""
         traffic = self._links.wait(transfers, deadline, meanwhile)
+        self._refuse_damaged(transfers)
+        return traffic
+
+    def wait_for_ever(self, transfers: Transfers) -> None:
+        """As `wait`, until they have come or `wake` is called; looks at nothing, which would leave a receive behind.
+
+        Raises:
+            RuntimeError: the connection has broken.
+            IslandLostError: something came damaged.
+        """
+        for work in transfers.works:
+            work.handle.wait(_FOREVER)
+        transfers.check()
+        self._refuse_damaged(transfers)
+        transfers.drop()
+
+    def wake(self) -> None:
+        """Ends all waits at this end, if it is not closed yet: whoever waits finds the connection broken."""
+        with suppress(ExchangeError):
+            self._links.wake()
+
+    def _refuse_damaged(self, transfers: Transfers) -> None:
         if transfers.damaged:
             why = damage(self._links.is_sealed)
             raise IslandLostError(f"what node {self.peer} sent came damaged ({why})", [self.peer])
-        return traffic
 
     def check(self) -> None:
         """Raises `IslandLostError` if the connection has broken, while nothing is transferred."""
@@ -189,23 +213,3 @@ def connect_edges(
         made = dict(zip(lives, threads.map(connect, lives), strict=True))
     edges = {peer: edge for peer, edge in made.items() if edge is not None}
     return edges, [peer for peer in lives if peer not in edges]
-
-
-def broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
-    """The error for neighbours that came, and left while they connected."""
-    names = f"{plural('node', len(missing))} {numbers(missing)}"
-    return IslandLostError(
-        f"{names} broke off after {seconds:.1f} s, while connecting to this node. Look at what ended them, and start "
-        "all nodes again",
-        missing,
-    )
-
-
-def not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
-    """The error for neighbours that did not come."""
-    names = f"{plural('node', len(missing))} {numbers(missing)}"
-    return IslandLostError(
-        f"{names} did not connect to this node within {timeout:g} s (this one listens on {address}). Check that all "
-        "nodes were started, that firewalls let their machines reach each other on all ports, and bind_address",
-        missing,
-    )

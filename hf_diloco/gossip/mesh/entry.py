@@ -1,128 +1,170 @@
-"""How a node comes back while the others go on: its own side. `returning` has its neighbours', and what is said.
+"""How a node comes back while the others go on: its own side. `rejoin` has its neighbours', and what is said.
 
-Here all take their steps together; `FreeEntry` is for nodes that do not.
+Where all take their steps together, nodes agree on a step that is yet to come while they go on. One proposes. Nobody
+who takes steps waits for an answer: what is not decided by the step itself is off.
+
+    PREFIX/at/NODE              the step that a node is at
+    PREFIX/proposal             the round of asking, and the step
+    PREFIX/ROUND/NODE           whether that step is yet to come, for a node
+    PREFIX/ROUND/decision       whether it is for all: the first word counts
+
+`FreeEntry` is for nodes that each step at their own pace.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.gossip.mesh.agreement import FIRST_MARGIN, MAX_ROUNDS, decide
-from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Discovery
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.rejoin import LOOK_SECONDS, company_key, entry_prefix, greeting_key
-from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
-from hf_diloco.gossip.records import whole_number
+from hf_diloco.gossip.mesh.exchange import StragglerTimeout
+from hf_diloco.gossip.mesh.joining import Joining
+from hf_diloco.gossip.mesh.store import Board, entry_prefix, lost_key
+from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.transport.connections import PROBE_SECONDS
 from hf_diloco.transport.transfers import Transfers
-from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")
 
+FIRST_MARGIN = 2
+"""Steps until the one that is proposed. Doubles with each round: where steps take no longer than asking, many pass."""
 
-class Greetings:
-    """Awaits the neighbours that see that this node is back.
+MAX_ROUNDS = 12
+
+
+def decide(board: Board, prefix: str, number: int, node: int, is_on: bool) -> bool:
+    """Writes the decision of a round unless there is one; returns the one that is there."""
+    key = f"{prefix}/{number}/decision"
+    board.put_first(key, {"is_on": is_on})
+    return (board.read(key, node) or {}).get("is_on") is True
+
+
+class Agreement(ABC):
+    """One side of an agreement on a step to come, of two that both take steps.
 
     Args:
-        discovery: how this node says that it waits for them.
-        starts: how often each neighbour was started, as far as is known.
+        board: the mesh's.
+        prefix: of the keys; unique.
+        node: this node.
+        peer: the other one.
     """
 
-    def __init__(self, discovery: Discovery, starts: Mapping[int, int]) -> None:
-        self._board = discovery.board
-        self._discovery = discovery
-        self._node = discovery.node
-        self._start = discovery.start
-        self._starts = starts
-        self._greeted: set[int] = set()
-        self._waiting: set[int] = set()  # as this one does: they let nobody in
+    def __init__(self, board: Board, prefix: str, node: int, peer: int) -> None:
+        self._board = board
+        self._prefix = prefix
+        self._node = node
+        self._peer = peer
+        self._round = 0
+        self._step: int | None = None
 
-    def wait(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
-        """The neighbours that are there, to whom this node connects next: all, but for those that are lost or wait
-        themselves.
+    @abstractmethod
+    def is_now(self, step: int) -> bool:
+        """Whether it is the step that begins. To be asked at the beginning of each.
 
-        Who is left out, but goes on, connects again later.
-
-        Args:
-            patience: seconds to wait for the first.
-            patience_with_others: seconds to wait for all others from then on.
-            wait: says who is absent.
+        Raises:
+            IslandLostError: the two are too far apart, or did not agree in many rounds.
         """
-        there = self._await(patience, patience_with_others, wait)
-        self._board.put(company_key(self._node, self._start), {"nodes": there})
-        return there
 
-    def _await(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
-        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
-        await_news = self._board.news()
-        while True:
-            now = time.monotonic()
-            if now - looked > LOOK_SECONDS:
-                looked = now
-                self._discovery.announce(list(self._starts), is_in=False)
-                self._hear()
-            absent = self._absent()
-            if self._greeted:
-                first_greeted = min(first_greeted, now)
-            is_over = now - begun > patience or now - first_greeted > patience_with_others
-            may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
-            if not absent or is_over or may_end:
-                return sorted(self._greeted)
-            wait.look(absent)
-            await_news()
+    def _hear(self, what: str) -> Record | None:
+        return self._board.read(f"{self._prefix}/{what}", self._peer)
 
-    def _absent(self) -> list[int]:
-        for peer in self._starts.keys() - self._greeted:
-            if self._board.has(greeting_key(self._node, self._start, peer)):
-                self._greeted.add(peer)
-        return [peer for peer in self._starts if peer not in self._greeted]
+    def _decide(self, is_on: bool) -> bool:
+        return decide(self._board, self._prefix, self._round, self._peer, is_on)
 
-    def _hear(self) -> None:
-        for peer, start in self._starts.items():
-            announcement = self._discovery.announcement_of(peer, start)
-            if announcement is not None:
-                (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
 
-    def _is_away(self, peer: int) -> bool:
-        """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
-        lost = self._board.read(lost_key(peer), peer)
-        return peer in self._waiting or (lost is not None and lost.get("by") != self._node)
+class Answers(Agreement):
+    """The side that is asked."""
+
+    def is_now(self, step: int) -> bool:
+        self._board.put(f"{self._prefix}/at/{self._node}", {"step": step})
+        self._answer(step)
+        while self._step is not None and self._step <= step:
+            # To wait for the word of others here could be to wait for one who waits for this node.
+            if self._decide(is_on=False):
+                return True
+            self._step = None
+            self._answer(step)
+        return False
+
+    def _answer(self, step: int) -> None:
+        proposal = self._hear("proposal")
+        if proposal is None or (number := whole_number(proposal, "round", self._peer)) <= self._round:
+            return
+        self._round, proposed = number, whole_number(proposal, "step", self._peer)
+        is_to_come = proposed > step
+        self._step = proposed if is_to_come else None
+        self._board.put(f"{self._prefix}/{self._round}/{self._node}", {"is_to_come": is_to_come})
+
+
+class Proposals(Agreement):
+    """The side that asks.
+
+    Args:
+        board, prefix, node, peer: see `Agreement`.
+        max_gap: steps that the two may be apart. Whoever is ahead would have to wait for the other one.
+    """
+
+    def __init__(self, board: Board, prefix: str, node: int, peer: int, max_gap: int) -> None:
+        super().__init__(board, prefix, node, peer)
+        self._max_gap = max_gap
+        self._is_on = False
+
+    def is_now(self, step: int) -> bool:
+        if self._step is None:
+            self._propose(step)
+        elif not self._is_on:
+            self._hear_answer(step)
+        return self._is_on and step == self._step
+
+    def _propose(self, step: int) -> None:
+        theirs = self._hear(f"at/{self._peer}")
+        if theirs is None:
+            return
+        their_step = whole_number(theirs, "step", self._peer)
+        if abs(their_step - step) > self._max_gap or self._round == MAX_ROUNDS:
+            raise IslandLostError(f"node {self._peer} is at step {their_step}, this one at {step}", [self._peer])
+        self._step = max(their_step, step) + (FIRST_MARGIN << self._round)
+        self._round += 1
+        self._board.put(f"{self._prefix}/proposal", {"round": self._round, "step": self._step})
+
+    def _hear_answer(self, step: int) -> None:
+        assert self._step is not None
+        answer = self._hear(f"{self._round}/{self._peer}")
+        if answer is None and step < self._step:
+            return
+        is_to_come = answer is not None and answer.get("is_to_come") is True and step <= self._step
+        self._is_on = self._decide(is_on=is_to_come)
+        if not self._is_on:
+            self._step = None
 
 
 class Entry:
     """Agrees with the neighbours on a step, and takes their mean.
 
     Args:
-        board: the mesh's.
-        node: this node.
-        start: which of its starts this is.
-        edges: to the neighbours that are there; whoever goes is taken out.
+        joining: this node's.
+        edges: to the neighbours that are there.
         straggler_timeout: how long it waits for those that do not come; it tells those who wait for this node.
         timeout: seconds that a step of the neighbours may take.
-        lose: is told whom the node has lost, and why.
+        lose: takes out of `edges` whom this node has just lost.
     """
 
     def __init__(
         self,
-        board: Board,
-        node: int,
-        start: int,
+        joining: Joining,
         edges: dict[int, Edge],
         straggler_timeout: StragglerTimeout,
         timeout: float,
-        lose: Callable[[int, str], None],
+        lose: Callable[[int], None],
     ) -> None:
-        self._board = board
-        self._node = node
-        self._start = start
+        self._board = joining.board
+        self._node = joining.node
+        self._prefix = entry_prefix(joining.node, joining.start)
         self._edges = edges
         self._straggler_timeout = straggler_timeout
         self._timeout = timeout
@@ -156,8 +198,7 @@ class Entry:
             step = max(steps.values()) + margin
             self._board.put(self._key("proposal"), {"round": number, "step": step})
             answers = self._ask(str(number), "is_to_come")
-            prefix = entry_prefix(self._node, self._start)
-            if decide(self._board, prefix, number, self._node, is_on=all(answers.values())):
+            if decide(self._board, self._prefix, number, self._node, is_on=all(answers.values())):
                 return step
             margin *= 2
         raise IslandLostError(
@@ -202,14 +243,14 @@ class Entry:
         return {peer: said[peer] for peer in self._edges}
 
     def _look_at(self, missing: list[int]) -> None:
-        """Drops those that are gone, and the first of those that are missing if it is too late."""
+        """Loses those that are gone, and the first of those that are missing if it is too late."""
         for peer in list(self._edges):
             try:
                 self._edges[peer].check()
                 if peer in missing[:1]:
                     self._straggler_timeout.watch(peer)()
             except IslandLostError:
-                self._drop(peer)
+                self._lose(peer)
 
     def _transfer(self, peer: int, begin: Callable[[Edge, Transfers], None]) -> bool:
         """Sends to a neighbour, or receives; returns whether it was there, or else it is lost."""
@@ -218,17 +259,11 @@ class Entry:
         try:
             transfers = edge.begin()
             begin(edge, transfers)
-            edge.wait(transfers, self._straggler_timeout.limit, self._straggler_timeout.watch(peer))
+            self._straggler_timeout.wait_for(edge, transfers)
         except IslandLostError:
-            self._drop(peer)
+            self._lose(peer)
             return False
         return True
-
-    def _drop(self, peer: int) -> None:
-        """Loses a neighbour, as it is late or its connection broke."""
-        self._edges.pop(peer).close()
-        self._lose(peer, self._straggler_timeout.reason)
-        self._straggler_timeout.renew()
 
     def _hear(self, peer: int, topic: str, field: str) -> int | None:
         """What a neighbour says on a topic, if it does."""
@@ -243,7 +278,7 @@ class Entry:
             )
 
     def _key(self, what: str) -> str:
-        return f"{entry_prefix(self._node, self._start)}/{what}"
+        return f"{self._prefix}/{what}"
 
 
 class FreeEntry(Entry):

@@ -1,17 +1,30 @@
-"""How a node finds its neighbours, at the start and when one of the two was lost, and connects to them."""
+"""How a node finds its neighbours, at the start and when one of the two was lost, and connects to them.
+
+Each node that looks for others says so, again and again:
+
+    starts/NODE            how often a node was started
+    calls/NODE             which of its starts this is, whether it takes steps, whom it misses, and a number that grows
+
+A node that is gone says nothing new, whatever it said last; so nobody waits for it.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
-from hf_diloco.gossip.mesh.discovery import Discovery
-from hf_diloco.gossip.mesh.edges import Edge, Endpoint, broken_off, connect_edges, edge_life, not_connected
-from hf_diloco.gossip.mesh.entry import Greetings
+from hf_diloco.errors import IslandLostError, PayloadError
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
 from hf_diloco.gossip.mesh.published import MeshPublished
-from hf_diloco.gossip.mesh.rejoin import starts_key
-from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.utils.waiting import WaitNotes
+from hf_diloco.gossip.mesh.store import Board, company_key, greeting_key, lost_key, starts_key
+from hf_diloco.gossip.records import Record, whole_number
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.waiting import Wait, WaitNotes
+
+LOOK_SECONDS = 0.5
+"""How often nodes look for those that they miss."""
 
 MIN_GREETING_SECONDS = 2.5
 """How long a node that returns waits at least for those of its neighbours that have not yet seen it."""
@@ -21,6 +34,138 @@ MIN_CONNECT_SECONDS = 10.0
 
 MAX_AGAIN_SECONDS = 15.0
 """What connecting to one that goes on may take: a further attempt follows."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a node says of itself.
+
+    Attributes:
+        start: which of its starts this is, from 1.
+        is_in: it takes steps; or else it waits to be let in.
+        misses: the neighbours that it looks for.
+    """
+
+    start: int
+    is_in: bool
+    misses: frozenset[int]
+
+
+class Discovery:
+    """What one node says of itself, and hears of its neighbours.
+
+    Attributes:
+        board: the mesh's.
+        node: this node.
+        start: which of its starts this is.
+    """
+
+    def __init__(self, board: Board, node: int, start: int) -> None:
+        self.board = board
+        self.node = node
+        self.start = start
+        self._number = 0
+        self._heard: dict[int, Record] = {}
+
+    def announce(self, misses: Collection[int], is_in: bool) -> None:
+        """This node is there, and looks for others."""
+        self._number += 1
+        record = {"start": self.start, "is_in": is_in, "misses": sorted(misses), "number": self._number}
+        self.board.put(f"calls/{self.node}", record)
+
+    def announcement_of(self, peer: int, start: int) -> Announcement | None:
+        """What a neighbour says, if it is there.
+
+        Args:
+            peer: the neighbour.
+            start: the last of its starts that is known. Of that one, only what changes shows that it is still there.
+
+        Raises:
+            PayloadError: what is said makes no sense.
+        """
+        record = self.board.read(f"calls/{peer}", peer)
+        before = self._heard.get(peer)
+        if record is None or record == before:
+            return None
+        self._heard[peer] = record
+        misses = record.get("misses")
+        if not isinstance(misses, list) or not all(isinstance(node, int) for node in misses):
+            raise PayloadError(
+                f"node {peer} shows no list of nodes that it misses ({record}): give all nodes the same version, and "
+                "the rendezvous a port of its own"
+            )
+        said = Announcement(whole_number(record, "start", peer), record.get("is_in") is True, frozenset(misses))
+        is_known_to_be_there = said.start > start or (before is not None and said.start == start)
+        return said if is_known_to_be_there else None
+
+
+class Greetings:
+    """Awaits the neighbours that see that this node is back.
+
+    Args:
+        discovery: how this node says that it waits for them.
+        starts: how often each neighbour was started, as far as is known.
+    """
+
+    def __init__(self, discovery: Discovery, starts: Mapping[int, int]) -> None:
+        self._board = discovery.board
+        self._discovery = discovery
+        self._node = discovery.node
+        self._start = discovery.start
+        self._starts = starts
+        self._greeted: set[int] = set()
+        self._waiting: set[int] = set()  # as this one does: they let nobody in
+
+    def wait(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
+        """The neighbours that are there, to whom this node connects next: all, but for those that are lost or wait
+        themselves.
+
+        Who is left out, but goes on, connects again later.
+
+        Args:
+            patience: seconds to wait for the first.
+            patience_with_others: seconds to wait for all others from then on.
+            wait: says who is absent.
+        """
+        there = self._await(patience, patience_with_others, wait)
+        self._board.put(company_key(self._node, self._start), {"nodes": there})
+        return there
+
+    def _await(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
+        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
+        await_news = self._board.news()
+        while True:
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self._discovery.announce(list(self._starts), is_in=False)
+                self._hear()
+            absent = self._absent()
+            if self._greeted:
+                first_greeted = min(first_greeted, now)
+            is_over = now - begun > patience or now - first_greeted > patience_with_others
+            may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
+            if not absent or is_over or may_end:
+                return sorted(self._greeted)
+            wait.look(absent)
+            await_news()
+
+    def _absent(self) -> list[int]:
+        for peer in self._starts.keys() - self._greeted:
+            if self._board.has(greeting_key(self._node, self._start, peer)):
+                self._greeted.add(peer)
+        return [peer for peer in self._starts if peer not in self._greeted]
+
+    def _hear(self) -> None:
+        for peer, start in self._starts.items():
+            announcement = self._discovery.announcement_of(peer, start)
+            if announcement is not None:
+                (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
+
+    def _is_away(self, peer: int) -> bool:
+        """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
+        lost = self._board.read(lost_key(peer), peer)
+        return peer in self._waiting or (lost is not None and lost.get("by") != self._node)
 
 
 class Joining:
@@ -34,24 +179,28 @@ class Joining:
         notes: say for whom this node waits.
 
     Attributes:
+        board: where nodes meet.
+        node: this node.
         start: which of this node's starts this is, from 1.
-        starts: how often each neighbour was started when they met.
+        starts: how often each neighbour was started, as far as this node has seen.
         discovery: how this node says that it misses others.
+        published: where nodes take what others published; None: they do not.
     """
 
     def __init__(
         self, endpoint: Endpoint, board: Board, peers: list[int], connect_timeout: float, notes: WaitNotes
     ) -> None:
+        self.board = board
+        self.node = endpoint.node
         self._notes = notes
         self._endpoint = endpoint
-        self._board = board
-        self._node = endpoint.node
         self._peers = peers
         self._connect_timeout = connect_timeout
         self._late = max(MIN_CONNECT_SECONDS, endpoint.timeout)
-        self.start = board.count(starts_key(self._node), 1)
+        self.start = board.count(starts_key(self.node), 1)
         self.starts: dict[int, int] = {}
-        self.discovery = Discovery(board, self._node, self.start)
+        self.discovery = Discovery(board, self.node, self.start)
+        self.published: MeshPublished | None = None
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours, or where others go on to those that are there.
@@ -65,7 +214,7 @@ class Joining:
     def _meet_all(self) -> dict[int, Edge]:
         wait, begun = self._notes.begin(self._connect_timeout), time.monotonic()
         keys = {peer: starts_key(peer) for peer in self._peers}
-        missing: Collection[int] = sorted(self._board.await_all(keys, self._connect_timeout, wait))
+        missing: Collection[int] = sorted(self.board.await_all(keys, self._connect_timeout, wait))
         edges: dict[int, Edge] = {}
         if not missing:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
@@ -74,8 +223,8 @@ class Joining:
             for edge in edges.values():
                 edge.close()  # or those neighbours would wait for this node, which ends
             if (took := time.monotonic() - begun) < self._connect_timeout:
-                raise broken_off(missing, took)
-            raise not_connected(missing, self._endpoint.address, self._connect_timeout)
+                raise _broken_off(missing, took)
+            raise _not_connected(missing, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _return(self) -> dict[int, Edge]:
@@ -85,7 +234,7 @@ class Joining:
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)
         edges, _ = self._connect_all(there, self._late)
         if not edges and self._peers:
-            raise not_connected(self._peers, self._endpoint.address, self._connect_timeout)
+            raise _not_connected(self._peers, self._endpoint.address, self._connect_timeout)
         return edges
 
     def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
@@ -94,16 +243,13 @@ class Joining:
         with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
             return self._connect(lives, seconds)
 
-    def connect_again(
-        self, peer: int, start: int, attempt: int, published: MeshPublished | None, meanwhile: Callable[[], None]
-    ) -> Edge:
-        """Connects to a neighbour that was started so many times.
+    def connect_again(self, peer: int, start: int, attempt: int, meanwhile: Callable[[], None]) -> Edge:
+        """Connects to a neighbour that was started so many times; links to take what it publishes are made, too.
 
         Args:
             peer: the neighbour.
             start: which of its starts this is.
             attempt: 0 if it returns; which attempt this is if it goes on, as this node does.
-            published: where nodes take what others published; links are then made, too.
             meanwhile: called now and then while the neighbour is waited for; what it raises ends that.
 
         Raises:
@@ -114,10 +260,10 @@ class Joining:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
         edges, missing = self._connect({peer: life}, seconds, meanwhile)
         if missing:
-            raise not_connected(missing, self._endpoint.address, seconds)
-        if published is not None:
+            raise _not_connected(missing, self._endpoint.address, seconds)
+        if self.published is not None:
             try:
-                self.link(published, edges[peer])
+                self.link(self.published, edges[peer])
             except BaseException:
                 edges[peer].close()
                 raise
@@ -134,10 +280,27 @@ class Joining:
     def _connect(
         self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[], None] | None = None
     ) -> tuple[dict[int, Edge], list[int]]:
-        return connect_edges(self._endpoint, self._board.name, lives, seconds, meanwhile)
+        return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
 
     def _count_starts(self, peers: Collection[int]) -> dict[int, int]:
-        return {peer: self._board.count(starts_key(peer)) for peer in peers}
+        return {peer: self.board.count(starts_key(peer)) for peer in peers}
 
     def _life(self, peer: int, start: int) -> str:
-        return edge_life({self._node: self.start, peer: start})
+        return edge_life({self.node: self.start, peer: start})
+
+
+def _broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
+    return IslandLostError(
+        f"{plural('node', len(missing))} {numbers(missing)} broke off after {seconds:.1f} s, while connecting to this "
+        "node. Look at what ended them, and start all nodes again",
+        missing,
+    )
+
+
+def _not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
+    return IslandLostError(
+        f"{plural('node', len(missing))} {numbers(missing)} did not connect to this node within {timeout:g} s (this "
+        f"one listens on {address}). Check that all nodes were started, that firewalls let their machines reach each "
+        "other on all ports, and bind_address",
+        missing,
+    )

@@ -8,28 +8,24 @@ All of one question goes with the same tag, which is its number.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
 
-from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, damage
-from hf_diloco.gossip.mesh.edges import Endpoint
-from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.versioned_buffer import VersionedBuffer
+from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError
+from hf_diloco.gossip.mesh.edges import Edge, Endpoint
+from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
 
 logger = logging.getLogger("hf_diloco")
 
 _NOTHING = -1
-_FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 5.0
 
 
@@ -74,19 +70,17 @@ class MeshPublished(Published):
         Raises:
             IslandLostError: the neighbour did not connect in time.
         """
-        made: dict[int, Connections] = {}
+        made: dict[int, Edge] = {}
         low, high = ends = sorted((self.node, peer))
-        try:
-            for asker in ends:
-                name = f"{self._name}/{low}-{high}/{life}/{asker}"
-                made[asker] = Connections(self._endpoint.lane(name, ends, timeout, meanwhile))
-        except (RuntimeError, ExchangeError) as error:
-            _close(made.values())
-            raise IslandLostError(f"nodes {low} and {high} did not connect: {error}", [peer]) from None
-        except BaseException:
-            _close(made.values())
-            raise
-        self._install(_Links(peer, _end(peer, self.node), asked=made[self.node], answered=made[peer]))
+        with ExitStack() as broken_off:
+            try:
+                for asker in ends:
+                    made[asker] = Edge(self._endpoint, self._name, peer, f"{life}/{asker}", timeout, meanwhile)
+                    broken_off.callback(made[asker].close)
+            except (RuntimeError, ExchangeError) as error:
+                raise IslandLostError(f"nodes {low} and {high} did not connect: {error}", [peer]) from None
+            broken_off.pop_all()
+        self._install(_Links(asked=made[self.node], answered=made[peer]))
 
     def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
         if node not in self._neighbours:
@@ -153,47 +147,50 @@ class MeshPublished(Published):
         links.thread.start()
 
     def _ask(self, links: _Links, deadline: Deadline) -> tuple[torch.Tensor | None, Traffic]:
-        link, end, transfers = links.asked, links.end, Transfers()
-        links.num_questions += 1
-        tag = links.num_questions
-        length = torch.empty(1, dtype=torch.int64)
+        edge, length = links.asked, torch.empty(1, dtype=torch.int64)
+        transfers = edge.begin()
         try:
-            link.send(torch.ones(1, dtype=torch.uint8), end, tag, transfers)
-            link.receive(length, end, tag, transfers)
-            link.wait(transfers, deadline)
-            _check(links, link, transfers)
-            transfers.take_traffic()  # a few bytes of protocol, not payload
+            edge.send(torch.ones(1, dtype=torch.uint8), transfers, with_checksum=False)
+            edge.receive(length, transfers, with_checksum=False)
+            edge.wait(transfers, deadline)  # what that moved is protocol, not payload
             num_bytes = int(length)
             if num_bytes == _NOTHING:
                 return None, Traffic()
             received = self._buffer(num_bytes, links.peer)
-            link.receive(received, end, tag, transfers, with_checksum=True)
-            traffic = link.wait(transfers, deadline)
-            _check(links, link, transfers)
-            return received, traffic
+            edge.receive(received, transfers)
+            return received, edge.wait(transfers, deadline)
         finally:
             transfers.drop()
 
     def _serve(self, links: _Links) -> None:
         """Answers requests until the connection ends; in a thread of its own."""
-        link, request = links.answered, torch.empty(1, dtype=torch.uint8)
+        edge, request = links.answered, torch.empty(1, dtype=torch.uint8)
         deadline: Deadline | None = None
         try:
-            for tag in itertools.count(1):
-                transfers = Transfers()
-                link.receive(request, links.end, tag, transfers)
-                # Not `link.wait`: it looks at the connection twice a second, and leaves a receive behind each time.
-                _wait_for_ever(transfers)
-                transfers.check()
-                _check(links, link, transfers)
-                transfers.drop()
+            while True:
+                transfers = edge.begin()
+                edge.receive(request, transfers, with_checksum=False)
+                edge.wait_for_ever(transfers)
                 deadline = Deadline(self._timeout)
-                _answer(links, tag, self._versioned, deadline)
+                self._answer(edge, deadline)
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
             # A record that held the error would hold the sockets.
             logger.info("node %d serves node %d no more: %s", self.node, links.peer, str(error))
         self._ended.put((links, self._say_why(deadline, "take what it asked for")))
+
+    def _answer(self, edge: Edge, deadline: Deadline) -> None:
+        transfers = Transfers()
+        with self._versioned.newest() as payload:
+            num_bytes = _NOTHING if payload is None else payload.numel()
+            edge.send(torch.tensor([num_bytes]), transfers, with_checksum=False)
+            if payload is not None:
+                edge.send(payload, transfers)
+            try:
+                edge.wait(transfers, deadline)
+            finally:
+                transfers.drop()
+        self._versioned.count(max(0, num_bytes))
 
     def _say_why(self, deadline: Deadline | None, what: str) -> str:
         if deadline is not None and deadline.is_over:
@@ -203,61 +200,19 @@ class MeshPublished(Published):
 
 @dataclass(eq=False)
 class _Links:
-    """The connections to a neighbour, whose number on them is `end`, and the thread that answers it."""
+    """The connections to a neighbour, and the thread that answers it."""
 
-    peer: int
-    end: int
-    asked: Connections
-    answered: Connections
-    num_questions: int = 0
+    asked: Edge
+    answered: Edge
     thread: threading.Thread | None = None
+
+    @property
+    def peer(self) -> int:
+        """The neighbour."""
+        return self.asked.peer
 
     def close(self) -> None:
         """Closes the sockets at once, which wakes both nodes; may be called more than once."""
-        _wake(self.answered, self.end)
-        _close([self.answered, self.asked])
-
-
-def _close(links: Collection[Connections]) -> None:
-    for link in links:
-        link.close()
-
-
-def _end(node: int, other: int) -> int:
-    """The number of `node` on the connection of the two: the lower one is 0."""
-    return int(node > other)
-
-
-def _wait_for_ever(transfers: Transfers) -> None:
-    for work in transfers.works:
-        work.handle.wait(_FOREVER)
-
-
-def _check(links: _Links, link: Connections, transfers: Transfers) -> None:
-    if transfers.damaged:
-        why = damage(link.is_sealed)
-        raise IslandLostError(f"what node {links.peer} sent came damaged ({why})", [links.peer])
-
-
-def _answer(links: _Links, tag: int, versioned: VersionedBuffer, deadline: Deadline) -> None:
-    transfers = Transfers()
-    with versioned.newest() as payload:
-        num_bytes = _NOTHING if payload is None else payload.numel()
-        links.answered.send(torch.tensor([num_bytes]), links.end, tag, transfers)
-        if payload is not None:
-            links.answered.send(payload, links.end, tag, transfers, with_checksum=True)
-        try:
-            links.answered.wait(transfers, deadline)
-        finally:
-            transfers.drop()
-    versioned.count(max(0, num_bytes))
-
-
-def _wake(link: Connections, peer: int) -> None:
-    """Ends the wait for a request: Gloo closes a connection, and wakes who waits, when any receive times out."""
-    transfers = Transfers()
-    try:
-        link.receive(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG, transfers)
-        transfers.works[0].handle.wait(timedelta(milliseconds=1))
-    except (RuntimeError, ExchangeError):
-        pass
+        self.answered.wake()  # or the wait for a request would keep them
+        self.answered.close()
+        self.asked.close()

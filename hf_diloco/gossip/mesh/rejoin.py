@@ -3,13 +3,12 @@
 Nothing here waits for a returning node before it is there, and nothing is done while nobody is lost. A neighbour that
 has greeted it connects when it says so, in a thread of its own: whoever leaves again meanwhile keeps nobody else out.
 
-    starts/NODE                        how often a node was started
     greet/NODE/START/PEER              a neighbour has seen that NODE is back
     entry/NODE/START/company           the neighbours to whom NODE connects: those that had greeted it in time
     again/LOW-HIGH/STARTS              how often the lower one of two that both go on has tried to connect again
 
-Where nodes are in step, a neighbour agrees with the one that is back on a step to come; see `agreement` for the keys
-below `entry/NODE/START`. At its beginning each neighbour sends its parameters over the new edge, waits for one byte
+Where nodes are in step, a neighbour agrees with the one that is back on a step to come; see `entry` for the keys below
+`entry/NODE/START`. At its beginning each neighbour sends its parameters over the new edge, waits for one byte
 back, and from then on the edge is as any other.
 
 Where each steps at its own pace, and takes what others published:
@@ -33,42 +32,15 @@ from dataclasses import dataclass
 import torch
 
 from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
-from hf_diloco.gossip.mesh.agreement import Answers, Proposals
-from hf_diloco.gossip.mesh.average import lost_key
-from hf_diloco.gossip.mesh.discovery import Announcement, Discovery
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
-from hf_diloco.gossip.mesh.straggler_timeout import StragglerTimeout
+from hf_diloco.gossip.mesh.entry import Agreement, Answers, Proposals
+from hf_diloco.gossip.mesh.exchange import StragglerTimeout
+from hf_diloco.gossip.mesh.joining import LOOK_SECONDS, Announcement, Joining
+from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key, starts_key
 from hf_diloco.transport.transfers import Transfers
-
-LOOK_SECONDS = 0.5
-"""How often neighbours look for those that were lost."""
 
 MAX_REST_SECONDS = 600.0
 """A link that breaks again and again backs off for one second, doubling up to this limit."""
-
-Connect = Callable[[int, int, int, Callable[[], None]], Edge]
-"""Makes the edge to a neighbour that was started so many times, and what else connects the two; 0, or which attempt
-this is of two that both go on; and what is called now and then, and raises if there is nobody to wait for any more."""
-
-
-def starts_key(node: int) -> str:
-    """The key that counts how often a node was started."""
-    return f"starts/{node}"
-
-
-def greeting_key(node: int, start: int, peer: int) -> str:
-    """The key under which `peer` says that it has seen `node`'s start."""
-    return f"greet/{node}/{start}/{peer}"
-
-
-def company_key(node: int, start: int) -> str:
-    """The key under which `node` says which neighbours it connects to after one of its starts."""
-    return f"{entry_prefix(node, start)}/company"
-
-
-def entry_prefix(node: int, start: int) -> str:
-    """The prefix of the keys by which `node` and its neighbours agree on the step at which it enters."""
-    return f"entry/{node}/{start}"
 
 
 @dataclass
@@ -85,43 +57,33 @@ class Arrival:
     edge: Edge
     is_new: bool
     start: int
-    agreement: Answers | Proposals
+    agreement: Agreement
 
 
 class Reception:
     """Looks for lost neighbours in a thread of its own, connects to each in another one, and lets them in.
 
     Args:
-        discovery: how this node says that it looks for them.
+        joining: this node's.
         num_nodes: n.
-        starts: how often each neighbour was started when its edge was made.
-        connect: see `Connect`; called in a thread for each neighbour.
         straggler_timeout: how long this node waits for those who are let in.
 
     Attributes:
         is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
     """
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        num_nodes: int,
-        starts: dict[int, int],
-        connect: Connect,
-        straggler_timeout: StragglerTimeout,
-    ) -> None:
+    def __init__(self, joining: Joining, num_nodes: int, straggler_timeout: StragglerTimeout) -> None:
         self.is_given_up = False
-        self._board = discovery.board
-        self._discovery = discovery
-        self._node = discovery.node
-        self._start = discovery.start
+        self._joining = joining
+        self._board = joining.board
+        self._discovery = joining.discovery
+        self._node = joining.node
+        self._starts = joining.starts
         self._num_nodes = num_nodes
-        self._starts = starts
-        self._connect = connect
         self._straggler_timeout = straggler_timeout
         self._lock = threading.Lock()
         self._lost: dict[int, float] = {}  # and when they may be connected to again
-        self._num_again = dict.fromkeys(starts, 0)  # how often each was connected to again
+        self._num_again = dict.fromkeys(joining.starts, 0)  # how often each was connected to again
         self._attempts: dict[str, int] = {}  # of others to connect to this node again, which it has seen
         self._greeted: dict[int, int] = {}  # neighbours that wait to be let in, and which of their starts that is
         self._answered: dict[int, int] = {}  # likewise, that have said to whom they connect
@@ -202,7 +164,7 @@ class Reception:
                 self.is_given_up = self._board.has(lost_key(self._node))
                 self._discovery.announce(lost, is_in=True)
                 for peer in lost:
-                    with self._lock:  # `_connect_one` moves a peer out of both at once
+                    with self._lock:  # `_connect_to` moves a peer out of both at once
                         if peer in self._connecting or peer not in self._lost:
                             continue
                     with suppress(PayloadError):  # from one of them: the others are looked for all the same
@@ -245,8 +207,8 @@ class Reception:
     def _meet_again(self, peer: int, announcement: Announcement | None) -> None:
         """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
         low, high = sorted((self._node, peer))
-        attempts = f"again/{low}-{high}/{edge_life({self._node: self._start, peer: self._starts[peer]})}"
-        agreement: Answers | Proposals
+        attempts = f"again/{low}-{high}/{edge_life({self._node: self._joining.start, peer: self._starts[peer]})}"
+        agreement: Agreement
         if self._node == low:
             if announcement is None or self._node not in announcement.misses or time.monotonic() < self._lost[peer]:
                 return
@@ -261,34 +223,32 @@ class Reception:
         self._connect_to(peer, attempt, agreement, lambda: self._board.count(attempts) > attempt)
 
     def _connect_to(
-        self, peer: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool] = lambda: False
+        self, peer: int, attempt: int, agreement: Agreement, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        self._connecting.add(peer)
-        arguments = (peer, self._starts[peer], attempt, agreement, is_over)
-        threading.Thread(target=self._connect_one, args=arguments, name="hf-diloco-returns", daemon=True).start()
+        """Connects to a neighbour in a thread of its own."""
+        start = self._starts[peer]
 
-    # In a thread for each.
-
-    def _connect_one(
-        self, peer: int, start: int, attempt: int, agreement: Answers | Proposals, is_over: Callable[[], bool]
-    ) -> None:
         def look() -> None:
             if self._is_closed or is_over() or self._board.count(starts_key(peer)) > start:
                 raise IslandLostError(f"node {peer} does not connect any more", [peer])
 
-        edge: Edge | None = None
-        with suppress(DiLoCoError, RuntimeError):
-            edge = self._connect(peer, start, attempt, look)
-        with self._lock:
-            self._connecting.discard(peer)
-            if edge is None:
-                return
-            if self._is_closed:
-                edge.close()
-                return
-            self._lost.pop(peer, None)
-            self._num_again[peer] += attempt > 0
-            self._arrivals[peer] = Arrival(edge, attempt == 0, start, agreement)
+        def connect() -> None:
+            edge: Edge | None = None
+            with suppress(DiLoCoError, RuntimeError):
+                edge = self._joining.connect_again(peer, start, attempt, look)
+            with self._lock:
+                self._connecting.discard(peer)
+                if edge is None:
+                    return
+                if self._is_closed:
+                    edge.close()
+                    return
+                self._lost.pop(peer, None)
+                self._num_again[peer] += attempt > 0
+                self._arrivals[peer] = Arrival(edge, attempt == 0, start, agreement)
+
+        self._connecting.add(peer)
+        threading.Thread(target=connect, name="hf-diloco-returns", daemon=True).start()
 
     # At the beginning of a step.
 
@@ -318,7 +278,7 @@ class Reception:
     def _wait(self, edge: Edge, transfers: Transfers) -> None:
         """Says so meanwhile: neighbours, and the node that is let in, may have to wait for this one."""
         self._straggler_timeout.begin_other(f"letting node {edge.peer} in")
-        edge.wait(transfers, self._straggler_timeout.limit, self._straggler_timeout.watch(edge.peer))
+        self._straggler_timeout.wait_for(edge, transfers)
 
     # At the beginning of a step, where each node takes its own.
 

@@ -21,6 +21,31 @@ KEEPER = 0
 """The node whose process keeps the store."""
 
 
+def starts_key(node: int) -> str:
+    """The key that counts how often a node was started."""
+    return f"starts/{node}"
+
+
+def lost_key(node: int) -> str:
+    """The key under which nodes note that they have lost another one."""
+    return f"lost/{node}"
+
+
+def greeting_key(node: int, start: int, peer: int) -> str:
+    """The key under which `peer` says that it has seen `node`'s start."""
+    return f"greet/{node}/{start}/{peer}"
+
+
+def entry_prefix(node: int, start: int) -> str:
+    """The prefix of the keys by which `node` and its neighbours agree on the step at which it enters."""
+    return f"entry/{node}/{start}"
+
+
+def company_key(node: int, start: int) -> str:
+    """The key under which `node` says which neighbours it connects to after one of its starts."""
+    return f"{entry_prefix(node, start)}/company"
+
+
 class Board:
     """Access to small records in the store, which node 0 keeps; for any number of threads.
 

@@ -22,9 +22,8 @@ from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.gossip.slow_momentum import SlowMomentum
-from hf_diloco.methods.gossip.checks import check_group
-from hf_diloco.methods.gossip.flat import FlatParameters
+from hf_diloco.methods.gossip.flat import FlatParameters, check_group
+from hf_diloco.methods.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 
@@ -98,8 +97,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self.check_graph()
         self._has_begun = False
         self._slow: SlowMomentum | None = None
-        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._flat = FlatParameters(self._parameters, self.name)
+        self._flat = FlatParameters(self.param_groups, self.name)
         self._x, self._g = self._flat.x, self._flat.g
         self._vectors = {name: torch.zeros_like(self._x) for name in self.state_names}
         self._adopt()
@@ -118,8 +116,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self.check_slow_momentum(settings)
         if settings.average:
             self.neighbours.check_average(self._x)
-        sizes = [sum(parameter.numel() for parameter in group["params"]) for group in self.param_groups]
-        self._slow = SlowMomentum(settings, sizes)
+        self._slow = SlowMomentum(settings, self._flat.spans)
 
     def check_slow_momentum(self, settings: SlowMoSettings) -> None:
         """Raises `ConfigError` if these settings of SlowMo do not go with the method."""
@@ -316,14 +313,11 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def parts(self) -> Iterator[Part]:
         """The flat vectors, cut where settings change; on a processor also into what stays in its cache."""
-        start = 0
-        for group in self.param_groups:
-            end = start + sum(parameter.numel() for parameter in group["params"])
-            chunk = _CHUNK_VALUES if self._x.device.type == "cpu" else max(1, end - start)
+        for group, span in zip(self.param_groups, self._flat.spans, strict=True):
+            chunk = _CHUNK_VALUES if self._x.device.type == "cpu" else max(1, span.stop - span.start)
             lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
-            for low in range(start, end, chunk):
-                yield Part(slice(low, min(low + chunk, end)), lr, momentum)
-            start = end
+            for low in range(span.start, span.stop, chunk):
+                yield Part(slice(low, min(low + chunk, span.stop)), lr, momentum)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[float]:
@@ -349,7 +343,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: all nodes would have to begin to send more at the same step."""
-        if hasattr(self, "_parameters"):
+        if hasattr(self, "_flat"):
             raise UnsupportedError(f"{self.name}: parameters cannot be added; give all when the optimizer is made")
         super().add_param_group(param_group)
 
@@ -376,7 +370,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.load_state_dict(state_dict["slowmo"], self._x)
         super().load_state_dict(state_dict)
         for name, vector in self._vectors.items():
-            for parameter, view in zip(self._parameters, self._flat.views(vector), strict=True):
+            for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:
                     raise CheckpointError(f"{self.name}: the state holds no {name}; it is another method's")
                 view.copy_(self.state[parameter][name])
@@ -393,7 +387,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def _show_state(self) -> None:
         """Lets `state_dict` see the vectors, cut into parameters; they stay the same memory."""
         for name, vector in self._vectors.items():
-            for parameter, view in zip(self._parameters, self._flat.views(vector), strict=True):
+            for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 self.state[parameter][name] = view
 
     def _adopt(self) -> None:

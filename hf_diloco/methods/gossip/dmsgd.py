@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.gossip.base import GossipOptimizer
 from hf_diloco.methods.gossip.dsgd import DSGD
+from hf_diloco.methods.gossip.momentum import descend_with_momentum
 
 
 class DmSGD(DSGD):
@@ -53,10 +54,5 @@ class DmSGD(DSGD):
             self.accumulate(g, self.nesterov)
             self.descend(x, g)
             return
-        momentum = self.vector("momentum_buffer")
-        for part in self.parts():  # as `accumulate` and `descend`, while a part is in the cache, without a copy of m
-            gradient = g[part.where]
-            m = momentum[part.where].mul_(part.momentum).add_(gradient)
-            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
-            torch.add(x[part.where], direction, alpha=-part.lr, out=gradient)
+        descend_with_momentum(self, x, g, g, self.nesterov)
         self.mix(g, out=x)

@@ -1,24 +1,27 @@
-"""A node's parameters and gradients as two flat vectors, of which each parameter and gradient is a view."""
+"""A node's parameters and gradients as two flat vectors, of which each is a view, and what their groups must be."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from hf_diloco.errors import UnsupportedError
-from hf_diloco.methods.gossip.checks import common_kind
+from hf_diloco.errors import ConfigError, UnsupportedError
 
 
 class FlatParameters:
     """The parameters of an optimizer, made views of one vector; their values and memory formats stay.
 
     Args:
-        parameters: all fp32 or all fp64, on one device.
+        groups: the optimizer's; parameters are all fp32 or all fp64, on one device.
         method: what messages call the optimizer.
 
     Attributes:
+        parameters: of all groups, one after the other.
+        spans: where the values of each group lie.
         x: their values: d of them.
         g: room for as many gradients.
 
@@ -26,13 +29,14 @@ class FlatParameters:
         UnsupportedError: parameters of other or several types or devices.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], method: str) -> None:
-        self._parameters = parameters
+    def __init__(self, groups: Sequence[Mapping[str, Any]], method: str) -> None:
+        self.parameters: list[torch.nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self._method = method
-        dtype, device = common_kind(parameters)
-        size = sum(parameter.numel() for parameter in parameters)
-        self.x, self.g = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
-        like = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+        dtype, device = _common_kind(self.parameters)
+        sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+        self.spans = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self.x, self.g = (torch.empty(sum(sizes), dtype=dtype, device=device) for _ in range(2))
+        like = [torch.empty_like(parameter, device="meta") for parameter in self.parameters]
         self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
         self._views_of_x, self._views_of_g = self.views(self.x), self.views(self.g)
 
@@ -41,7 +45,7 @@ class FlatParameters:
         pieces = vector.split([shape.numel() for shape, _ in self._formats])
         return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
 
-    def adopt(self, settle: Callable[[], None] = lambda: None) -> None:
+    def adopt(self, settle: Callable[[], None]) -> None:
         """Makes parameters views of `x`; again if somebody has given them other memory.
 
         Args:
@@ -50,7 +54,7 @@ class FlatParameters:
         Raises:
             UnsupportedError: a parameter went to another device, or has another type.
         """
-        for parameter, view in zip(self._parameters, self._views_of_x, strict=True):
+        for parameter, view in zip(self.parameters, self._views_of_x, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             if (parameter.dtype, parameter.device) != (view.dtype, view.device):
@@ -69,7 +73,7 @@ class FlatParameters:
             UnsupportedError: a gradient is sparse.
         """
         present, gradients = [], []
-        for parameter, view in zip(self._parameters, self._views_of_g, strict=True):
+        for parameter, view in zip(self.parameters, self._views_of_g, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
@@ -82,17 +86,16 @@ class FlatParameters:
 
     def decay(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Weight decay and LARS of each parameter group, in the place of `g`."""
-        first, start = 0, 0
-        for group in groups:
+        first = 0
+        for group, span in zip(groups, self.spans, strict=True):
             last = first + len(group["params"])
-            end = start + sum(parameter.numel() for parameter in group["params"])
             decay = float(group["weight_decay"])
             scales = self._trust(slice(first, last), group["lars"], decay) if group["lars"] else None
             if decay:
-                self.g[start:end].add_(self.x[start:end], alpha=decay)
+                self.g[span].add_(self.x[span], alpha=decay)
             if scales is not None:
                 torch._foreach_mul_(self._views_of_g[first:last], list(scales.unbind()))
-            first, start = last, end
+            first = last
 
     def _trust(self, which: slice, coefficient: float, decay: float) -> torch.Tensor:
         """LARS: each tensor's factor, from its norms before weight decay; nothing waits for an accelerator."""
@@ -100,3 +103,30 @@ class FlatParameters:
         norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
         trust = coefficient * norm_x / (norm_g + decay * norm_x)
         return torch.where((norm_x > 0) & (norm_g > 0), trust, torch.ones_like(trust))
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a setting out of its range."""
+    for setting in ("lr", "weight_decay", "lars"):
+        value = float(group[setting])
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{setting}={value}: give a finite number from 0 on")
+    check_below_1("momentum", float(group.get("momentum", 0.0)))
+
+
+def check_below_1(setting: str, value: float) -> None:
+    """Raises `ConfigError` unless 0 <= value < 1."""
+    if not 0 <= value < 1:
+        raise ConfigError(f"{setting}={value}: give a number from 0 to below 1")
+
+
+def _common_kind(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
+    """The type and device of all parameters."""
+    kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+    names = ", ".join(sorted(f"{dtype} on {device}".removeprefix("torch.") for dtype, device in kinds))
+    if len(kinds) > 1:
+        raise UnsupportedError(f"parameters of several kinds ({names}); all must be of one type, on one device")
+    dtype, device = next(iter(kinds))
+    if dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(f"parameters are {names}; keep them in float32 and compute in bf16 with autocast")
+    return dtype, device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.gossip.neighbours import Neighbours
@@ -28,3 +29,18 @@ class MomentumOptimizer(GossipOptimizer):
             params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
         """
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+
+def descend_with_momentum(
+    optimizer: GossipOptimizer, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, nesterov: bool
+) -> None:
+    """m ← βm + g; x - γm, or x - γ (g + βm) with Nesterov, goes to `out`, which may be x or g. Overwrites g.
+
+    As `accumulate` and a step, while a part is in the cache, and without a copy of m.
+    """
+    momentum = optimizer.vector("momentum_buffer")
+    for part in optimizer.parts():
+        gradient = g[part.where]
+        m = momentum[part.where].mul_(part.momentum).add_(gradient)
+        direction = gradient.add_(m, alpha=part.momentum) if nesterov else m
+        torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])

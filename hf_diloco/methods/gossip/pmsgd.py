@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.momentum import MomentumOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer, descend_with_momentum
 
 
 class PmSGD(MomentumOptimizer):
@@ -65,6 +65,4 @@ class PmSGD(MomentumOptimizer):
         self.traffic += self.neighbours.average(g)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        self.accumulate(g, self.nesterov)
-        for part in self.parts():
-            x[part.where].add_(g[part.where], alpha=-part.lr)
+        descend_with_momentum(self, x, g, x, self.nesterov)

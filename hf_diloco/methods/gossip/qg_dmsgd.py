@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.checks import check_below_1
+from hf_diloco.methods.gossip.flat import check_below_1
 from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 

@@ -25,7 +25,7 @@ from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
-from hf_diloco.methods.gossip.momentum import MomentumOptimizer
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer, descend_with_momentum
 from hf_diloco.methods.topology import RandomMatching, Topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
 
@@ -129,10 +129,10 @@ class SwarmSGD(MomentumOptimizer):
         number, rest = divmod(self.num_steps, self.local_steps)
         is_last = rest == self.local_steps - 1 and bool(self._partners)
         if is_last and self.blocking:
-            self._descend(x, g, out=g)
+            descend_with_momentum(self, x, g, g, self.nesterov)
             self.traffic += self.neighbours.mix((g,), (x,), number, topology=self._matching)
             return
-        self._descend(x, g, out=x)
+        descend_with_momentum(self, x, g, x, self.nesterov)
         if is_last:
             self._take(x, self.partner(number))
             self._publish(x)
@@ -177,15 +177,6 @@ class SwarmSGD(MomentumOptimizer):
             )
         self._published.publish(payload)
         self._has_published = True
-
-    def _descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
-        """The local step, from x and g to `out`, which is either; as `accumulate`, without a copy of the momentum."""
-        momentum = self.vector("momentum_buffer")
-        for part in self.parts():
-            gradient = g[part.where]
-            m = momentum[part.where].mul_(part.momentum).add_(gradient)
-            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
-            torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])
 
     def _publish(self, x: torch.Tensor) -> None:
         """Shows this node's model to all."""

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from functools import cached_property
 
 import numpy as np
 
 from hf_diloco.methods.topology.base import Topology, Weights, check_num_nodes
 
+_NUM_DRAWS = 1000
 
-class RandomMatching(Topology):
+
+class _Matching(Topology):
+    """½, ½ for a node and its partner of the step; who has none keeps its vector."""
+
+    period = None
+    is_symmetric = True
+    seed: int
+
+    @abstractmethod
+    def pairs(self, step: int = 0) -> list[tuple[int, int]]:
+        """Who averages with whom at a step."""
+
+    def weights(self, step: int = 0) -> Weights:
+        weights = np.eye(self.num_nodes)
+        for one, other in self.pairs(step):
+            weights[one, one] = weights[other, other] = weights[one, other] = weights[other, one] = 0.5
+        weights.setflags(write=False)
+        return weights
+
+    def _hash(self, *numbers: int) -> bytes:
+        # Not NumPy's generators: their permutations may change from one version to the next.
+        text = " ".join(map(str, (self.seed, *numbers)))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class RandomMatching(_Matching):
     """½, ½ for a node and its partner of the step. If their number is odd, one node has none, and keeps its vector.
 
     The pairs of a step follow from `seed`, the step and the number of nodes alone: nodes are sorted by a hash, and the
@@ -23,8 +50,6 @@ class RandomMatching(Topology):
     """
 
     name = "random-matching"
-    period = None
-    is_symmetric = True
 
     def __init__(self, num_nodes: int, seed: int = 0) -> None:
         """
@@ -44,9 +69,6 @@ class RandomMatching(Topology):
         order = sorted(range(self.num_nodes), key=lambda node: self._hash(step, node))
         return list(zip(order[::2], order[1::2], strict=False))  # the last of an odd number is left over
 
-    def weights(self, step: int = 0) -> Weights:
-        return _pair_weights(self.num_nodes, self.pairs(step))
-
     @property
     def rho(self) -> float:
         if self.num_nodes == 1:
@@ -54,12 +76,8 @@ class RandomMatching(Topology):
         weight = 1 / (2 * (self.num_nodes - 1 + self.num_nodes % 2))  # of E[W], for each other node
         return math.sqrt(1 - self.num_nodes * weight)
 
-    def _hash(self, step: int, node: int) -> bytes:
-        # Not NumPy's generators: their permutations may change from one version to the next.
-        return hashlib.blake2b(f"{self.seed} {step} {node}".encode(), digest_size=16).digest()
 
-
-class RandomEdgeMatching(Topology):
+class RandomEdgeMatching(_Matching):
     """As `RandomMatching`, of neighbours in a graph only: a node without a free neighbour keeps its vector.
 
     The links of the graph are sorted by a hash of `seed`, the step and their ends, and each is taken whose ends are
@@ -68,9 +86,6 @@ class RandomEdgeMatching(Topology):
 
     `rho` is that of `RandomMatching`, with E[W] the mean over the first 1,000 steps.
     """
-
-    period = None
-    is_symmetric = True
 
     def __init__(self, graph: Topology, seed: int = 0) -> None:
         """
@@ -87,25 +102,16 @@ class RandomEdgeMatching(Topology):
         """Who averages with whom at a step; the lower number first."""
         taken: set[int] = set()
         pairs = []
-        for one, other in sorted(self._links, key=lambda link: self._hash(step, link)):
+        for one, other in sorted(self._links, key=lambda link: self._hash(step, *link)):
             if one not in taken and other not in taken:
                 taken |= {one, other}
                 pairs.append((one, other))
         return pairs
 
-    def weights(self, step: int = 0) -> Weights:
-        return _pair_weights(self.num_nodes, self.pairs(step))
-
     @cached_property
     def rho(self) -> float:
         mean = sum(self.weights(step) for step in range(_NUM_DRAWS)) / _NUM_DRAWS
         return math.sqrt(float(np.linalg.norm(mean - 1 / self.num_nodes, 2)))
-
-    def _hash(self, step: int, link: tuple[int, int]) -> bytes:
-        return hashlib.blake2b(f"{self.seed} {step} {link[0]} {link[1]}".encode(), digest_size=16).digest()
-
-
-_NUM_DRAWS = 1000
 
 
 def links(graph: Topology) -> list[tuple[int, int]]:
@@ -115,11 +121,3 @@ def links(graph: Topology) -> list[tuple[int, int]]:
         return pairs
     matrices = [graph.weights(step) for step in range(graph.period)]
     return [(i, j) for i, j in pairs if any(matrix[i, j] or matrix[j, i] for matrix in matrices)]
-
-
-def _pair_weights(num_nodes: int, pairs: list[tuple[int, int]]) -> Weights:
-    weights = np.eye(num_nodes)
-    for one, other in pairs:
-        weights[one, one] = weights[other, other] = weights[one, other] = weights[other, one] = 0.5
-    weights.setflags(write=False)
-    return weights

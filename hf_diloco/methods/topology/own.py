@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology.base import PeriodicTopology, Weights
-from hf_diloco.methods.topology.checks import check_weights
+from hf_diloco.methods.topology.base import PeriodicTopology, Weights, check_weights
 from hf_diloco.methods.topology.undirected import metropolis
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,10 +42,7 @@ def metropolis(graph: Graph) -> Weights:
 
 def ring(num_nodes: int) -> PeriodicTopology:
     """Each node and the one on either side: ⅓ each. rho approaches 1 with the square of the number of nodes."""
-    import networkx as nx
-
-    check_num_nodes(num_nodes, "ring")
-    return _metropolis("ring", nx.cycle_graph(num_nodes))
+    return _metropolis("ring", num_nodes, lambda nx: nx.cycle_graph(num_nodes))
 
 
 def grid(num_nodes: int) -> PeriodicTopology:
@@ -52,10 +50,7 @@ def grid(num_nodes: int) -> PeriodicTopology:
 
     Nodes on the border have fewer neighbours: 2 to 4.
     """
-    import networkx as nx
-
-    check_num_nodes(num_nodes, "grid")
-    return _metropolis("grid", nx.grid_2d_graph(*grid_shape(num_nodes)))
+    return _metropolis("grid", num_nodes, lambda nx: nx.grid_2d_graph(*grid_shape(num_nodes)))
 
 
 def grid_shape(num_nodes: int) -> tuple[int, int]:
@@ -66,10 +61,7 @@ def grid_shape(num_nodes: int) -> tuple[int, int]:
 
 def star(num_nodes: int) -> PeriodicTopology:
     """Node 0 and all others, 1/n a link. Node 0 sends and receives n - 1 vectors."""
-    import networkx as nx
-
-    check_num_nodes(num_nodes, "star")
-    return _metropolis("star", nx.star_graph(num_nodes - 1))
+    return _metropolis("star", num_nodes, lambda nx: nx.star_graph(num_nodes - 1))
 
 
 def hypercube(num_nodes: int) -> PeriodicTopology:
@@ -78,37 +70,37 @@ def hypercube(num_nodes: int) -> PeriodicTopology:
     Raises:
         ConfigError: `num_nodes` is no power of two, 2^τ.
     """
-    import networkx as nx
-
-    check_num_nodes(num_nodes, "hypercube")
     dimension = num_nodes.bit_length() - 1
-    if num_nodes != 2**dimension:
+    if num_nodes > 0 and num_nodes != 2**dimension:
         raise ConfigError(
             f"num_nodes={num_nodes}: a hypercube has a power of two: take {2**dimension} or {2 ** (dimension + 1)}, "
             "or symmetric-exponential, which has any number"
         )
-    return _metropolis("hypercube", nx.hypercube_graph(dimension) if dimension else nx.empty_graph(1))
+    return _metropolis(
+        "hypercube", num_nodes, lambda nx: nx.hypercube_graph(dimension) if dimension else nx.empty_graph(1)
+    )
 
 
 def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
     """Each node, and those 1, 2, 4, … below `num_nodes` away on either side: equal weights."""
-    import networkx as nx
-
-    check_num_nodes(num_nodes, "symmetric-exponential")
     offsets = [2**k for k in range((num_nodes - 1).bit_length())]
-    return _metropolis("symmetric-exponential", nx.circulant_graph(num_nodes, offsets))
+    return _metropolis("symmetric-exponential", num_nodes, lambda nx: nx.circulant_graph(num_nodes, offsets))
 
 
 def full(num_nodes: int) -> PeriodicTopology:
     """Every node and every other: 1/n each, the exact average after each step, for n - 1 vectors a node."""
+    return _metropolis("full", num_nodes, lambda nx: nx.complete_graph(num_nodes))
+
+
+def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> PeriodicTopology:
+    """Nodes are numbered as they sort: of a grid by row and column, of a hypercube as bits are read.
+
+    Args:
+        name: of the graph.
+        num_nodes: how many take part.
+        make: the graph of so many nodes, by networkx, which it is given: it is not imported with this file.
+    """
     import networkx as nx
 
-    check_num_nodes(num_nodes, "full")
-    return _metropolis("full", nx.complete_graph(num_nodes))
-
-
-def _metropolis(name: str, graph: Graph) -> PeriodicTopology:
-    """Nodes are numbered as they sort: of a grid by row and column, of a hypercube as bits are read."""
-    import networkx as nx
-
-    return PeriodicTopology(name, metropolis(nx.convert_node_labels_to_integers(graph, ordering="sorted")))
+    check_num_nodes(num_nodes, name)
+    return PeriodicTopology(name, metropolis(nx.convert_node_labels_to_integers(make(nx), ordering="sorted")))

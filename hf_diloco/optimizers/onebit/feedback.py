@@ -13,8 +13,7 @@ import math
 import numpy as np
 import torch
 
-from hf_diloco.codecs.bits import fill_signs, pack_bits
-from hf_diloco.codecs.compiled import Bytes, Values, compiled, is_compiled_for
+from hf_diloco.codecs.compiled import Bytes, Values, compiled, fill_signs, is_compiled_for, pack_bits
 from hf_diloco.codecs.sign import SignBits
 
 _TILE = 4096  # values that several loops handle while they are in the cache

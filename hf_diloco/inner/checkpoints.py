@@ -1,8 +1,8 @@
-"""ZeRO checkpoints of another number of ranks, which DeepSpeed refuses to load: converted, then loaded.
+"""How a checkpoint was sharded, as its files tell, and the loading of ZeRO checkpoints of another number of ranks.
 
-DeepSpeed has a form of checkpoints that is not cut for a number of ranks, the "universal checkpoint", a converter to
-it, and a setting that loads it. Here the converter runs by itself when the number of ranks has changed. What it made
-is as large as the checkpoint itself and is removed once it is loaded.
+DeepSpeed refuses to load these. It has a form of checkpoints that is not cut for a number of ranks, the "universal
+checkpoint", a converter to it, and a setting that loads it. Here the converter runs by itself when the number of ranks
+has changed. What it made is as large as the checkpoint itself and is removed once it is loaded.
 
 Checked against DeepSpeed 0.19.8.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,12 +27,25 @@ from hf_diloco.inner.island import IslandGroup
 
 logger = logging.getLogger("hf_diloco")
 
+SavedKind = Literal["ZeRO", "FSDP2", "plain", ""]
+
+_FILES: tuple[tuple[SavedKind, tuple[str, ...]], ...] = (
+    ("ZeRO", ("global_step*/*model_states.pt",)),
+    ("FSDP2", ("optimizer_0", "pytorch_model_fsdp*")),
+    ("plain", ("optimizer.pt",)),
+)
+
 LONGEST_CONVERSION = 24 * 3600.0
 """Seconds that the other ranks wait for the leader to convert a checkpoint."""
 
 _PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _SUFFIX = "_universal"
 _IS_PATCHED = "_hf_diloco_resumes_across_ranks"
+
+
+def saved_kind(checkpoint: Path) -> SavedKind:
+    """ "ZeRO" (any stage, 0 too), "FSDP2" or "plain" (DDP, too); empty where no file of an optimizer tells."""
+    return next((kind for kind, patterns in _FILES if any(any(checkpoint.glob(one)) for one in patterns)), "")
 
 
 def resume_across_ranks() -> None:
@@ -183,6 +196,3 @@ def _loading_universal(engine: Any) -> Iterator[None]:
         for state in engine.optimizer.optimizer.state.values():
             if isinstance(step := state.get("step"), torch.Tensor):
                 state["step"] = step.clone()
-
-
-__all__ = ["check_stage", "count_ranks", "resume_across_ranks"]

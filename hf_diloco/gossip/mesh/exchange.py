@@ -1,8 +1,10 @@
-"""How long a node waits for a neighbour that does not come, when that may be waiting for yet another one.
+"""One exchange with all neighbours: pieces on their way to and from each at once, used as they arrive.
 
 When a node stops, its neighbours wait for it until their time is over; but their own neighbours have been waiting for
 them as long, and would give them up at the same moment. So whoever waits says so in the store every half second, and
-is given as much time again by those who wait for it.
+is given as much time again by those who wait for it: `StragglerTimeout`.
+
+    waits/NODE             for whom a node waits, and a number that grows
 
 A process may stand still itself: it is stopped, swapped out, or asks a slow name service. Who comes back from that
 must not give up its neighbours at once, so such a pause is no part of the time that they have.
@@ -10,20 +12,33 @@ must not give up its neighbours at once, so such a pause is no part of the time 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
 
 from hf_diloco.errors import DiLoCoError, IslandLostError
+from hf_diloco.gossip.mesh.edges import Edge
 from hf_diloco.gossip.mesh.store import KEEPER, Board
+from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.gossip.records import Record
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.waiting import WaitNotes
+
+BYTES_IN_FLIGHT = 64 << 20
+"""What a node has on its way from all neighbours together, if pieces are few enough."""
+
+MIN_PIECES_IN_FLIGHT, MAX_PIECES_IN_FLIGHT = 2, 8
 
 PAUSE_SECONDS = 1.0
 """Between two looks, which follow each other twice as fast: a longer pause says that this process stood still."""
 
 
 class StragglerTimeout:
-    """One node's, for one exchange, or one other wait, at a time.
+    """How long a node waits for a neighbour that does not come, for one exchange, or one other wait, at a time.
 
     Args:
         board: where nodes say that they wait.
@@ -97,6 +112,10 @@ class StragglerTimeout:
         """Why a neighbour was lost that was waited for, in words."""
         return f"it did not come within {self.seconds:g} s" if self._is_over else "its connection broke"
 
+    def wait_for(self, edge: Edge, transfers: Transfers) -> Traffic:
+        """As `Edge.wait`, until it is too late."""
+        return edge.wait(transfers, self.limit, self.watch(edge.peer))
+
     def watch(self, peer: int) -> Callable[[], None]:
         """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
 
@@ -152,3 +171,103 @@ class StragglerTimeout:
         except DiLoCoError:
             self._is_silent = True
             return None
+
+
+@dataclass
+class _Flight:
+    """What is in flight for one piece."""
+
+    piece: Piece
+    slot: int
+    transfers: dict[int, Transfers] = field(default_factory=dict)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Swapping:
+    """Exchanges of pieces over the edges of one node.
+
+    A neighbour whose transfer fails is left out from that piece on, and its edge closed.
+
+    Args:
+        edges: the node's, by neighbour; whoever is lost is taken out.
+        straggler_timeout: how long this node waits for those that do not come.
+        lose: is told whom the node has just lost.
+    """
+
+    def __init__(
+        self, edges: dict[int, Edge], straggler_timeout: StragglerTimeout, lose: Callable[[int], None]
+    ) -> None:
+        self._edges = edges
+        self._straggler_timeout = straggler_timeout
+        self._lose = lose
+        # By neighbour and slot, used again at every exchange: fresh memory costs eight times what used memory does.
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._pipeline: deque[_Flight] = deque()
+
+    def run(self, pieces: Sequence[Piece]) -> Traffic:
+        """Sends each piece, and has it use what comes."""
+        self._straggler_timeout.begin()
+        self._pipeline.clear()
+        traffic = Traffic()
+        num_slots = _num_in_flight(pieces)
+        for number, piece in enumerate(pieces):
+            if len(self._pipeline) == num_slots:
+                traffic += self._finish()
+            flight = _Flight(piece, number % num_slots)
+            self._pipeline.append(flight)
+            self._begin(flight)
+        while self._pipeline:
+            traffic += self._finish()
+        return traffic
+
+    def _begin(self, flight: _Flight) -> None:
+        """Starts the transfers; receives first, as a rate limit takes its time with what is sent."""
+        piece = flight.piece
+        for peer in sorted({*piece.bytes_from, *piece.bytes_to} & self._edges.keys()):
+            flight.transfers[peer] = self._edges[peer].begin()
+        for peer, num_bytes in piece.bytes_from.items():
+            if peer in self._edges:
+                with self._unless_lost(peer):
+                    taken = flight.received[peer] = self._room(peer, flight.slot, num_bytes)
+                    self._edges[peer].receive(taken, flight.transfers[peer])
+        for peer, given in piece.give(flight.slot).items():
+            if peer in self._edges:
+                with self._unless_lost(peer):
+                    self._edges[peer].send(given, flight.transfers[peer])
+
+    def _finish(self) -> Traffic:
+        """Waits for the first piece's transfers, and has it use what has come."""
+        flight, traffic = self._pipeline[0], Traffic()
+        for peer, transfers in flight.transfers.items():
+            if peer in self._edges:
+                with self._unless_lost(peer):
+                    traffic += self._straggler_timeout.wait_for(self._edges[peer], transfers)
+            traffic += transfers.take_traffic()  # of those who are lost
+        self._pipeline.popleft()
+        flight.piece.finish({peer: taken for peer, taken in flight.received.items() if peer in self._edges})
+        return traffic
+
+    @contextmanager
+    def _unless_lost(self, peer: int) -> Iterator[None]:
+        """Takes a neighbour out if its transfer fails inside, and goes on without."""
+        try:
+            yield
+        except IslandLostError:
+            self._edges.pop(peer).close()
+            for flight in self._pipeline:
+                if peer in flight.transfers:
+                    flight.transfers[peer].drop()  # or they would keep the sockets open
+            # Nobody may write to what was to be received.
+            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != peer}
+            self._lose(peer)
+
+    def _room(self, peer: int, slot: int, num_bytes: int) -> torch.Tensor:
+        known = self._buffers.get((peer, slot))
+        if known is None or known.numel() < num_bytes:
+            known = self._buffers[peer, slot] = torch.empty(num_bytes, dtype=torch.uint8)
+        return known[:num_bytes]
+
+
+def _num_in_flight(pieces: Sequence[Piece]) -> int:
+    largest = max((sum(piece.bytes_from.values()) for piece in pieces), default=0)
+    return max(MIN_PIECES_IN_FLIGHT, min(MAX_PIECES_IN_FLIGHT, BYTES_IN_FLIGHT // max(1, largest)))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,15 +39,14 @@ class SlowMomentum:
 
     Args:
         settings: see `SlowMoSettings`.
-        sizes: values of each parameter group; groups lie one after the other in the flat vectors.
+        spans: where each parameter group lies in the flat vectors, one after the other.
     """
 
-    def __init__(self, settings: SlowMoSettings, sizes: Sequence[int]) -> None:
-        ends = list(accumulate(sizes))
-        runs = [(end - size, end, group) for group, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+    def __init__(self, settings: SlowMoSettings, spans: Sequence[slice]) -> None:
+        runs = [(span.start, span.stop, group) for group, span in enumerate(spans)]
         self.settings = settings
-        self._num_values = sum(sizes)
-        self._outer = SlowMo(settings.outer_lr, settings.outer_momentum, Groups(len(sizes), runs))
+        self._num_values = spans[-1].stop
+        self._outer = SlowMo(settings.outer_lr, settings.outer_momentum, Groups(len(spans), runs))
         self._is_late = False
 
     @property
