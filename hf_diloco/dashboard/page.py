@@ -8,7 +8,7 @@ from hf_diloco.dashboard.source import Look, Now
 from hf_diloco.report.figures import LegendEntry, Plot, columns
 from hf_diloco.report.html import figures_of, fill
 from hf_diloco.report.rows import Tile
-from hf_diloco.report.svg import colour, css_colour, draw
+from hf_diloco.report.svg import colour, draw
 from hf_diloco.status import RunStatus, rows as status_rows
 from hf_diloco.utils import text
 
@@ -40,13 +40,12 @@ def render_live(look: Look) -> str:
 def _now_row(look: Look, number: int, now: Now) -> tuple[str, ...]:
     """Where an island, or a node, stands, in the order of `NOW_COLUMNS`."""
     progress = now.progress
-    kind = "node" if look.report and look.report.method else "island"
     steps = text.count(progress.step) + (f" of {progress.max_steps:,}" if progress.max_steps else "")
     speed = (
         f"{text.rate(progress.tokens_per_second)} {progress.unit}/s" if progress.tokens_per_second else text.MISSING
     )
     return (
-        f"{kind} {number}",
+        f"{look.report.noun if look.report else 'island'} {number}",
         progress.state,
         steps,
         text.count(progress.round),
@@ -118,5 +117,5 @@ def _bars(title: str, label: str, points: list[tuple[float, float]], number: int
         axes.yaxis.set_major_formatter(lambda value, _: text.seconds(value) if number else text.size(value))
         axes.set(xlabel="round")
 
-    legend = (LegendEntry(label, css_colour(colour(number)), "box"),)
+    legend = (LegendEntry(label, colour(number), "box"),)
     return Plot(title, "", draw(title.partition(" ")[0].lower(), paint), legend)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_diloco import __version__
 from hf_diloco.errors import ConfigError
-from hf_diloco.report import figures, node_figures, rows
+from hf_diloco.report import figures, rows
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Start
 from hf_diloco.report.summary import Report, summarise
@@ -78,7 +78,7 @@ def figures_of(run: Run, report: Report) -> dict[str, Any]:
         "island_rows": [rows.island_row(report, island) for island in report.islands],
         "round_columns": rows.ROUND_COLUMNS,
         "round_rows": [rows.round_row(entry) for entry in report.rounds],
-        "plots": (node_figures if report.method else figures).plots(run, report),
+        "plots": figures.plots(run, report),
     }
 
 
