@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.dashboard.source import Look
 from hf_diloco.report.island import IslandReport, TimeSplit
-from hf_diloco.status import RunStatus
+from hf_diloco.status.models import RunStatus
 from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.report.read import METRICS
-from hf_diloco.status import Observer, RunStatus
+from hf_diloco.status.models import RunStatus
+from hf_diloco.status.observer import Observer
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.utils.urls import is_object_store
 

@@ -1,17 +1,18 @@
-"""What an estimate is of: from a run file and its record, or from a few numbers."""
+"""What an estimate is of: a run file, with its model's size and its record, or a few numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link, Way
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
+
 
 DEFAULT_LAYERS = 24
 DEFAULT_STEP_SECONDS = 1.0
@@ -91,8 +92,6 @@ def read_scenario(
 
 def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
     """As `read_scenario`, of a run file that is read already."""
-    from hf_diloco.apps.lm.size import measure_model
-
     size = measure_model(run)
     measured = step_seconds or _measured_step(run.folder)
     assumed = [] if measured else [f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"]
@@ -148,3 +147,50 @@ def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
 
 def _is_offloaded(zero: Any, what: str) -> bool:
     return str((zero.get(f"offload_{what}") or {}).get("device", "none")) != "none"
+
+
+class ModelSize(NamedTuple):
+    """Attributes:
+
+    num_parameters: of the model; tied ones count once.
+    largest_layer: parameters of the largest module, without those of modules in it.
+    num_layers: transformer blocks.
+    """
+
+    num_parameters: int
+    largest_layer: int
+    num_layers: int
+
+
+def measure_model(run: RunFile) -> ModelSize:
+    """The size of the model that a run would train. A tokenizer that is to be trained counts as it is asked for.
+
+    Raises:
+        ConfigError: the model's configuration or its tokenizer cannot be had.
+    """
+    import torch
+
+    from hf_diloco.apps.lm.checkpoint import load_config
+    from hf_diloco.apps.lm.model import auto_class, config_from_scratch
+
+    if run.model.path is None:
+        config = config_from_scratch(run.model, {"vocab_size": _vocab_size(run)}, run.data.sequence_length)
+    else:
+        config = load_config(run.model.path)
+    with torch.device("meta"):
+        try:
+            model = auto_class(run.model).from_config(config)
+        except Exception as error:
+            raise ConfigError(f"model: cannot be made of {config.model_type}: {error}") from error
+    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
+    return ModelSize(sum(one.numel() for one in model.parameters()), max(own), layers)
+
+
+def _vocab_size(run: RunFile) -> int:
+    from hf_diloco.apps.lm.runfile import TrainTokenizer
+    from hf_diloco.apps.lm.tokenizer import load_tokenizer
+
+    if run.tokenizer.path is not None:
+        return len(load_tokenizer(run.tokenizer.path))
+    return (run.tokenizer.train or TrainTokenizer()).vocab_size

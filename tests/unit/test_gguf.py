@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from hf_diloco.apps.lm.checkpoint import find_source, load_weights
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.simulate import simulate
-from hf_diloco.apps.lm.size import measure_model
 from hf_diloco.apps.lm.tokenizer import load_tokenizer, train_byte_level_bpe
 from hf_diloco.errors import ConfigError
+from hf_diloco.planning.scenario import measure_model
 
 HEADS, WIDTH, LAYERS = 2, 32, 2
 TEXT = "two islands train one model, and meet every so often"
