@@ -79,7 +79,7 @@ def read_scenario(
     Raises:
         ConfigError: the file cannot be read, or is of nodes on a graph.
     """
-    from hf_diloco.apps.common.kinds import kind_of
+    from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 
     if kind_of(path) is not RunFile:
@@ -170,8 +170,7 @@ def measure_model(run: RunFile) -> ModelSize:
     """
     import torch
 
-    from hf_diloco.apps.lm.checkpoint import load_config
-    from hf_diloco.apps.lm.model import auto_class, config_from_scratch
+    from hf_diloco.apps.lm.model import auto_class, config_from_scratch, load_config
 
     if run.model.path is None:
         config = config_from_scratch(run.model, {"vocab_size": _vocab_size(run)}, run.data.sequence_length)

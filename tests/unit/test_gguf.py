@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from hf_diloco.apps.lm.checkpoint import find_source, load_weights
+from hf_diloco.apps.lm.model import find_source, load_weights
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.simulate import simulate
 from hf_diloco.apps.lm.tokenizer import load_tokenizer, train_byte_level_bpe

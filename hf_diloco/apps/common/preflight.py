@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.publish import check_login
+from hf_diloco.apps.common.hub import check_login
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.text import nearest

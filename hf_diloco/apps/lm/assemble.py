@@ -18,11 +18,9 @@ from hf_diloco.apps.common.environment import ENV_DEBUG
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.data.build import Datasets, build_datasets
-from hf_diloco.apps.data.masking import Masking
-from hf_diloco.apps.data.position import DataPositionCallback, read_position
-from hf_diloco.apps.data.stream import PackedStream
-from hf_diloco.apps.lm.checkpoint import find_source
-from hf_diloco.apps.lm.model import auto_class, build_config, build_model
+from hf_diloco.apps.data.packing import Masking
+from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
+from hf_diloco.apps.lm.model import auto_class, build_config, build_model, find_source
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash

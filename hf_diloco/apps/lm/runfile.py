@@ -173,7 +173,7 @@ class RunFile(BaseRun):
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens tokenizer and configuration of a model that is loaded, and the first document."""
         from hf_diloco.apps.data.sources import open_documents, texts
-        from hf_diloco.apps.lm.checkpoint import load_config
+        from hf_diloco.apps.lm.model import load_config
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
         if self.model.path is not None:

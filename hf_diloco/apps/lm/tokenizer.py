@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.data.build import sample_texts
 from hf_diloco.apps.data.settings import DataBlock
-from hf_diloco.apps.lm.checkpoint import find_source
+from hf_diloco.apps.lm.model import find_source
 from hf_diloco.apps.lm.runfile import RunFile, TrainTokenizer
 from hf_diloco.errors import ConfigError
 

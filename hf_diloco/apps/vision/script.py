@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_diloco.apps.common.commandline import load_given, make_parser
+from hf_diloco.apps.common.load import load_given, make_parser
 from hf_diloco.apps.common.process import run_and_exit
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.train import DESCRIPTION, train

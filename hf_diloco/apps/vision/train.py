@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader
-from hf_diloco.apps.common.process import (
-    STOPPED,
-    describe_stop,
-    last_evaluation,
-    prepared,
-    run_and_exit,
-    say,
-)
+from hf_diloco.apps.common.load import parse_command_line
+from hf_diloco.apps.common.model_card import Training
+from hf_diloco.apps.common.process import STOPPED, describe_stop, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
@@ -23,6 +18,7 @@ if TYPE_CHECKING:
     from hf_diloco.apps.vision.assemble import VisionNode
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.trainer.progress import Progress
+
 
 DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
 
@@ -92,10 +88,7 @@ def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
 
 def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
-    from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
-    from hf_diloco.apps.common.model_card import write_card
-    from hf_diloco.apps.common.publish import publish
-    from hf_diloco.apps.vision.summary import describe_training, write_summary
+    from hf_diloco.apps.common.finish import MODEL_FOLDER, describe_final_model, save_final_model, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     evaluation = last_evaluation(trainer)
@@ -108,15 +101,13 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
             save_final_model(trainer, run.folder)
     if not is_leader():
         return
-    summary = write_summary(run, evaluation)
+    weights = "outer" if run.gossip.eval_weights == "average" else "inner"
+    accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
+    write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
     if config.node == 0:
-        write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
-        if run.push_to_hub is not None:
-            progress.update(message="pushing the model to the Hub")
-            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
+        describe_final_model(run, describe_training(run), progress)
     if speaks:
-        say(f"the mean of {config.num_nodes} nodes: accuracy {summary['eval_accuracy']:.2%}, ", end="")
-        say(f"loss {summary['eval_loss']:.4f}")
+        say(f"the mean of {config.num_nodes} nodes: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
     progress.update(state="done", message="")
@@ -144,3 +135,20 @@ def _print_plan(node: VisionNode) -> None:
 def _classes(counts: Sequence[int]) -> str:
     """How many of each class."""
     return "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
+
+
+def describe_training(run: VisionRun) -> Training:
+    """What the model's card says of a run."""
+    from hf_diloco.methods.gossip import find_method
+
+    data, method = run.data, run.gossip.method
+    dataset = data.path if data.source == "hub" else None
+    texts = {"digits": "1,797 handwritten digits of the UCI repository", "hub": f"{dataset} ({data.split})"}
+    return Training(
+        data=texts.get(data.source) or f"images of {Path(data.path or '').name}",
+        method=method,
+        papers=[paper] if (paper := find_method(method).paper) else [],
+        base_model=run.model.path,
+        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        task="image-classification",
+    )
