@@ -17,11 +17,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import training_arguments
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
-from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model
-from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.settings import ScheduleBlock
+from hf_diloco.apps.vision.runfile import ScheduleBlock, VisionRun
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
@@ -92,7 +91,7 @@ def assemble(
         train_dataset=train,
         eval_dataset=evaluation,
         data_collator=collate,
-        processing_class=image_processor(data),
+        processing_class=data.processor,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=_logits,
         optimizers=(optimizer, drops(run.schedule, optimizer, args.get_warmup_steps(run.max_steps))),

@@ -1,8 +1,9 @@
-"""Pixels of a share: in memory where they fit, decoded when they are read where they do not."""
+"""Pixels of a share: in memory where they fit, decoded when read where they do not; how they are normalised."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +11,12 @@ import torch
 
 from hf_diloco.apps.vision.pictures import IntArray, Pictures
 from hf_diloco.apps.vision.preprocess import Preprocessing
+from hf_diloco.apps.vision.runfile import NormalizeBlock
+from hf_diloco.errors import ConfigError
 
 MAX_BYTES_IN_MEMORY = 2**30  # 1.3 million images of 28x28, 7 thousand of 224x224
+NUM_SAMPLED = 4096  # of images that are not in memory, for mean and standard deviation
+_MIN_STD = 1 / 255  # of a channel that is constant
 
 
 class Images(Protocol):
@@ -79,3 +84,75 @@ def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
     if math.prod(shape) > MAX_BYTES_IN_MEMORY:
         return DecodedImages(pictures, preprocessing)
     return StoredImages(preprocessing.all_pixels(pictures))
+
+
+def sample_pixels(images: Images, number: int) -> torch.Tensor:
+    """All pixels that are in memory; else those of so many images, spread evenly."""
+    if isinstance(images, StoredImages):
+        return images.stored
+    return images.pixels(np.linspace(0, len(images) - 1, min(number, len(images))).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Pixels from 0 to 1 minus `mean`, divided by `std`.
+
+    Attributes:
+        mean: one for each channel.
+        std: one for each channel, above 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """fp32 [examples, channels, rows, columns] of uint8 of the same shape."""
+        std = torch.tensor(self.std, dtype=torch.float64).view(-1, 1, 1)
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(-1, 1, 1)
+        scaled = pixels.float().mul_((1 / (255 * std)).float())
+        return scaled.sub_((mean / std).float())
+
+
+def choose_normalization(given: NormalizeBlock | None, preprocessing: Preprocessing, train: Images) -> Normalization:
+    """The settings', or else the checkpoint's, or else that of the whole training set, so equal on all nodes.
+
+    Raises:
+        ConfigError: when the settings have another number of channels than the images.
+    """
+    num_channels = preprocessing.num_channels
+    if given is not None:
+        return Normalization(_per_channel(given.mean, num_channels), _per_channel(given.std, num_channels))
+    processor = preprocessing.processor
+    if not getattr(processor, "do_normalize", True):
+        return Normalization((0.0,) * num_channels, (1.0,) * num_channels)
+    mean, std = getattr(processor, "image_mean", None), getattr(processor, "image_std", None)
+    if mean is not None and std is not None:
+        return Normalization(_per_channel(mean, num_channels), _per_channel(std, num_channels))
+    return measure(train)
+
+
+def measure(images: Images) -> Normalization:
+    """Mean and standard deviation of each channel over all pixels of all images.
+
+    Images that are not in memory: over 4,096 of them, spread evenly. Sums are of whole numbers, so that every node
+    gets the same bits.
+    """
+    pixels = sample_pixels(images, NUM_SAMPLED)
+    values = np.arange(256, dtype=np.int64)
+    mean, std = [], []
+    for channel in range(pixels.shape[1]):
+        counts = np.bincount(pixels[:, channel].reshape(-1).numpy(), minlength=256)
+        total, sum_, sum_of_squares = int(counts.sum()), int(counts @ values), int(counts @ values**2)
+        mean.append(sum_ / total / 255)
+        variance = (total * sum_of_squares - sum_**2) / total**2  # exact integers: no cancellation
+        std.append(max(variance**0.5 / 255, _MIN_STD))
+    return Normalization(tuple(mean), tuple(std))
+
+
+def _per_channel(values: list[float] | tuple[float, ...] | float, num_channels: int) -> tuple[float, ...]:
+    listed = [float(value) for value in values] if isinstance(values, list | tuple) else [float(values)]
+    if len(listed) == 1:
+        listed *= num_channels
+    if len(listed) != num_channels:
+        raise ConfigError(f"data.normalize: {len(listed)} channels, but the images have {num_channels}")
+    return tuple(listed)

@@ -15,10 +15,10 @@ import torch
 
 from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.vision.idx import UInt8Array
+from hf_diloco.apps.vision.model import TIMM, checkpoint_config
 from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
-from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
+from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MIN_RESNET_SIZE = 28  # its stem and two stages divide by 16
 ENLARGED_SIZE = 32  # of smaller pictures, for a resnet preset
-TIMM = "timm/"
 _DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}  # more than 8 bits a channel
 
 
@@ -35,7 +34,7 @@ class Preprocessing:
     """How a picture becomes pixels.
 
     Attributes:
-        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.normalize` has set them.
+        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.images` has set them.
         image_size: pixels of a side.
         num_channels: 1 or 3.
         stretches: whether the processor does nothing to a picture of this size.
@@ -106,26 +105,6 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
         return _plain(_check_known(size), num_channels, mean, std, getattr(processor, "do_normalize", True))
     shape = geometry(processor, convert(images[0], num_channels)).shape
     return Preprocessing(processor, int(shape[-1]), num_channels, stretches=False)
-
-
-def checkpoint_config(path: str) -> PreTrainedConfig:
-    """The configuration of a hub id or folder.
-
-    Raises:
-        ConfigError: when it cannot be loaded, or needs packages that are missing.
-    """
-    from transformers import AutoConfig
-
-    if path.startswith(TIMM):
-        need(f"model.path: {path}", "timm", "torchvision")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-        return config
-    except Exception as error:  # of the Hub, the file system or the file's format
-        raise ConfigError(
-            f"model.path: cannot load the configuration of {path!r}: {why_not_loaded(path, error)}; give the hub id "
-            "or the folder of an image classification model"
-        ) from error
 
 
 def geometry(processor: BaseImageProcessor, image: Image) -> UInt8Array:
