@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,27 +95,23 @@ def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: flo
     """As `read_scenario`, of a run file that is read already."""
     size = measure_model(run)
     measured = step_seconds or _measured_step(run.folder)
-    assumed = [] if measured else [f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"]
     stage, offload = _zero(run)
+    limit = run.diloco.rate_limit * 1e6 if run.diloco.rate_limit else math.inf
     return Scenario(
         name=run.name,
         num_parameters=size.num_parameters,
         largest_layer=size.largest_layer,
         num_layers=size.num_layers,
         diloco=run.diloco,
-        link=replace(link, connections=run.diloco.connections, bits_per_second=_limited(link, run.diloco)),
+        link=replace(link, connections=run.diloco.connections, bits_per_second=min(link.bits_per_second, limit)),
         step_seconds=measured or DEFAULT_STEP_SECONDS,
         num_ranks=run.launch.num_processes,
         stage=stage,
         offload=offload,
         max_steps=run.max_steps,
         price=price,
-        assumed=tuple(assumed),
+        assumed=() if measured else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
     )
-
-
-def _limited(link: Link, diloco: DiLoCoBlock) -> float:
-    return min(link.bits_per_second, diloco.rate_limit * 1e6 if diloco.rate_limit else link.bits_per_second)
 
 
 def _measured_step(folder: Path) -> float | None:
@@ -142,11 +139,8 @@ def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
     if config is None:
         return None, (False, False)
     zero: Any = config.get("zero_optimization") or {}
-    return int(zero.get("stage", 0)), (_is_offloaded(zero, "optimizer"), _is_offloaded(zero, "param"))
-
-
-def _is_offloaded(zero: Any, what: str) -> bool:
-    return str((zero.get(f"offload_{what}") or {}).get("device", "none")) != "none"
+    devices = [str((zero.get(f"offload_{what}") or {}).get("device", "none")) for what in ("optimizer", "param")]
+    return int(zero.get("stage", 0)), (devices[0] != "none", devices[1] != "none")
 
 
 class ModelSize(NamedTuple):

@@ -24,6 +24,9 @@ OFFLOAD_ON_CPU = (
     "needs an accelerator: set it to false"
 )
 
+MODELS = ("preset", "path", "config")
+"""Settings of the block `model`, of which one is given."""
+
 
 class LaunchBlock(Block):
     """How `hf-diloco launch` starts an island, and where training begins."""
@@ -69,6 +72,18 @@ class FsdpBlock(Block):
                 f"the island has {num_ranks} {plural('rank', num_ranks)}: change it, or launch.num_processes"
             )
         return num_shards
+
+
+def check_model(preset: str | None, path: str | None, config: dict[str, Any] | None, example: str) -> None:
+    """Raises `ValueError` unless exactly one of them makes the model; `example`: a type that a config may name."""
+    given = [name for name, value in zip(MODELS, (preset, path, config), strict=True) if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
+            "(set the others to null)"
+        )
+    if config is not None and not isinstance(config.get("model_type"), str):
+        raise ValueError(f"config needs a model_type, as in model_type: {example}; got {config!r}")
 
 
 class PushBlock(Block):

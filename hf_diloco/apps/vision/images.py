@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,18 +17,6 @@ from hf_diloco.errors import ConfigError
 MAX_BYTES_IN_MEMORY = 2**30  # 1.3 million images of 28x28, 7 thousand of 224x224
 NUM_SAMPLED = 4096  # of images that are not in memory, for mean and standard deviation
 _MIN_STD = 1 / 255  # of a channel that is constant
-
-
-class Images(Protocol):
-    """Pixels of examples in a fixed order."""
-
-    def __len__(self) -> int: ...
-
-    def pixels(self, indices: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size]."""
-
-    def select(self, indices: IntArray) -> Images:
-        """Some of them, in the order of the indices."""
 
 
 class StoredImages:
@@ -76,6 +64,10 @@ class DecodedImages:
     def select(self, indices: IntArray) -> Images:
         """Some of them, in memory if they fit now."""
         return hold(self._pictures.select(indices), self._preprocessing)
+
+
+Images: TypeAlias = StoredImages | DecodedImages
+"""Pixels of examples in a fixed order."""
 
 
 def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.config import is_given
 from hf_diloco.config.base import Count
@@ -148,14 +148,7 @@ class ImageModelBlock(Block):
 
     @model_validator(mode="after")
     def _check(self) -> ImageModelBlock:
-        given = [name for name in ("preset", "path", "config") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
-                "(set the others to null)"
-            )
-        if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            raise ValueError(f"config needs a model_type, as in model_type: resnet; got {self.config!r}")
+        check_model(self.preset, self.path, self.config, "resnet")
         for pattern in self.frozen:
             try:
                 re.compile(pattern)
@@ -243,7 +236,7 @@ class VisionRun(BaseRun):
         hub_ids_or_paths=(("model", "path"), ("data", "path")),
     )
     where: ClassVar[Where] = "nodes"
-    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("preset", "path", "config")}
+    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS}
 
     fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
