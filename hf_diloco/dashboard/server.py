@@ -19,7 +19,7 @@ from hf_diloco.report.figures import LegendEntry, Plot, columns
 from hf_diloco.report.html import figures_of, fill
 from hf_diloco.report.rows import Tile
 from hf_diloco.report.svg import colour, draw
-from hf_diloco.status import rows as status_rows
+from hf_diloco.status import models
 from hf_diloco.status.models import RunStatus
 from hf_diloco.utils import text
 from hf_diloco.utils.addresses import is_loopback
@@ -156,11 +156,11 @@ def _of_store(status: RunStatus) -> dict[str, Any]:
         "subtitle": f"{text.plural('island', len(status.islands))} {text.numbers(i.island for i in status.islands)}",
         "tiles": tiles(status),
         "plots": plots(status),
-        "figures": status_rows.figures(status),
-        "island_columns": status_rows.ISLAND_COLUMNS,
-        "island_rows": [_printable(status_rows.island_row(status, island)) for island in status.islands],
-        "round_columns": status_rows.ROUND_COLUMNS,
-        "round_rows": [_printable(status_rows.round_row(entry)) for entry in status.rounds],
+        "figures": models.figures(status),
+        "island_columns": models.ISLAND_COLUMNS,
+        "island_rows": [_printable(models.island_row(status, island)) for island in status.islands],
+        "round_columns": models.ROUND_COLUMNS,
+        "round_rows": [_printable(models.round_row(entry)) for entry in status.rounds],
         "refused": [_printable(entry) for entry in status.refused.items()],
     }
 

@@ -78,7 +78,9 @@ def loss_plot(run: Run, report: Report) -> Plot:
         axes.set(xlabel="inner step", ylabel="loss (nats)" if report.method else "loss (nats per token)")
 
     weights = "mean of all nodes" if report.method else "outer weights"
-    legend = _training_legend(list(train), report.noun)
+    legend = [LegendEntry(f"training, {report.noun} {number}", colour(number)) for number in train]
+    if len(train) > NUM_COLOURS:
+        legend = [LegendEntry(f"training, each of {len(train)} {report.noun}s", colour(next(iter(train))))]
     legend += [LegendEntry(f"evaluation, {weights}", INK, "dot")] if outer else []
     legend += [LegendEntry("evaluation, inner weights", INK, "ring")] if inner else []
     rounds = "Vertical lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
@@ -100,8 +102,8 @@ def traffic_plot(report: Report) -> Plot:
 
     def paint(axes: Axes) -> None:
         if per_step and steps:
-            line = [(step, per_step * step / steps) for step in _spread(1, steps, 200)]
-            axes.plot(*columns(line), color=colour(1), linestyle="--")
+            line = [1 + (steps - 1) * point / 199 for point in range(200)]
+            axes.plot(line, [per_step * step / steps for step in line], color=colour(1), linestyle="--")
         axes.step(*columns(thinned(sent, MAX_POINTS)), where="post", color=colour(0), linewidth=1.8)
         if len(sent) <= MAX_ROUND_LINES:
             axes.plot(*columns(sent), "o", color=colour(0), markersize=3)
@@ -277,16 +279,6 @@ def thinned(points: Points, limit: int) -> Points:
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
-def _spread(first: int, last: int, num: int) -> list[float]:
-    return [first + (last - first) * i / (num - 1) for i in range(num)]
-
-
 def columns(points: Points) -> tuple[list[float], list[float]]:
     """All x, and all y."""
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _training_legend(numbers: Sequence[int], noun: str) -> list[LegendEntry]:
-    if len(numbers) > NUM_COLOURS:
-        return [LegendEntry(f"training, each of {len(numbers)} {noun}s", colour(numbers[0]))]
-    return [LegendEntry(f"training, {noun} {number}", colour(number)) for number in numbers]

@@ -13,7 +13,6 @@ from hf_diloco import __version__
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import figures, rows
 from hf_diloco.report.read import Run
-from hf_diloco.report.records import Start
 from hf_diloco.report.summary import Report, summarise
 from hf_diloco.report.svg import need_plots
 
@@ -99,17 +98,13 @@ def setting_groups(run: Run) -> dict[str, dict[str, str]]:
     """The run's settings by block (`diloco`, `training`, ...); without a `run.json`, what the last start recorded."""
     if not run.settings:
         start = next((island.start for island in run.islands if island.start), None)
-        return {"diloco": _start_settings(start)} if start else {}
+        known = start.model_dump(exclude={"event", "step", "time", "island"}, exclude_none=True) if start else {}
+        return {"diloco": {name: _plain(value) for name, value in known.items()}} if start else {}
     groups: dict[str, dict[str, str]] = {}
     for key, value in run.settings.items():
         block, prefix = (key, "") if isinstance(value, Mapping) else ("run", key)
         groups.setdefault(block, {}).update(_flat(prefix, value))
     return {name: group for name, group in groups.items() if group}
-
-
-def _start_settings(start: Start) -> dict[str, str]:
-    left_out = {"event", "step", "time", "island"}
-    return {name: _plain(value) for name, value in start.model_dump(exclude=left_out, exclude_none=True).items()}
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

@@ -110,11 +110,13 @@ def summarise_island(island: IslandRun) -> IslandReport:
     start, syncs = island.start or NO_START, exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = max((record.step for record in island.of(Record)), default=None)
-    num_steps = _num_recorded_steps(island, steps)
+    first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
+    num_steps = None if first is None or steps is None else max(0, steps - first.step)
     outer, inner = _last_evaluations(island, steps if end else None)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
     bytes_received = total(sync.bytes_received for sync in syncs) if syncs else nothing
+    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
     seconds = TimeSplit.combined(_section_seconds(section) for section in island.sections)
     token_rate = _per_second(island.sections, "tokens_per_step")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
@@ -139,7 +141,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         tokens_per_second=_number(island.summary, "tokens_per_second") if token_rate is None else token_rate,
         bytes_sent=bytes_sent,
         bytes_received=bytes_received,
-        bytes_repeated=_bytes_repeated(island, bytes_sent),
+        bytes_repeated=None if everything is None or bytes_sent is None else everything - bytes_sent,
         bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
         seconds=seconds,
         shares=seconds.shares() if seconds else None,
@@ -170,18 +172,6 @@ def total(values: Iterable[_Number | None]) -> _Number | None:
     values = list(values)
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None
-
-
-def _num_recorded_steps(island: IslandRun, steps: int | None) -> int | None:
-    """Steps that the record covers: it may begin at a resume, when the earlier part was left behind."""
-    first = island.sections[0].start if island.sections else None
-    return None if first is None or steps is None else max(0, steps - first.step)
-
-
-def _bytes_repeated(island: IslandRun, bytes_sent: int | None) -> int | None:
-    """What rounds sent that a resume threw away."""
-    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
-    return None if everything is None or bytes_sent is None else everything - bytes_sent
 
 
 def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:

@@ -79,8 +79,9 @@ def _covers(report: Report) -> str:
 
 def overview(report: Report) -> list[tuple[str, str]]:
     """The run's figures, one a row."""
-    step = text.count(report.eval_step)
+    step, distance = text.count(report.eval_step), report.consensus_distance
     if report.method is not None:
+        consensus = text.MISSING if distance is None else f"relative distance from the mean: {text.number(distance)}"
         rows = [
             ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {step})"),
             ("evaluation loss", text.loss(report.eval_loss)),
@@ -89,9 +90,10 @@ def overview(report: Report) -> list[tuple[str, str]]:
             ("data parallel", _per_step(report)),
             ("time", _time(report)),
             ("method", _method(report)),
-            ("consensus", _consensus(report)),
+            ("consensus", consensus),
         ]
     else:
+        every, payload = _every(report), f", {report.payload} payload" if report.payload else ""
         rows = [
             ("evaluation loss", _evaluation(report)),
             ("perplexity", text.perplexity(report.perplexity)),
@@ -99,7 +101,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
             ("bytes exchanged", _traffic(report, "rounds")),
             ("per-step sync", _per_step(report)),
             ("time", _time(report)),
-            ("rounds", _rounds(report)),
+            ("rounds", f"{report.num_rounds:,}{f' ({every})' if every else ''}{payload}"),
             ("outer parameters", _hashes(report)),
         ]
     return [*rows, ("model", report.model)] if report.model else rows
@@ -156,12 +158,6 @@ def _time(report: Report) -> str:
     return ", ".join(f"{name} {text.share(part)}" for name, part in parts.items() if name in main or part >= 0.0005)
 
 
-def _rounds(report: Report) -> str:
-    payload = f", {report.payload} payload" if report.payload else ""
-    every = _every(report)
-    return f"{report.num_rounds:,}{f' ({every})' if every else ''}{payload}"
-
-
 def _every(report: Report) -> str:
     """How often there is a round, in inner steps."""
     if not report.sync_every:
@@ -188,12 +184,6 @@ def _method(report: Report) -> str:
         lr, momentum = text.number(report.outer_lr), text.number(report.outer_momentum)
         outer = f", {report.outer_method} every {text.count(report.sync_every)} steps (lr {lr}, momentum {momentum})"
     return f"{report.method} on {report.topology}{payload}{outer}"
-
-
-def _consensus(report: Report) -> str:
-    if report.consensus_distance is None:
-        return text.MISSING
-    return f"relative distance from the mean: {text.number(report.consensus_distance)}"
 
 
 @dataclass(frozen=True)

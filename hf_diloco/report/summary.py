@@ -13,6 +13,12 @@ from hf_diloco.report.read import METRICS, IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
 from hf_diloco.utils.text import numbers, plural
 
+_SETTINGS = {
+    *("num_parameters", "sync_every", "payload", "max_steps", "method", "topology"),
+    *("outer_method", "outer_lr", "outer_momentum"),
+}
+"""What a report takes from the record of a start as it is."""
+
 
 class RoundReport(BaseModel):
     """One outer round, over the islands whose record of it is here.
@@ -127,15 +133,9 @@ def summarise(run: Run) -> Report:
         num_islands=num_islands,
         covers=tuple(island.island for island in islands),
         missing_islands=missing,
-        num_parameters=start.num_parameters,
-        sync_every=start.sync_every,
+        **start.model_dump(include=_SETTINGS),
         num_fragments=start.num_fragments or 1,
-        payload=start.payload,
-        outer_method=start.outer_method,
-        outer_lr=start.outer_lr,
-        outer_momentum=start.outer_momentum,
         steps=max((i.steps for i in islands if i.steps is not None), default=None),
-        max_steps=start.max_steps,
         num_rounds=max((r.round for r in rounds), default=0),
         eval_loss=eval_loss,
         eval_step=eval_step,
@@ -157,8 +157,6 @@ def summarise(run: Run) -> Report:
         warnings=tuple(find_warnings(run, islands, missing, rounds)),
         islands=islands,
         rounds=rounds,
-        method=start.method,
-        topology=start.topology,
         eval_accuracy=_mean(i.eval_accuracy for i in islands if i.eval_step == eval_step),
         consensus_distance=_mean(i.consensus_distance for i in islands if i.eval_step == eval_step),
         images_per_second=total(i.images_per_second for i in islands),

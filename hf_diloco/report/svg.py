@@ -14,7 +14,6 @@ from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SIZE = (5.2, 3.3)  # inches: small, so that the text stays readable on a phone
 NUM_COLOURS = 8
@@ -75,15 +74,10 @@ def draw(name: str, paint: Callable[[Axes], None]) -> str:
         axes = figure.add_subplot()
         axes.set_axisbelow(True)
         paint(axes)
-        return _themed(_as_svg(figure), name)
-
-
-def _as_svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=nothing)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        text = buffer.getvalue()
+        return _themed(text[text.index("<svg") :], name)
 
 
 def _themed(svg: str, name: str) -> str:

@@ -15,9 +15,8 @@ from hf_diloco.cli.status import render, run_status
 from hf_diloco.errors import StoreError
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
-from hf_diloco.status.models import IslandStatus, RunStatus
+from hf_diloco.status.models import IslandStatus, RunStatus, figures
 from hf_diloco.status.observer import Observer
-from hf_diloco.status.rows import figures
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
 from tests.clocks import StillClock

@@ -108,17 +108,10 @@ def publish(folder: Path, where: PushBlock) -> None:
         )
     except Exception as error:  # those of the client's HTTP library come through, and it is not always the same one
         reason = " ".join(str(error).split()) or type(error).__name__
+        options = ["--private"] * where.private + (["--revision", where.revision] if where.revision else [])
+        by_hand = shlex.join(["hf", "upload", where.repo, str(folder), *options])  # it makes the branch, too
         print(
-            f"warning: the model is not on the Hub ({reason}): push it with `{_command(folder, where)}`",
-            file=sys.stderr,
-            flush=True,
+            f"warning: the model is not on the Hub ({reason}): push it with `{by_hand}`", file=sys.stderr, flush=True
         )
         return
     print(f"published: {repo}", flush=True)
-
-
-def _command(folder: Path, where: PushBlock) -> str:
-    """What does the same by hand; it makes the branch, too."""
-    private = ["--private"] if where.private else []
-    revision = ["--revision", where.revision] if where.revision else []
-    return shlex.join(["hf", "upload", where.repo, str(folder), *private, *revision])

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hf_diloco.apps.data.packing import Encoder, PackedDataset, TokenBlocks, pack_dataset, pack_first
-from hf_diloco.apps.data.settings import DataBlock
-from hf_diloco.apps.data.sources import alternate, open_documents, open_evaluation, open_files, texts
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_evaluation, open_files, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
 

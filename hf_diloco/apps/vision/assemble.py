@@ -61,8 +61,8 @@ def assemble(
     Raises:
         DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
     """
-    is_simulated = node is not None
-    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **_quiet(is_simulated, config))
+    quiet = {"disable_tqdm": True} if node is not None and config.node else {}  # of nodes in a process the first shows
+    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **quiet)
     check_world(args)
     args.learning_rate = scaled_learning_rate(run.schedule, args, config.num_nodes)
     progress.update(message="preparing the data")
@@ -93,7 +93,7 @@ def assemble(
         data_collator=collate,
         processing_class=data.processor,
         compute_metrics=accuracy,
-        preprocess_logits_for_metrics=_logits,
+        preprocess_logits_for_metrics=lambda outputs, _: outputs[0] if isinstance(outputs, tuple) else outputs,
         optimizers=(optimizer, drops(run.schedule, optimizer, args.get_warmup_steps(run.max_steps))),
         callbacks=[callback, files, _Epochs(data.train)],
     )
@@ -120,11 +120,6 @@ class _Nothing(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
-
-
-def _quiet(is_simulated: bool, config: GossipConfig) -> dict[str, Any]:
-    """Arguments by which only the first of several nodes in a process shows a progress bar."""
-    return {"disable_tqdm": True} if is_simulated and config.node else {}
 
 
 def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:
@@ -177,11 +172,6 @@ def drops(
         return warm * block.drop_by ** bisect.bisect_right(block.drop_at, step)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def _logits(outputs: Any, labels: Any) -> Any:
-    """Only the logits are kept of what a model puts out."""
-    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 class _Epochs(TrainerCallback):

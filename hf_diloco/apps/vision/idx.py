@@ -35,7 +35,7 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
             A size that the file cannot hold is refused before memory is taken for it.
     """
     try:
-        with _open(path) as file:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             shape = _read_header(file, path, num_dimensions)
             size = math.prod(shape)
             _check_size(path, size, 4 + 4 * num_dimensions)
@@ -82,10 +82,6 @@ def find_idx(folder: Path, name: str) -> Path:
         if path.is_file():
             return path
     raise ConfigError(f"data.path: {folder} has neither {name} nor {name}.gz; give the folder of the idx files")
-
-
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _read_header(file: gzip.GzipFile | BufferedReader, path: Path, num_dimensions: int) -> tuple[int, ...]:

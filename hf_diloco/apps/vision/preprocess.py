@@ -95,7 +95,12 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
     num_channels = int(_of_checkpoint(config, "num_channels") or 3)
     own_size = _of_checkpoint(config, "image_size")
     if data.image_size is not None and isinstance(getattr(config, "image_size", None), int):
-        _check_own_size(model.path, data.image_size, config.image_size)
+        own = config.image_size
+        if data.image_size != own:
+            raise ConfigError(
+                f"data.image_size: {data.image_size}, but {model.path} was trained on {own} and has a position for "
+                "each of its patches; leave image_size out"
+            )
     is_left_out = data.image_size is not None and data.normalize is not None
     processor = None if is_left_out else _processor_of(model.path)
     if processor is None or data.image_size is not None:
@@ -187,14 +192,6 @@ def _check_known(size: object) -> int:
             "set it, as in image_size: 64 (pictures are stretched to it)"
         )
     return size
-
-
-def _check_own_size(path: str, size: int, own: int) -> None:
-    if size != own:
-        raise ConfigError(
-            f"data.image_size: {size}, but {path} was trained on {own} and has a position for each of its patches; "
-            "leave image_size out"
-        )
 
 
 def convert(image: Image, num_channels: int) -> Image:

@@ -124,17 +124,14 @@ def _print_plan(node: VisionNode) -> None:
     examples = examples_per_step(args)
     say(f"model: {short_count(num_trained)} trained parameters, images of {data.image_size} pixels a side")
     shares = f"{data.share_sizes[config.node]:,} of {sum(data.share_sizes):,} examples"
-    say(f"data of node {config.node}: {shares}, {_classes(data.label_counts)}; evaluation: {len(data.evaluation):,}")
+    counts = data.label_counts
+    classes = "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
+    say(f"data of node {config.node}: {shares}, {classes}; evaluation: {len(data.evaluation):,}")
     say(f"batch of node {config.node}: {examples:,} images a step; of all {total} nodes: {examples * total:,}")
     graph = node.callback.topology
     neighbours = ", ".join(map(str, graph.neighbours(config.node))) or "none"
     method = node.callback.optimizer.name
     say(f"{run.max_steps:,} steps of {method} on {graph.name} of {total}; neighbours: {neighbours}")
-
-
-def _classes(counts: Sequence[int]) -> str:
-    """How many of each class."""
-    return "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
 
 
 def describe_training(run: VisionRun) -> Training:
