@@ -65,7 +65,8 @@ class Candidate:
 
     def at_seen(self, step: float) -> float | None:
         """Tokens, or images, that all islands have trained on after so many steps each."""
-        rates = [self._rate(island) for island in self.run.islands]
+        per_step = "tokens_per_step" if self.unit == "tokens" else "examples_per_step"
+        rates: list[float | None] = [getattr(island.start, per_step, None) for island in self.run.islands]
         known = [rate for rate in rates if rate is not None]
         return step * sum(known) if known and len(known) == len(rates) else None
 
@@ -82,12 +83,6 @@ class Candidate:
             return None
         found = bisect_right(self._sent, (step, float("inf")))
         return self._sent[found - 1][1] if found else 0.0
-
-    def _rate(self, island: IslandRun) -> float | None:
-        start = island.start
-        if start is None:
-            return None
-        return start.tokens_per_step if self.unit == "tokens" else start.examples_per_step
 
     @cached_property
     def _clocks(self) -> list[list[tuple[float, float]]]:

@@ -127,6 +127,7 @@ def summarise(run: Run) -> Report:
     eval_loss = _mean(i.eval_loss for i in islands if i.eval_step == eval_step)
     bytes_sent = total(i.bytes_sent for i in islands)
     per_step = total(i.bytes_per_step_sync for i in islands)
+    boundaries = {island.on_boundary for island in islands}
     seconds = TimeSplit.combined(i.seconds for i in islands)
     return Report(
         name=run.name,
@@ -140,7 +141,7 @@ def summarise(run: Run) -> Report:
         eval_loss=eval_loss,
         eval_step=eval_step,
         perplexity=perplexity(eval_loss),
-        final_weights=_final_weights(islands),
+        final_weights="inner" if False in boundaries else "outer" if boundaries == {True} else None,
         num_tokens=total(i.num_tokens for i in islands),
         tokens_per_second=total(i.tokens_per_second for i in islands),
         bytes_sent=bytes_sent,
@@ -171,13 +172,6 @@ def perplexity(loss: float | None) -> float | None:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _final_weights(islands: Sequence[IslandReport]) -> Literal["outer", "inner"] | None:
-    states = {island.on_boundary for island in islands}
-    if False in states:
-        return "inner"
-    return "outer" if states == {True} else None
 
 
 def _rounds(run: Run) -> tuple[RoundReport, ...]:

@@ -168,7 +168,8 @@ class _Check:
         self._entries = {entry.path: entry for entry in entries}
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             list(pool.map(self._look_at, entries))
-        self._collect_names()
+        announced = [info for record in self._records.values() for info in _announced(record)]
+        self._named = {info["path"]: info for info in announced if isinstance(info.get("path"), str)}
         self._check_decisions()
         self._check_snapshots()
         self._check_payloads()
@@ -240,12 +241,6 @@ class _Check:
     def _of(self, kind: type[R]) -> dict[str, R]:
         return {path: record for path, record in self._records.items() if isinstance(record, kind)}
 
-    def _collect_names(self) -> None:
-        for record in self._records.values():
-            for info in _announced(record):
-                if isinstance(path := info.get("path"), str):
-                    self._named[path] = info
-
     def _check_decisions(self) -> None:
         """Tells what islands pass over from what may be set aside."""
         decided = {path.rpartition("/")[0] for path in self._of(OutcomeRecord)}
@@ -269,7 +264,8 @@ class _Check:
         newest = self._newest_snapshot = round_of(whole[-1]) if whole else -1
         for path in self._entries:
             folder = path.rpartition("/")[0]
-            if path.startswith("snapshots/") and _is_known(path) and folder not in whole and round_of(path) < newest:
+            is_known = _VALUES.fullmatch(path) or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)
+            if path.startswith("snapshots/") and is_known and folder not in whole and round_of(path) < newest:
                 self._note(path, "abandoned", "of a snapshot that was never whole, before the newest one")
 
     def _is_whole(self, folder: str, parts: list[SnapshotRecord]) -> bool:
@@ -375,7 +371,3 @@ def _numbers(path: str) -> tuple[int, str]:
 
 def _is_aside(path: str) -> bool:
     return path.startswith(f"{DAMAGED_FOLDER}/")
-
-
-def _is_known(path: str) -> bool:
-    return _VALUES.fullmatch(path) is not None or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)

@@ -110,6 +110,7 @@ class Observer:
         islands = self._islands(incarnations, heartbeats, newest)
         begun = self._incarnation(incarnations.get(self._run.by, {}).get(1))
         num_rounds = self._run.num_rounds
+        known = [status.seconds for status in rounds if status.seconds is not None]
         return RunStatus(
             url=self._store.url,
             run=self._run.run,
@@ -119,7 +120,7 @@ class Observer:
             settings=self._run.fingerprint,
             num_rounds=num_rounds,
             round=newest,
-            seconds_per_round=_median([status.seconds for status in rounds]),
+            seconds_per_round=round(statistics.median(known), 3) if known else None,
             is_over=num_rounds is not None
             and newest >= num_rounds
             and all(island.presence in ("ended", "silent") for island in islands),
@@ -325,11 +326,6 @@ def _stored(entries: Sequence[Entry]) -> StoredBytes:
         kind = entry.path.partition("/")[0]
         sizes[kind if kind in ("payloads", "snapshots") else "records"] += entry.size
     return StoredBytes(**sizes)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.median(known), 3) if known else None
 
 
 def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entry]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
@@ -91,15 +91,11 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
             what = PydanticCustomError("value_error", "{text}", {"text": str(problem["ctx"]["error"])})
         details = InitErrorDetails(type=what, loc=problem["loc"], input=problem["input"], ctx=problem.get("ctx", {}))
         one = ValidationError.from_exception_data(error.title, [details])
-        texts.append(f"{_place(origins, problem, file)}{describe(one, kind)}")
+        # What is wrong in a block as a whole begins with the setting's name.
+        inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
+        names = (*problem["loc"], inside[1]) if inside else problem["loc"]
+        texts.append(f"{nearest_line(origins, names) or f'{file}: '}{describe(one, kind)}")
     return "; ".join(texts)
-
-
-def _place(origins: dict[KeyPath, str], problem: ErrorDetails, file: str) -> str:
-    """Where the setting stands. What is wrong in a block as a whole begins with the setting's name."""
-    inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
-    names = (*problem["loc"], inside[1]) if inside else problem["loc"]
-    return nearest_line(origins, names) or f"{file}: "
 
 
 def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:

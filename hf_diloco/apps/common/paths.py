@@ -44,9 +44,9 @@ def resolve_paths(
     for path in (*named.paths, *named.hub_ids_or_paths):
         text = _get(values, path)
         if isinstance(text, str):
-            may_be_hub_id = path in named.hub_ids_or_paths and not _looks_local(text)
+            looks_local = text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
             found = _find(text, folders)
-            if found is None and not may_be_hub_id:
+            if found is None and (looks_local or path not in named.hub_ids_or_paths):
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
             _put(values, path, found or text)
     for path in named.patterns:
@@ -87,10 +87,6 @@ def _find(text: str, folders: Sequence[Path]) -> str | None:
         if candidate.exists():
             return str(candidate.resolve())
     return None
-
-
-def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
 
 
 def _names(folders: Sequence[Path]) -> str:

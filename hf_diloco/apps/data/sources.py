@@ -288,7 +288,13 @@ def _topics() -> Iterator[str]:
 def _docstrings(folder: Path) -> Iterator[str]:
     """All docstrings of the modules below a folder, without importing any."""
     for path in _sources(folder):
-        yield from _docstrings_of(path.read_text(encoding="utf-8", errors="replace"))
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node, clean=False) or ""
 
 
 def _sources(folder: Path) -> list[Path]:
@@ -298,13 +304,3 @@ def _sources(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         found += [Path(parent, name) for name in files if name.endswith(".py") and name not in _LEFT_OUT]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _docstrings_of(source: str) -> Iterator[str]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node, clean=False) or ""

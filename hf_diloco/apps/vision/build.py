@@ -24,7 +24,7 @@ from hf_diloco.apps.vision.images import (
     sample_pixels,
 )
 from hf_diloco.apps.vision.pictures import IntArray, Pictures
-from hf_diloco.apps.vision.preprocess import Preprocessing, choose_preprocessing, with_normalization
+from hf_diloco.apps.vision.preprocess import Preprocessing, choose_preprocessing, convert, with_normalization
 from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.apps.vision.sources import open_source
 from hf_diloco.errors import ConfigError
@@ -126,7 +126,7 @@ def _check_processor(
     processor: BaseImageProcessor, preprocessing: Preprocessing, normalization: Normalization, picture: Image
 ) -> None:
     """A checkpoint's processor may do more than size, scale and mean; then training would not see what it makes."""
-    made = processor(preprocessing.convert(picture), return_tensors="pt")["pixel_values"][0].float()
+    made = processor(convert(picture, preprocessing.num_channels), return_tensors="pt")["pixel_values"][0].float()
     ours = normalization(torch.from_numpy(preprocessing.pixels(picture).copy())[None])[0]
     if made.shape != ours.shape or not torch.allclose(made, ours, atol=PIXEL_TOLERANCE):
         raise ConfigError(

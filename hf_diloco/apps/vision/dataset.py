@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from hf_diloco.apps.vision.idx import UInt8Array
 from hf_diloco.apps.vision.images import Images, Normalization
 from hf_diloco.apps.vision.pictures import IntArray, Pictures
-from hf_diloco.apps.vision.preprocess import Preprocessing
+from hf_diloco.apps.vision.preprocess import Preprocessing, convert
 from hf_diloco.apps.vision.runfile import AugmentBlock, ResizedCropBlock
 
 FloatArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
@@ -168,7 +168,7 @@ class RandomCrops:
         """One picture's; of a batch of large ones no more than one is in memory."""
         from PIL import Image
 
-        picture = self._preprocessing.convert(self._pictures.open(index))
+        picture = convert(self._pictures.open(index), self._preprocessing.num_channels)
         width, height = (np.array([side], dtype=np.int64) for side in picture.size)
         boxes = crop_boxes(self._block, height, width, seed, epoch, np.array([example]))
         top, left, tall, wide = (int(value[0]) for value in boxes)

@@ -45,17 +45,13 @@ class Preprocessing:
     num_channels: int
     stretches: bool
 
-    def convert(self, image: Image) -> Image:
-        """A picture of mode L or RGB."""
-        return convert(image, self.num_channels)
-
     def pixels(self, image: Image) -> UInt8Array:
         """uint8 [channels, size, size] of one picture.
 
         Raises:
             ConfigError: for a picture of 16 bits a channel, or a processor that gives another shape.
         """
-        converted = self.convert(image)
+        converted = convert(image, self.num_channels)
         if self.stretches and converted.size == (self.image_size, self.image_size):
             array = np.asarray(converted)
             return array[None] if self.num_channels == 1 else array.transpose(2, 0, 1)

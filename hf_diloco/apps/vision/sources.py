@@ -55,11 +55,15 @@ def open_source(data: ImageDataBlock) -> Source:
 
 
 def _open(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
+    """Pictures to train on, to evaluate on if there is a split for that, and the names of the classes."""
     if data.source == "digits":
         return _digits(), None, [str(digit) for digit in range(10)]
     if data.source == "idx":
-        return _idx(Path(str(data.path)), data.label_names)
-    return open_folder(str(data.path)) if data.source == "folder" else open_hub(data)
+        folder = Path(str(data.path))
+        train = _idx_split(folder, "train")
+        evaluation = _idx_split(folder, "t10k") if any(folder.glob("t10k-*-ubyte*")) else None
+        return train, evaluation, data.label_names or [str(number) for number in range(int(train.labels.max()) + 1)]
+    return _open_folder(Path(str(data.path))) if data.source == "folder" else _open_hub(data)
 
 
 def _digits() -> ArrayPictures:
@@ -71,12 +75,6 @@ def _digits() -> ArrayPictures:
         table = np.loadtxt(lines, delimiter=",")
     pictures = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8)
     return ArrayPictures(pictures.reshape(-1, 8, 8), table[:, -1].astype(np.int64))
-
-
-def _idx(folder: Path, label_names: list[str]) -> tuple[Pictures, Pictures | None, list[str]]:
-    train = _idx_split(folder, "train")
-    evaluation = _idx_split(folder, "t10k") if any(folder.glob("t10k-*-ubyte*")) else None
-    return train, evaluation, label_names or [str(number) for number in range(int(train.labels.max()) + 1)]
 
 
 def _idx_split(folder: Path, prefix: str) -> ArrayPictures:
@@ -119,16 +117,8 @@ def _order(length: int) -> IntArray:
     return np.random.RandomState(SPLIT_SEED).permutation(length).astype(np.int64)
 
 
-def open_folder(path: str) -> tuple[DatasetPictures, DatasetPictures | None, list[str]]:
-    """`path`/train/CLASS/*.png (or .jpg and others), and validation or test beside train if there is one.
-
-    Returns:
-        Pictures to train on, to evaluate on if any, and the names of the classes, sorted.
-
-    Raises:
-        ConfigError: when there are none, or a file cannot be read.
-    """
-    folder = Path(path)
+def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
+    """`folder`/train/CLASS/*.png (or .jpg and others), and validation or test beside train if there is one."""
     if not (folder / "train").is_dir():
         raise ConfigError(f"data.path: {folder} has no folder train; source folder needs {folder}/train/CLASS/*.png")
     splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
@@ -137,15 +127,8 @@ def open_folder(path: str) -> tuple[DatasetPictures, DatasetPictures | None, lis
     return opened[0], opened[1] if len(opened) > 1 else None, names
 
 
-def open_hub(data: ImageDataBlock) -> tuple[DatasetPictures, DatasetPictures | None, list[str]]:
-    """A dataset of the Hub, or a folder in its layout.
-
-    Returns:
-        As `open_folder`.
-
-    Raises:
-        ConfigError: when it cannot be read, or lacks a column or a split.
-    """
+def _open_hub(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
+    """A dataset of the Hub, or a folder in its layout."""
     train = _load_dataset(data, data.split)
     names = _label_names(train, data.label_column)
     evaluation = _pictures(_load_dataset(data, data.eval_split), names, data) if data.eval_split is not None else None
