@@ -13,6 +13,7 @@ from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
+_SETTINGS = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
 _Number = TypeVar("_Number", int, float)
 
 
@@ -123,12 +124,9 @@ def summarise_island(island: IslandRun) -> IslandReport:
     sample = island.summary.get("sample")
     return IslandReport(
         island=island.island,
-        num_islands=start.num_islands,
-        num_ranks=start.num_ranks,
-        shards=start.shards,
+        **start.model_dump(include=_SETTINGS),
         ended=bool(end),
         steps=steps,
-        max_steps=start.max_steps,
         num_rounds=len(island.of(Sync)),
         train_loss=train_losses[-1] if train_losses else None,
         eval_loss=outer.eval_loss if outer else None,
@@ -147,8 +145,6 @@ def summarise_island(island: IslandRun) -> IslandReport:
         shares=seconds.shares() if seconds else None,
         num_sections=len(island.sections),
         run_is_over=bool(end) and end[0].run_is_over,
-        comes_and_goes=start.comes_and_goes,
-        has_outer_loop=start.has_outer_loop,
         sample=sample if isinstance(sample, str) else None,
         eval_accuracy=outer.eval_accuracy if outer else None,
         consensus_distance=outer.consensus_distance if outer else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,24 +139,24 @@ def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num
     return TokenBlocks(np.asarray(tokens[:usable], dtype=np.int32).reshape(-1, sequence_length))
 
 
+@dataclass(frozen=True)
 class Masking:
     """A collator of blocks that hides tokens. A block's mask depends on its tokens and the seed alone.
 
     (Transformers' own draws from a random state that goes on from batch to batch: a resumed run would have other masks
     than an uninterrupted one, and islands would evaluate different ones.)
 
-    Args:
+    Attributes:
         mask: number of the token that hides others.
         vocab_size: tokens that may stand in the place of a hidden one.
         share: of a block's tokens that are to be predicted.
         seed: of the run.
     """
 
-    def __init__(self, mask: int, vocab_size: int, share: float, seed: int) -> None:
-        self._mask = mask
-        self._vocab_size = vocab_size
-        self._share = share
-        self._seed = seed
+    mask: int
+    vocab_size: int
+    share: float
+    seed: int
 
     def __call__(self, examples: Sequence[Example]) -> Example:
         """`input_ids` with hidden tokens, and `labels`: what they were, -100 elsewhere; both (examples, length)."""
@@ -163,12 +164,12 @@ class Masking:
         return {name: torch.stack([one[name] for one in hidden]) for name in ("input_ids", "labels")}
 
     def _hide(self, tokens: torch.Tensor) -> Example:
-        seed = xxhash.xxh64_intdigest(tokens.numpy().tobytes(), self._seed) >> 1
+        seed = xxhash.xxh64_intdigest(tokens.numpy().tobytes(), self.seed) >> 1
         generator = torch.Generator().manual_seed(seed)
-        is_chosen = torch.rand(tokens.shape, generator=generator) < self._share
+        is_chosen = torch.rand(tokens.shape, generator=generator) < self.share
         kind = torch.rand(tokens.shape, generator=generator)
-        others = torch.randint(self._vocab_size, tokens.shape, generator=generator)
-        shown = torch.where(is_chosen & (kind < SHARE_OF_MASKS), self._mask, tokens)
+        others = torch.randint(self.vocab_size, tokens.shape, generator=generator)
+        shown = torch.where(is_chosen & (kind < SHARE_OF_MASKS), self.mask, tokens)
         is_random = is_chosen & (kind >= SHARE_OF_MASKS) & (kind < SHARE_OF_MASKS + SHARE_OF_RANDOM)
         return {
             "input_ids": torch.where(is_random, others, shown),

@@ -7,6 +7,7 @@ other numbers of loader workers, and nodes that are threads of one process see t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -104,9 +105,7 @@ def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, ex
     Args:
         block: which changes.
         pixels: uint8 [batch, channels, size, size].
-        seed: of the run.
-        epoch: from 0.
-        examples: int64 [batch], numbers of the examples in the whole training set.
+        seed, epoch, examples: as for `uniform`.
 
     Returns:
         uint8 of the same shape.
@@ -136,31 +135,24 @@ def _crop_and_flip(
     return taken.view(batch, channels, size, size)
 
 
+@dataclass(frozen=True)
 class RandomCrops:
     """Pixels of random parts, stretched to the model's size, as ImageNet is trained on (arXiv 1409.4842).
 
     They are cut out of the whole picture before it is made smaller; pictures are decoded whenever they are read.
 
-    Args:
+    Attributes:
         pictures: where they come from.
         preprocessing: size and channels that the model wants.
         block: which parts.
     """
 
-    def __init__(self, pictures: Pictures, preprocessing: Preprocessing, block: ResizedCropBlock) -> None:
-        self._pictures = pictures
-        self._preprocessing = preprocessing
-        self._block = block
+    pictures: Pictures
+    preprocessing: Preprocessing
+    block: ResizedCropBlock
 
     def pixels(self, indices: IntArray, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size].
-
-        Args:
-            indices: of the pictures.
-            seed: of the run.
-            epoch: from 0.
-            examples: int64 [indices], their numbers in the whole training set.
-        """
+        """uint8 [indices, channels, size, size] of these pictures; for the rest see `uniform`."""
         pairs = zip(indices, examples, strict=True)
         return torch.from_numpy(np.stack([self._part(int(index), seed, epoch, example) for index, example in pairs]))
 
@@ -168,12 +160,12 @@ class RandomCrops:
         """One picture's; of a batch of large ones no more than one is in memory."""
         from PIL import Image
 
-        picture = convert(self._pictures.open(index), self._preprocessing.num_channels)
+        picture = convert(self.pictures.open(index), self.preprocessing.num_channels)
         width, height = (np.array([side], dtype=np.int64) for side in picture.size)
-        boxes = crop_boxes(self._block, height, width, seed, epoch, np.array([example]))
+        boxes = crop_boxes(self.block, height, width, seed, epoch, np.array([example]))
         top, left, tall, wide = (int(value[0]) for value in boxes)
         part = picture.crop((left, top, left + wide, top + tall))
-        size = self._preprocessing.image_size
+        size = self.preprocessing.image_size
         array = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR))
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
@@ -190,9 +182,7 @@ def crop_boxes(
         block: `scale` and `ratio`.
         heights: int64 [pictures], in pixels.
         widths: likewise.
-        seed: of the run.
-        epoch: from 0.
-        examples: int64 [pictures], their numbers in the whole training set.
+        seed, epoch, examples: as for `uniform`.
     """
     low, high = block.scale
     area = heights * widths * (low + (high - low) * uniform("area", seed, epoch, examples))

@@ -19,15 +19,11 @@ NUM_SAMPLED = 4096  # of images that are not in memory, for mean and standard de
 _MIN_STD = 1 / 255  # of a channel that is constant
 
 
+@dataclass(frozen=True)
 class StoredImages:
-    """One tensor in memory.
+    """One tensor in memory: uint8 [examples, channels, size, size]."""
 
-    Args:
-        stored: uint8 [examples, channels, size, size].
-    """
-
-    def __init__(self, stored: torch.Tensor) -> None:
-        self.stored = stored
+    stored: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -41,29 +37,24 @@ class StoredImages:
         return StoredImages(self.pixels(indices))
 
 
+@dataclass(frozen=True)
 class DecodedImages:
-    """Pictures that are decoded and resized whenever they are read.
+    """Pictures that are decoded and resized whenever they are read."""
 
-    Args:
-        pictures: where they come from.
-        preprocessing: what makes pixels of them.
-    """
-
-    def __init__(self, pictures: Pictures, preprocessing: Preprocessing) -> None:
-        self._pictures = pictures
-        self._preprocessing = preprocessing
+    pictures: Pictures
+    preprocessing: Preprocessing
 
     def __len__(self) -> int:
-        return len(self._pictures.labels)
+        return len(self.pictures.labels)
 
     def pixels(self, indices: IntArray) -> torch.Tensor:
         """uint8 [indices, channels, size, size]."""
-        arrays = [self._preprocessing.pixels(self._pictures.open(int(index))) for index in indices]
+        arrays = [self.preprocessing.pixels(self.pictures.open(int(index))) for index in indices]
         return torch.from_numpy(np.stack(arrays))
 
     def select(self, indices: IntArray) -> Images:
         """Some of them, in memory if they fit now."""
-        return hold(self._pictures.select(indices), self._preprocessing)
+        return hold(self.pictures.select(indices), self.preprocessing)
 
 
 Images: TypeAlias = StoredImages | DecodedImages

@@ -28,11 +28,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # the sources that each setting belongs to; settings of all sources are not listed
 _USES = {
     "path": ("idx", "folder", "hub"),
-    "name": ("hub",),
-    "split": ("hub",),
-    "eval_split": ("hub",),
-    "image_column": ("hub",),
-    "label_column": ("hub",),
+    **dict.fromkeys(("name", "split", "eval_split", "image_column", "label_column"), ("hub",)),
     "label_names": ("idx",),
 }
 
