@@ -15,10 +15,9 @@ from aiohttp import web
 
 from hf_diloco.dashboard import prometheus
 from hf_diloco.dashboard.source import Look, Now, Source
-from hf_diloco.report.figures import LegendEntry, Plot, columns
+from hf_diloco.report.figures import LegendEntry, Plot, colour, columns, draw
 from hf_diloco.report.html import figures_of, fill
 from hf_diloco.report.rows import Tile
-from hf_diloco.report.svg import colour, draw
 from hf_diloco.status import models
 from hf_diloco.status.models import RunStatus
 from hf_diloco.utils import text

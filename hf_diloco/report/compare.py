@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.figures import MAX_POINTS, LegendEntry, Plot, Points, columns, evaluation_points, means, thinned
+from hf_diloco.report.figures import (
+    MAX_POINTS,
+    LegendEntry,
+    Plot,
+    Points,
+    colour,
+    columns,
+    draw,
+    evaluation_points,
+    means,
+    need_plots,
+    thinned,
+)
 from hf_diloco.report.html import fill, write_page
 from hf_diloco.report.island import exchanges
 from hf_diloco.report.read import IslandRun, Run, load_run
 from hf_diloco.report.records import Train
 from hf_diloco.report.summary import Report, summarise
-from hf_diloco.report.svg import colour, draw, need_plots
 from hf_diloco.utils import text
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hf_diloco import __version__
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import figures, rows
+from hf_diloco.report.figures import need_plots
 from hf_diloco.report.read import Run
 from hf_diloco.report.summary import Report, summarise
-from hf_diloco.report.svg import need_plots
 
 if TYPE_CHECKING:
     from jinja2 import Environment

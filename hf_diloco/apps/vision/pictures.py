@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from hf_diloco.apps.vision.idx import UInt8Array
 from hf_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
 
+UInt8Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 IntArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 _GREY_MODES = {"1", "L", "LA"}

@@ -14,9 +14,15 @@ import numpy as np
 import torch
 
 from hf_diloco.apps.common.hub import why_not_loaded
-from hf_diloco.apps.vision.idx import UInt8Array
 from hf_diloco.apps.vision.model import TIMM, checkpoint_config
-from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
+from hf_diloco.apps.vision.pictures import (
+    ArrayPictures,
+    Pictures,
+    UInt8Array,
+    first_pictures,
+    num_channels_of,
+    square_size_of,
+)
 from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
 
@@ -90,13 +96,12 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
     config = checkpoint_config(model.path)
     num_channels = int(_of_checkpoint(config, "num_channels") or 3)
     own_size = _of_checkpoint(config, "image_size")
-    if data.image_size is not None and isinstance(getattr(config, "image_size", None), int):
-        own = config.image_size
-        if data.image_size != own:
-            raise ConfigError(
-                f"data.image_size: {data.image_size}, but {model.path} was trained on {own} and has a position for "
-                "each of its patches; leave image_size out"
-            )
+    own = getattr(config, "image_size", None)
+    if data.image_size is not None and isinstance(own, int) and data.image_size != own:
+        raise ConfigError(
+            f"data.image_size: {data.image_size}, but {model.path} was trained on {own} and has a position for each "
+            "of its patches; leave image_size out"
+        )
     is_left_out = data.image_size is not None and data.normalize is not None
     processor = None if is_left_out else _processor_of(model.path)
     if processor is None or data.image_size is not None:
