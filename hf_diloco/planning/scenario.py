@@ -14,7 +14,6 @@ from hf_diloco.planning.equations import Link, Way
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
 
-
 DEFAULT_LAYERS = 24
 DEFAULT_STEP_SECONDS = 1.0
 

@@ -1,7 +1,7 @@
 """The page's figures: loss, traffic, time, and how far the islands agree.
 
-They are Matplotlib's, as inline SVG whose colours follow the page: light or dark, as the reader's device asks. They are
-drawn in placeholder colours that no one else uses; in the SVG each becomes a CSS variable of the page.
+They are Matplotlib's, as inline SVG whose colours follow the page: light or dark, as the reader's device asks. They
+are drawn in placeholder colours that no one else uses; in the SVG each becomes a CSS variable of the page.
 """
 
 from __future__ import annotations

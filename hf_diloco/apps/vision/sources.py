@@ -21,7 +21,6 @@ from hf_diloco.errors import ConfigError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-
 SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
 _EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
 

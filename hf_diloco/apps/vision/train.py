@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.trainer.progress import Progress
 
-
 DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
 
 
