@@ -6,18 +6,21 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
-from hf_diloco.store.credentials import KeySettings
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import plural
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock
+    from hf_diloco.apps.vision.runfile import GossipBlock
 
 OFFLOAD_ON_CPU = (
     "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to "
@@ -94,44 +97,6 @@ class PushBlock(Block):
     revision: str | None = Field(None, description="branch, which must be there; null: main")
 
 
-class Meeting(KeySettings, Protocol):
-    """The block of a run file that says how many islands there are and where they meet."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether islands exchange anything."""
-
-    @property
-    def island(self) -> int:
-        """This island's number, from 0."""
-
-    @property
-    def num_islands(self) -> int:
-        """Islands in the run."""
-
-    @property
-    def num_shares(self) -> int:
-        """Islands that may ever take part."""
-
-    @property
-    def rendezvous(self) -> str | None:
-        """Where they meet; may be left to whoever starts them."""
-
-    @property
-    def survives_losses(self) -> bool:
-        """Whether the other islands go on when one is lost."""
-
-    def resolve(self) -> Any:
-        """The complete settings of one island.
-
-        Raises:
-            ConfigError: when several islands have no rendezvous.
-        """
-
-    def check_rendezvous(self, url: str) -> None:
-        """Raises `ConfigError` if a setting does not go with this rendezvous."""
-
-
 class BaseRun(Block):
     """A run: what is trained, how, and where its folder is.
 
@@ -202,8 +167,8 @@ class BaseRun(Block):
 
     @property
     @abstractmethod
-    def meeting(self) -> Meeting:
-        """How many islands there are and where they meet."""
+    def meeting(self) -> DiLoCoBlock | GossipBlock:
+        """How many islands there are and where they meet; a subclass has the block under its own name."""
 
     def check(self) -> None:
         """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
