@@ -57,13 +57,7 @@ class Observer:
         StoreError: the store does not answer.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        key: bytes,
-        num_rounds: int = 10,
-        clock: Clock = REAL,
-    ) -> None:
+    def __init__(self, store: ObjectStore, key: bytes, num_rounds: int = 10, clock: Clock = REAL) -> None:
         self._store = store
         self._has_key = bool(key)
         self._num_rounds = num_rounds

@@ -95,8 +95,6 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
 
     report = summarise(load_run(run_folder))
     report = report.model_copy(update={"payload": report.payload and _short(report.payload)})
-    unit = "island" if report.method is None else "node"
-    number = report.num_islands or len(report.covers)
     hub_id, begun = _base(training.base_model)
     data = ModelCardData(
         base_model=hub_id,
@@ -115,10 +113,10 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         model_folder,
         data,
         name=report.name,
-        places=f"{number} {plural(unit, number)}",
+        places=f"{report.size} {plural(report.noun, report.size)}",
         training=rows,
         papers=training.papers,
-        covers=f", of {unit} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
+        covers=f", of {report.noun} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
         figures=[(key, value) for key, value in overview(report) if key != "model"],
     )
 
