@@ -164,11 +164,15 @@ def measure_model(run: RunFile) -> ModelSize:
     import torch
 
     from hf_diloco.apps.lm.model import auto_class, config_from_scratch, load_config
+    from hf_diloco.apps.lm.runfile import TrainTokenizer
+    from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
-    if run.model.path is None:
-        config = config_from_scratch(run.model, {"vocab_size": _vocab_size(run)}, run.data.sequence_length)
-    else:
+    if run.model.path is not None:
         config = load_config(run.model.path)
+    else:
+        given = run.tokenizer
+        size = (given.train or TrainTokenizer()).vocab_size if given.path is None else len(load_tokenizer(given.path))
+        config = config_from_scratch(run.model, {"vocab_size": size}, run.data.sequence_length)
     with torch.device("meta"):
         try:
             model = auto_class(run.model).from_config(config)
@@ -177,12 +181,3 @@ def measure_model(run: RunFile) -> ModelSize:
     own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
     return ModelSize(sum(one.numel() for one in model.parameters()), max(own), layers)
-
-
-def _vocab_size(run: RunFile) -> int:
-    from hf_diloco.apps.lm.runfile import TrainTokenizer
-    from hf_diloco.apps.lm.tokenizer import load_tokenizer
-
-    if run.tokenizer.path is not None:
-        return len(load_tokenizer(run.tokenizer.path))
-    return (run.tokenizer.train or TrainTokenizer()).vocab_size

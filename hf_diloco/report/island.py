@@ -13,7 +13,7 @@ from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
-_SETTINGS = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
+_SETTINGS = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}  # as recorded
 _Number = TypeVar("_Number", int, float)
 
 

@@ -177,6 +177,7 @@ class GossipBlock(GossipConfig):
     """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
 
     __init__ = BaseModel.__init__  # errors rise to `read_run_file`, which knows their lines
+    enabled: ClassVar[bool] = True  # nodes always exchange
 
     def _check_meeting(self) -> None:
         pass
@@ -201,11 +202,6 @@ class GossipBlock(GossipConfig):
 
     def check_rendezvous(self, url: str) -> None:
         """Raises `ConfigError` if a setting does not go with this rendezvous."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether nodes exchange anything."""
-        return True
 
     @property
     def num_shares(self) -> int:
