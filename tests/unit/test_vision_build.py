@@ -16,8 +16,7 @@ from hf_diloco.apps.vision import images as images_module
 from hf_diloco.apps.vision.assemble import accuracy
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
-from hf_diloco.apps.vision.images import DecodedImages, StoredImages, measure
-from hf_diloco.apps.vision.pictures import ArrayPictures
+from hf_diloco.apps.vision.images import ArrayPictures, DecodedImages, StoredImages, measure
 from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
 from hf_diloco.errors import ConfigError
 

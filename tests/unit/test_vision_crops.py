@@ -12,7 +12,7 @@ from PIL import Image
 
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import RandomCrops, crop_boxes
-from hf_diloco.apps.vision.pictures import IntArray, Pictures
+from hf_diloco.apps.vision.images import IntArray, Pictures
 from hf_diloco.apps.vision.preprocess import choose_preprocessing
 from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, ResizedCropBlock
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.apps.data.sources import DataBlock
+from hf_diloco.apps.data.sources import DataBlock, open_documents, texts
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
 from hf_diloco.config.base import Count
 from hf_diloco.optimizers.settings import OptimizerBlock
@@ -163,7 +163,6 @@ class RunFile(BaseRun):
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens tokenizer and configuration of a model that is loaded, and the first document."""
-        from hf_diloco.apps.data.sources import open_documents, texts
         from hf_diloco.apps.lm.model import load_config
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 

@@ -18,12 +18,13 @@ from hf_diloco.apps.vision.dataset import ImageDataset, RandomCrops
 from hf_diloco.apps.vision.images import (
     DecodedImages,
     Images,
+    IntArray,
     Normalization,
+    Pictures,
     choose_normalization,
     hold,
     sample_pixels,
 )
-from hf_diloco.apps.vision.pictures import IntArray, Pictures
 from hf_diloco.apps.vision.preprocess import Preprocessing, choose_preprocessing, convert, with_normalization
 from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.apps.vision.sources import open_source

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_diloco.apps.vision.images import Images, Normalization
-from hf_diloco.apps.vision.pictures import IntArray, Pictures, UInt8Array
+from hf_diloco.apps.vision.images import Images, IntArray, Normalization, Pictures, UInt8Array
 from hf_diloco.apps.vision.preprocess import Preprocessing, convert
 from hf_diloco.apps.vision.runfile import AugmentBlock, ResizedCropBlock
 

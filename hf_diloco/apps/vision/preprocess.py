@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from hf_diloco.apps.common.hub import why_not_loaded
-from hf_diloco.apps.vision.model import TIMM, checkpoint_config
-from hf_diloco.apps.vision.pictures import (
+from hf_diloco.apps.vision.images import (
     ArrayPictures,
     Pictures,
     UInt8Array,
@@ -23,6 +22,7 @@ from hf_diloco.apps.vision.pictures import (
     num_channels_of,
     square_size_of,
 )
+from hf_diloco.apps.vision.model import TIMM, checkpoint_config
 from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_diloco.apps.vision.pictures import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
+from hf_diloco.apps.vision.images import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
 from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.errors import ConfigError
 
