@@ -69,27 +69,14 @@ class Source:
     def look(self) -> Look:
         """What is there now. What cannot be read any more is as it was, and named among the problems."""
         problems = []
-        for read in (self._read_folder, self._read_store):
+        for read in (self.read_folder, self.read_store):
             try:
                 read()
             except (DiLoCoError, OSError) as error:
                 problems.append(str(error))
         return replace(self._last, problems=tuple(problems))
 
-    def check(self) -> None:
-        """The first look, in which what was asked for must be readable.
-
-        Raises:
-            ConfigError: the folder is no run folder.
-            RendezvousError: there is no run in the store, or it has another key.
-            StoreError: the store does not answer.
-        """
-        if self._folder is None:
-            self._read_store()
-        else:
-            self._read_folder()
-
-    def _read_folder(self) -> None:
+    def read_folder(self) -> None:
         """Reads records only where one has changed: those of a long run are large."""
         if self._folder is None:
             return
@@ -104,7 +91,8 @@ class Source:
         now = {number: entry for number, entry in found.items() if entry is not None}
         self._last = replace(self._last, now=now)
 
-    def _read_store(self) -> None:
+    def read_store(self) -> None:
+        """Reads what the store says, where there is one."""
         if self._url is None:
             return
         if self._observer is None:
@@ -113,13 +101,19 @@ class Source:
 
 
 def open_source(where: str, key: bytes) -> Source:
-    """Looks for the first time at a run folder, or at the object store where islands meet.
+    """Looks for the first time at a run folder, or at the object store where islands meet, which must be readable.
 
     Raises:
-        ConfigError, RendezvousError, StoreError: as `Source.check` says.
+        ConfigError: the folder is no run folder.
+        RendezvousError: there is no run in the store, or it has another key.
+        StoreError: the store does not answer.
     """
-    source = Source(None, where, key) if is_object_store(where) else Source(Path(where), None, key)
-    source.check()
+    if is_object_store(where):
+        source = Source(None, where, key)
+        source.read_store()
+    else:
+        source = Source(Path(where), None, key)
+        source.read_folder()
     return source
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +13,7 @@ from hf_diloco.report import figures, rows
 from hf_diloco.report.figures import need_plots
 from hf_diloco.report.read import Run
 from hf_diloco.report.summary import Report, summarise
+from hf_diloco.utils.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -44,14 +43,10 @@ def write_page(page: str, target: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
+        write_whole(target, page, durable=False)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"cannot write the report to {target}: {error.strerror}; give another file") from None
     return target
 
