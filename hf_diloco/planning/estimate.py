@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_diloco.methods.outer import find_method, make_method
-from hf_diloco.planning.equations import (
-    CODING_SECONDS,
-    OUTER_BYTES,
-    Exchange,
-    Memory,
-    model_memory,
-    outer_exchange,
-    outer_memory,
-    ring_all_reduce,
-)
+from hf_diloco.planning import equations
 from hf_diloco.planning.quantities import bit_rate
 from hf_diloco.planning.scenario import Scenario
 from hf_diloco.planning.simulator import Compute, Schedule, least_rate, least_sync_every, utilisation
@@ -107,7 +98,7 @@ class Estimate:
 
     scenario: Scenario
     rows: tuple[Row, ...]
-    memory: Memory
+    memory: equations.Memory
     advice: str
 
     @property
@@ -157,10 +148,12 @@ def all_ways(scenario: Scenario) -> Iterator[Way]:
     yield from (Way("overlap", payload, diloco.sync_every, fragments, delay) for payload in CODECS)
 
 
-def exchange_of(scenario: Scenario, way: Way) -> Exchange:
+def exchange_of(scenario: Scenario, way: Way) -> equations.Exchange:
     """One exchange of one fragment."""
     if way.method == "every step":
-        return ring_all_reduce(scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link)
+        return equations.ring_all_reduce(
+            scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link
+        )
     from hf_diloco.codecs import find_codec
     from hf_diloco.transport.base import averaged_by_all
 
@@ -168,10 +161,10 @@ def exchange_of(scenario: Scenario, way: Way) -> Exchange:
     num_values = -(-scenario.num_parameters // way.num_fragments)
     num_bytes = codec.num_bytes(num_values)
     by_all = averaged_by_all(scenario.num_islands, codec)
-    exchange = outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
-    if num_bytes >= OUTER_BYTES * num_values or not exchange.bytes_sent:
+    exchange = equations.outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
+    if num_bytes >= equations.OUTER_BYTES * num_values or not exchange.bytes_sent:
         return exchange
-    return replace(exchange, latency=exchange.latency + CODING_SECONDS * num_values / scenario.num_ranks)
+    return replace(exchange, latency=exchange.latency + equations.CODING_SECONDS * num_values / scenario.num_ranks)
 
 
 def utilisation_of(scenario: Scenario, way: Way) -> float:
@@ -204,17 +197,19 @@ def estimate_row(scenario: Scenario, way: Way) -> Row:
     )
 
 
-def memory_of(scenario: Scenario) -> Memory:
+def memory_of(scenario: Scenario) -> equations.Memory:
     """The memory that one rank of the run needs."""
     diloco, size = scenario.diloco, scenario.num_parameters
-    accelerator, host = model_memory(
+    accelerator, host = equations.model_memory(
         size, scenario.largest_layer, scenario.num_ranks, scenario.stage, scenario.offload
     )
     if not diloco.enabled:
-        return Memory(accelerator, host, 0.0)
+        return equations.Memory(accelerator, host, 0.0)
     num_vectors = len(make_method(diloco).vectors)
-    outer = outer_memory(size, scenario.num_ranks, num_vectors, bool(diloco.feedback_decay), diloco.num_fragments)
-    return Memory(accelerator, host, outer)
+    outer = equations.outer_memory(
+        size, scenario.num_ranks, num_vectors, bool(diloco.feedback_decay), diloco.num_fragments
+    )
+    return equations.Memory(accelerator, host, outer)
 
 
 def _sync_every_for_target(scenario: Scenario, way: Way) -> int | None:

@@ -64,8 +64,8 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
     return final
 
 
-def describe_final_model(run: BaseRun, training: Training, progress: Progress) -> None:
-    """Writes the card of the model that `save_final_model` wrote, and pushes both to the Hub if that is wanted."""
+def write_card_and_publish(run: BaseRun, training: Training, progress: Progress) -> None:
+    """Writes the card of the model that `save_final_model` wrote; pushes both to the Hub where the run asks for it."""
     folder = run.folder / MODEL_FOLDER
     write_card(folder, run.folder, training)
     if run.push_to_hub is not None:

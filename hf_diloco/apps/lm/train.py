@@ -100,7 +100,7 @@ def _train(island: Island, progress: Progress) -> int:
 
 def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
-    from hf_diloco.apps.common.finish import MODEL_FOLDER, describe_final_model, save_final_model, write_summary
+    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
     run, trainer = island.run, island.trainer
     progress.update(state="evaluating")
@@ -117,7 +117,7 @@ def _finish(island: Island, progress: Progress) -> None:
         return
     summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation["eval_loss"], sample))
     if run.diloco.island == 0:
-        describe_final_model(run, describe_training(run), progress)
+        write_card_and_publish(run, describe_training(run), progress)
     progress.update(state="done", message="")
     if not island.speaks:
         return

@@ -87,7 +87,7 @@ def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
 
 def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
-    from hf_diloco.apps.common.finish import MODEL_FOLDER, describe_final_model, save_final_model, write_summary
+    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     evaluation = last_evaluation(trainer)
@@ -104,7 +104,7 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
     write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
     if config.node == 0:
-        describe_final_model(run, describe_training(run), progress)
+        write_card_and_publish(run, describe_training(run), progress)
     if speaks:
         say(f"the mean of {config.num_nodes} nodes: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
