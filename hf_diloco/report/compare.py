@@ -25,7 +25,7 @@ from hf_diloco.report.figures import (
     thinned,
 )
 from hf_diloco.report.html import fill, write_page
-from hf_diloco.report.island import exchanges
+from hf_diloco.report.island import exchanges, total
 from hf_diloco.report.read import IslandRun, Run, load_run
 from hf_diloco.report.records import Train
 from hf_diloco.report.summary import Report, summarise
@@ -64,10 +64,9 @@ class Candidate:
     @property
     def num_seen(self) -> int | None:
         """Tokens, or images, of all islands."""
-        images = [island.num_images for island in self.report.islands]
         if self.unit == "tokens":
             return self.report.num_tokens
-        return None if None in images else sum(filter(None, images))
+        return total(island.num_images for island in self.report.islands)
 
     @property
     def seconds(self) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.report.island import total
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Mix, Train
 from hf_diloco.report.summary import Report
@@ -240,8 +241,7 @@ def node_traffic_plot(run: Run, report: Report) -> Plot:
     for island in run.islands:
         for mix in island.of(Mix):
             by_step.setdefault(mix.step, []).append(mix.bytes_sent)
-    sums = [(step, None if None in sent else sum(filter(None, sent))) for step, sent in sorted(by_step.items())]
-    sent = cumulative(sums)
+    sent = cumulative((step, total(sent)) for step, sent in sorted(by_step.items()))
     per_step, steps = report.bytes_per_step_sync, report.steps
     if not sent or not sent[-1][1]:
         return Plot("Traffic between nodes", "No exchanged bytes were recorded.", None)

@@ -29,6 +29,9 @@ _POLL_SECONDS = 0.5
 _USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
 _PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?)\.json")
 
+ByIsland = Mapping[int, Mapping[int, Entry]]
+"""Claims or heartbeats, by island and number of the process."""
+
 Attempts = Mapping[int, Mapping[str, Entry]]
 """The objects of a round, by attempt and path."""
 
@@ -127,12 +130,7 @@ class Observer:
 
     # Islands
 
-    def _islands(
-        self,
-        incarnations: Mapping[int, Mapping[int, Entry]],
-        heartbeats: Mapping[int, Mapping[int, Entry]],
-        newest_round: int,
-    ) -> list[IslandStatus]:
+    def _islands(self, incarnations: ByIsland, heartbeats: ByIsland, newest_round: int) -> list[IslandStatus]:
         found = []
         for island in sorted(incarnations.keys() | heartbeats.keys()):
             of_island, its_heartbeats = incarnations.get(island, {}), heartbeats.get(island, {})
@@ -299,8 +297,8 @@ class Observer:
             return None
 
 
-def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
-    """Claims or heartbeats, as incarnations/I/N.json, by island and number."""
+def _by_folder(entries: Sequence[Entry]) -> ByIsland:
+    """Of entries as incarnations/I/N.json."""
     found: dict[int, dict[int, Entry]] = {}
     for entry in entries:
         if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
