@@ -34,7 +34,8 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
         ConfigError: when the file cannot be written, or Matplotlib is missing.
     """
     need_plots()
-    return write_page(render(run, report or summarise(run)), Path(path))
+    page = fill("report.html.j2", **figures_of(run, report or summarise(run)), settings=setting_groups(run))
+    return write_page(page, Path(path))
 
 
 def write_page(page: str, target: Path) -> Path:
@@ -49,11 +50,6 @@ def write_page(page: str, target: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot write the report to {target}: {error.strerror}; give another file") from None
     return target
-
-
-def render(run: Run, report: Report) -> str:
-    """Returns the page as text."""
-    return fill("report.html.j2", **figures_of(run, report), settings=setting_groups(run))
 
 
 def fill(template: str, **values: Any) -> str:

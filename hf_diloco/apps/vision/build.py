@@ -20,7 +20,6 @@ from hf_diloco.apps.vision.images import (
     Images,
     IntArray,
     Normalization,
-    Pictures,
     choose_normalization,
     hold,
     sample_pixels,
@@ -98,7 +97,12 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     labels = source.train.labels[mine]
     processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
-    images, crops = _training_images(data, preprocessing, source.train, train, mine)
+    images, crops, parts = train, None, data.augment.random_resized_crop
+    if parts is not None:  # of the pictures as they are, before they are made smaller
+        pictures = source.train.select(mine)
+        images, crops = DecodedImages(pictures, preprocessing), RandomCrops(pictures, preprocessing, parts)
+    elif len(mine) < len(train):
+        images = train.select(mine)
     return ImageData(
         train=ImageDataset(images, labels, normalization, data.augment, seed, mine, crops),
         evaluation=ImageDataset(evaluation, source.evaluation.labels, normalization),
@@ -110,17 +114,6 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
         processor=processor,
         eval_hash=_hash(evaluation, source.evaluation.labels, source.label_names, normalization),
     )
-
-
-def _training_images(
-    data: ImageDataBlock, preprocessing: Preprocessing, pictures: Pictures, images: Images, mine: IntArray
-) -> tuple[Images, RandomCrops | None]:
-    """A share of the pictures, whole and, where random parts are wanted, as these: from the decoded pictures."""
-    block = data.augment.random_resized_crop
-    if block is None:
-        return (images if len(mine) == len(images) else images.select(mine)), None
-    share = pictures.select(mine)
-    return DecodedImages(share, preprocessing), RandomCrops(share, preprocessing, block)
 
 
 def _check_processor(
