@@ -42,8 +42,8 @@ from transformers.utils import logging
 from benchmarks.compare_methods import NEVER, Island, Task, evaluate, train_together
 from benchmarks.tuning import spread
 from hf_diloco.apps.data.build import build_datasets
-from hf_diloco.apps.data.settings import DataBlock
-from hf_diloco.apps.lm.checkpoint import load_weights
+from hf_diloco.apps.data.sources import DataBlock
+from hf_diloco.apps.lm.model import load_weights
 from hf_diloco.apps.lm.tokenizer import load_tokenizer
 from hf_diloco.config import DiLoCoConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_diloco.apps.data.build import build_datasets
-from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.data.sources import DataBlock
 from hf_diloco.apps.lm.runfile import TrainTokenizer
 from hf_diloco.apps.lm.tokenizer import END_OF_TEXT, MASK, train_tokenizer
 

@@ -53,7 +53,6 @@ PRELOADED = (
     "hf_diloco.trainer.callback",
     "hf_diloco.cli.main",
     "hf_diloco.apps.lm.assemble",
-    "hf_diloco.apps.lm.finish",
     "hf_diloco.apps.lm.train",
     "hf_diloco.store.serving",
     "hf_diloco.store.server",

@@ -105,7 +105,7 @@ def _file_of(name: str) -> str:
 
 def _with_named(file: str) -> list[str]:
     """A file, and those of the package that it names."""
-    from hf_diloco.apps.common.kinds import kind_of
+    from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.common.paths import files_named
     from hf_diloco.apps.common.shipped import shipped_folder, shipped_names
     from hf_diloco.apps.common.yaml_file import read_yaml

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.kinds import kind_of
+from hf_diloco.apps.common.load import kind_of
 from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.urls import is_object_store

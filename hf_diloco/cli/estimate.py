@@ -70,7 +70,7 @@ def run_estimate(options: EstimateOptions) -> None:
     else:
         _show(estimate)
     if options.picture is not None:
-        from hf_diloco.planning.picture import draw
+        from hf_diloco.planning.estimate import draw
 
         draw(estimate, options.picture)
         print(f"wrote {options.picture}", file=sys.stderr if options.as_json else sys.stdout)

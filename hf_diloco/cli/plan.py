@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.kinds import kind_of
-from hf_diloco.apps.common.load import read_run_file
+from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.cli.island import IslandPlan

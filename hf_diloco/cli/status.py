@@ -14,8 +14,8 @@ from rich.text import Text
 
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
-from hf_diloco.status import Observer, RunStatus, observe
-from hf_diloco.status.rows import ISLAND_COLUMNS, ROUND_COLUMNS, figures, island_row, round_row
+from hf_diloco.status.models import ISLAND_COLUMNS, ROUND_COLUMNS, RunStatus, figures, island_row, round_row
+from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.credentials import load_key
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hf_diloco.dashboard.source import Look
-from hf_diloco.report.island import IslandReport, TimeSplit
-from hf_diloco.status import RunStatus
+from hf_diloco.report.island import TimeSplit
+from hf_diloco.status.models import RunStatus
 from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    from hf_diloco.report.summary import Report
 
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
@@ -43,19 +46,18 @@ class _Figures:
         look = self._look
         yield self._gauge("problems", "What could not be read at the last look.", [((), len(look.problems))])
         if look.report:
-            yield from self._of_folder(look.report.islands)
+            yield from self._of_folder(look.report)
         if look.status:
             yield from self._of_store(look.status)
 
-    def _of_folder(self, islands: tuple[IslandReport, ...]) -> Iterator[Metric]:
-        report = self._look.report
-        assert report is not None
+    def _of_folder(self, report: Report) -> Iterator[Metric]:
+        islands = [((str(island.island),), island) for island in report.islands]
         yield self._gauge("eval_loss", "Evaluation loss of the outer weights, in nats.", [((), report.eval_loss)])
-        steps: Samples = [((str(island.island),), island.steps) for island in islands]
+        steps: Samples = [(label, island.steps) for label, island in islands]
         yield self._gauge("recorded_step", "Optimizer steps that the record goes to.", steps, "island")
-        rounds: Samples = [((str(island.island),), island.num_rounds) for island in islands]
+        rounds: Samples = [(label, island.num_rounds) for label, island in islands]
         yield self._gauge("rounds", "Rounds on record.", rounds, "island")
-        losses: Samples = [((str(island.island),), island.train_loss) for island in islands]
+        losses: Samples = [(label, island.train_loss) for label, island in islands]
         yield self._gauge("train_loss", "Last training loss, in nats.", losses, "island")
         now = [((str(number),), entry) for number, entry in self._look.now.items()]
         current: Samples = [(label, entry.progress.step) for label, entry in now]
@@ -65,12 +67,12 @@ class _Figures:
         speeds: Samples = [((*label, entry.progress.unit), entry.progress.tokens_per_second) for label, entry in now]
         yield self._gauge("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
         for name in ("bytes_sent", "bytes_received"):
-            yield self._counter(name, "Payload of all rounds.", [_bytes(island, name) for island in islands], "island")
-        seconds: Samples = [
-            ((str(island.island), part), value)
-            for island in islands
-            for part, value in (island.seconds or TimeSplit()).parts().items()
-        ]
+            # What a resume threw away counts too, so that the figure never falls.
+            known = [(label, getattr(island, name), island.bytes_repeated or 0) for label, island in islands]
+            sums: Samples = [(label, None if value is None else value + again) for label, value, again in known]
+            yield self._counter(name, "Payload of all rounds.", sums, "island")
+        times = [(label, (island.seconds or TimeSplit()).parts()) for label, island in islands]
+        seconds: Samples = [((*label, part), spent) for label, parts in times for part, spent in parts.items()]
         yield self._counter("seconds", "Where the time went.", seconds, "island", "part")
 
     def _of_store(self, status: RunStatus) -> Iterator[Metric]:
@@ -89,26 +91,15 @@ class _Figures:
     def _gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
 
-        family = GaugeMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels])
-        for values, value in self._known(samples):
-            family.add_metric(values, value)
-        return family
+        return self._filled(GaugeMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels]), samples)
 
     def _counter(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
         from prometheus_client.core import CounterMetricFamily
 
-        family = CounterMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels])
-        for values, value in self._known(samples):
-            family.add_metric(values, value)
-        return family
+        return self._filled(CounterMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels]), samples)
 
-    def _known(self, samples: Samples) -> Iterator[tuple[list[str], float]]:
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
         for labels, value in samples:
             if value is not None:
-                yield [self._look.name, *labels], float(value)
-
-
-def _bytes(island: IslandReport, name: str) -> tuple[tuple[str, ...], float | None]:
-    """What was ever sent or received: rounds that a resume threw away count too, so that the figure never falls."""
-    value: int | None = getattr(island, name)
-    return (str(island.island),), None if value is None else value + (island.bytes_repeated or 0)
+                family.add_metric([self._look.name, *labels], float(value))
+        return family

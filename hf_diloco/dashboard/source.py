@@ -11,7 +11,8 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.report.read import METRICS
-from hf_diloco.status import Observer, RunStatus, observe
+from hf_diloco.status.models import RunStatus
+from hf_diloco.status.observer import Observer, observe
 from hf_diloco.utils.urls import is_object_store
 
 PROGRESS = "progress.json"
@@ -67,27 +68,14 @@ class Source:
     def look(self) -> Look:
         """What is there now. What cannot be read any more is as it was, and named among the problems."""
         problems = []
-        for read in (self._read_folder, self._read_store):
+        for read in (self.read_folder, self.read_store):
             try:
                 read()
             except (DiLoCoError, OSError) as error:
                 problems.append(str(error))
         return replace(self._last, problems=tuple(problems))
 
-    def check(self) -> None:
-        """The first look, in which what was asked for must be readable.
-
-        Raises:
-            ConfigError: the folder is no run folder.
-            RendezvousError: there is no run in the store, or it has another key.
-            StoreError: the store does not answer.
-        """
-        if self._folder is None:
-            self._read_store()
-        else:
-            self._read_folder()
-
-    def _read_folder(self) -> None:
+    def read_folder(self) -> None:
         """Reads records only where one has changed: those of a long run are large."""
         if self._folder is None:
             return
@@ -102,7 +90,8 @@ class Source:
         now = {number: entry for number, entry in found.items() if entry is not None}
         self._last = replace(self._last, now=now)
 
-    def _read_store(self) -> None:
+    def read_store(self) -> None:
+        """Reads what the store says, where there is one."""
         if self._url is None:
             return
         if self._observer is None:
@@ -111,13 +100,19 @@ class Source:
 
 
 def open_source(where: str, key: bytes) -> Source:
-    """Looks for the first time at a run folder, or at the place where islands meet.
+    """Looks for the first time at a run folder, or at the place where islands meet, which must be readable.
 
     Raises:
-        ConfigError, RendezvousError, StoreError: as `Source.check` says.
+        ConfigError: the folder is no run folder.
+        RendezvousError: there is no run in the store, or it has another key.
+        StoreError: the store does not answer.
     """
-    source = Source(None, where, key) if "://" in where else Source(Path(where), None, key)
-    source.check()
+    if "://" in where:
+        source = Source(None, where, key)
+        source.read_store()
+    else:
+        source = Source(Path(where), None, key)
+        source.read_folder()
     return source
 
 

@@ -1,24 +1,18 @@
-"""What each way of exchanging would cost a run, by `planning.equations` and `planning.simulator`."""
+"""What each way of exchanging would cost a run, by `planning.equations` and `planning.simulator`, with advice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hf_diloco.planning.equations import (
-    CODING_SECONDS,
-    OUTER_BYTES,
-    Exchange,
-    Memory,
-    model_memory,
-    outer_exchange,
-    outer_memory,
-    ring_all_reduce,
-)
+from hf_diloco.methods.outer import find_method, make_method
+from hf_diloco.planning import equations
+from hf_diloco.planning.quantities import bit_rate
 from hf_diloco.planning.scenario import Scenario
 from hf_diloco.planning.simulator import Compute, Schedule, least_rate, least_sync_every, utilisation
+from hf_diloco.utils import text
 
 TARGET = 0.95
 """The utilisation that is looked for."""
@@ -26,10 +20,22 @@ TARGET = 0.95
 STREAMING_FRAGMENTS, STREAMING_DELAY = 8, 5
 """What streaming rows assume if the run does not stream: 5 steps cost next to no quality (arXiv 2501.18512)."""
 
-_MOST_STEPS = 100_000
+_MOST_SEARCHED = 100_000
 _RATES = (1e5, 1e15)
 _GRADIENTS = {"fp32": 4, "bf16": 2}
 _SECONDS_A_DAY = 86_400
+
+_BY_CHANGE = tuple((method, payload) for method in ("DiLoCo", "overlap") for payload in ("bf16", "int8", "fp4"))
+"""What changes training least comes first."""
+
+_MOST_STEPS = 1000
+"""Between rounds: beyond, quality falls (arXiv 2311.08105)."""
+
+_DRAWN = {("every step", "bf16"), ("DiLoCo", "fp32"), ("streaming", "fp32"), ("overlap", "fp32"), ("overlap", "fp4")}
+"""What shows most in a picture, besides the run's own way."""
+
+_NUM_POINTS = 60
+_DECADES = 2.5  # on either side of the link's rate
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Estimate:
 
     scenario: Scenario
     rows: tuple[Row, ...]
-    memory: Memory
+    memory: equations.Memory
     advice: str
 
     @property
@@ -119,8 +125,6 @@ class Estimate:
 
 def make_estimate(scenario: Scenario) -> Estimate:
     """Estimates the run as it is, and all other ways."""
-    from hf_diloco.planning.advice import advise
-
     rows = tuple(estimate_row(scenario, way) for way in (own_way(scenario), *all_ways(scenario)))
     return Estimate(scenario, rows, memory_of(scenario), advise(scenario, rows))
 
@@ -144,10 +148,12 @@ def all_ways(scenario: Scenario) -> Iterator[Way]:
     yield from (Way("overlap", payload, diloco.sync_every, fragments, delay) for payload in CODECS)
 
 
-def exchange_of(scenario: Scenario, way: Way) -> Exchange:
+def exchange_of(scenario: Scenario, way: Way) -> equations.Exchange:
     """One exchange of one fragment."""
     if way.method == "every step":
-        return ring_all_reduce(scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link)
+        return equations.ring_all_reduce(
+            scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link
+        )
     from hf_diloco.codecs import find_codec
     from hf_diloco.transport.base import averaged_by_all
 
@@ -155,10 +161,10 @@ def exchange_of(scenario: Scenario, way: Way) -> Exchange:
     num_values = -(-scenario.num_parameters // way.num_fragments)
     num_bytes = codec.num_bytes(num_values)
     by_all = averaged_by_all(scenario.num_islands, codec)
-    exchange = outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
-    if num_bytes >= OUTER_BYTES * num_values or not exchange.bytes_sent:
+    exchange = equations.outer_exchange(num_bytes, scenario.num_islands, scenario.link, scenario.way, by_all)
+    if num_bytes >= equations.OUTER_BYTES * num_values or not exchange.bytes_sent:
         return exchange
-    return replace(exchange, latency=exchange.latency + CODING_SECONDS * num_values / scenario.num_ranks)
+    return replace(exchange, latency=exchange.latency + equations.CODING_SECONDS * num_values / scenario.num_ranks)
 
 
 def utilisation_of(scenario: Scenario, way: Way) -> float:
@@ -184,42 +190,115 @@ def estimate_row(scenario: Scenario, way: Way) -> Row:
         stall_seconds=max(0.0, computing * (1 / share - 1)),
         utilisation=share,
         sync_every_for_target=_sync_every_for_target(scenario, way),
-        rate_for_target=least_rate(TARGET, partial(_utilisation_at, scenario, way), *_RATES),
+        rate_for_target=least_rate(TARGET, lambda rate: utilisation_of(scenario.with_link(rate), way), *_RATES),
         bytes_sent_a_day=a_day,
         price_a_day=_price(scenario, a_day),
         price=_price(scenario, sent * (scenario.max_steps or 0) / way.sync_every) if scenario.max_steps else None,
     )
 
 
-def memory_of(scenario: Scenario) -> Memory:
+def memory_of(scenario: Scenario) -> equations.Memory:
     """The memory that one rank of the run needs."""
-    from hf_diloco.methods.outer import make_method
-
     diloco, size = scenario.diloco, scenario.num_parameters
-    accelerator, host = model_memory(
+    accelerator, host = equations.model_memory(
         size, scenario.largest_layer, scenario.num_ranks, scenario.stage, scenario.offload
     )
     if not diloco.enabled:
-        return Memory(accelerator, host, 0.0)
+        return equations.Memory(accelerator, host, 0.0)
     num_vectors = len(make_method(diloco).vectors)
-    outer = outer_memory(size, scenario.num_ranks, num_vectors, bool(diloco.feedback_decay), diloco.num_fragments)
-    return Memory(accelerator, host, outer)
-
-
-def _utilisation_at(scenario: Scenario, way: Way, bits_per_second: float) -> float:
-    return utilisation_of(scenario.with_link(bits_per_second), way)
+    outer = equations.outer_memory(
+        size, scenario.num_ranks, num_vectors, bool(diloco.feedback_decay), diloco.num_fragments
+    )
+    return equations.Memory(accelerator, host, outer)
 
 
 def _sync_every_for_target(scenario: Scenario, way: Way) -> int | None:
     if way.method == "every step":
         return None
-
-    def reached(sync_every: int) -> float:
-        return utilisation_of(scenario, replace(way, sync_every=sync_every))
-
-    return least_sync_every(TARGET, reached, max(way.num_fragments, way.delay + 1), _MOST_STEPS)
+    least = max(way.num_fragments, way.delay + 1)
+    return least_sync_every(
+        TARGET, lambda n: utilisation_of(scenario, replace(way, sync_every=n)), least, _MOST_SEARCHED
+    )
 
 
 def _price(scenario: Scenario, bytes_sent: float) -> float | None:
     """The price of what all islands send."""
     return None if scenario.price is None else bytes_sent * scenario.num_islands * scenario.price / 1e9
+
+
+def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
+    """The mildest change with which the islands compute 95 % of the time.
+
+    Args:
+        scenario: the run.
+        rows: its own first.
+    """
+    own, others = rows[0], {(row.way.method, row.way.payload): row for row in rows[1:]}
+    if scenario.num_islands == 1:
+        return "One island exchanges nothing: any link will do."
+    every_step = others["every step", "bf16"]
+    if every_step.utilisation >= TARGET:
+        return (
+            "Exchange gradients at every step, without an outer loop: plain data parallelism computes "
+            f"{text.share(every_step.utilisation)} of the time on this link."
+        )
+    if own.utilisation >= TARGET:
+        return f"Keep these settings: the islands compute {text.share(own.utilisation)} of the time."
+    wider = scenario
+    if scenario.way != "bucket":  # where the number of connections can be chosen, as many as fill the link
+        wider = replace(scenario, link=replace(scenario.link, connections=scenario.link.useful_connections))
+    begin = f"As it is set up, the islands compute {text.share(own.utilisation)} of the time"
+    streams = find_method(scenario.diloco.method).streams
+    names = [name for name in _BY_CHANGE if streams or name[0] == "DiLoCo"]
+    for way in (own.way, *(others[name].way for name in names)):
+        row = estimate_row(wider, way)
+        if row.utilisation >= TARGET:
+            return f"{begin}; set {_settings(row, wider)} for {text.share(row.utilisation)}."
+    steps = row.sync_every_for_target
+    if steps is not None and steps <= _MOST_STEPS:
+        return f"{begin}; set {_settings(row, wider)} and sync_every: {steps} for {text.share(TARGET)}."
+    needed = f": {_settings(row, wider)} needs {bit_rate(row.rate_for_target)}" if row.rate_for_target else ""
+    return f"{begin}; no setting reaches {text.share(TARGET)} on this link{needed}."
+
+
+def _settings(row: Row, scenario: Scenario) -> str:
+    """As they stand in a run file."""
+    settings = [f"payload: {row.way.payload}"]
+    if scenario.link.connections > scenario.diloco.connections:
+        settings.append(f"connections: {scenario.link.connections}")
+    if row.way.num_fragments > 1:
+        settings.append(f"num_fragments: {row.way.num_fragments}")
+    if row.way.delay:
+        settings.append(f"fragment_sync_delay: {row.way.delay}")
+    return ", ".join(settings)
+
+
+def draw(estimate: Estimate, path: Path) -> None:
+    """Draws the run, data parallelism, DiLoCo, streaming and overlap with a few payloads.
+
+    Args:
+        estimate: what is drawn.
+        path: the file, replaced if it is there; its suffix says what kind of picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    scenario = estimate.scenario
+    here = scenario.link.bits_per_second
+    rates = [here * 10 ** (_DECADES * (2 * point / _NUM_POINTS - 1)) for point in range(_NUM_POINTS + 1)]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    others = [row.way for row in estimate.rows[1:] if (row.way.method, row.way.payload) in _DRAWN]
+    for way in (own_way(scenario), *others):
+        shares = [100 * utilisation_of(scenario.with_link(rate), way) for rate in rates]
+        own = way.method == "this run"
+        axes.plot(rates, shares, label=f"{way.method}, {way.payload}", linewidth=3 if own else 1.5)
+    axes.axvline(here, color="0.5", linestyle=":", label=bit_rate(here))
+    axes.axhline(100 * TARGET, color="0.8", linestyle="--")
+    axes.set(xscale="log", xlabel="bits a second of each island's link", ylabel="utilisation, %", ylim=(0, 101))
+    axes.set_title(
+        f"{scenario.name or 'estimate'}: {scenario.num_islands} islands, round trip {scenario.link.rtt:g} s"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=150)

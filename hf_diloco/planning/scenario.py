@@ -1,11 +1,12 @@
-"""What an estimate is of: from a run file and its record, or from a few numbers."""
+"""What an estimate is of: a run file, with its model's size and its record, or a few numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link, Way
@@ -78,7 +79,7 @@ def read_scenario(
     Raises:
         ConfigError: the file cannot be read, or is of nodes on a graph.
     """
-    from hf_diloco.apps.common.kinds import kind_of
+    from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 
     if kind_of(path) is not RunFile:
@@ -91,31 +92,25 @@ def read_scenario(
 
 def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
     """As `read_scenario`, of a run file that is read already."""
-    from hf_diloco.apps.lm.size import measure_model
-
     size = measure_model(run)
     measured = step_seconds or _measured_step(run.folder)
-    assumed = [] if measured else [f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"]
     stage, offload = _zero(run)
+    limit = run.diloco.rate_limit * 1e6 if run.diloco.rate_limit else math.inf
     return Scenario(
         name=run.name,
         num_parameters=size.num_parameters,
         largest_layer=size.largest_layer,
         num_layers=size.num_layers,
         diloco=run.diloco,
-        link=replace(link, connections=run.diloco.connections, bits_per_second=_limited(link, run.diloco)),
+        link=replace(link, connections=run.diloco.connections, bits_per_second=min(link.bits_per_second, limit)),
         step_seconds=measured or DEFAULT_STEP_SECONDS,
         num_ranks=run.launch.num_processes,
         stage=stage,
         offload=offload,
         max_steps=run.max_steps,
         price=price,
-        assumed=tuple(assumed),
+        assumed=() if measured else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
     )
-
-
-def _limited(link: Link, diloco: DiLoCoBlock) -> float:
-    return min(link.bits_per_second, diloco.rate_limit * 1e6 if diloco.rate_limit else link.bits_per_second)
 
 
 def _measured_step(folder: Path) -> float | None:
@@ -143,8 +138,46 @@ def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
     if config is None:
         return None, (False, False)
     zero: Any = config.get("zero_optimization") or {}
-    return int(zero.get("stage", 0)), (_is_offloaded(zero, "optimizer"), _is_offloaded(zero, "param"))
+    devices = [str((zero.get(f"offload_{what}") or {}).get("device", "none")) for what in ("optimizer", "param")]
+    return int(zero.get("stage", 0)), (devices[0] != "none", devices[1] != "none")
 
 
-def _is_offloaded(zero: Any, what: str) -> bool:
-    return str((zero.get(f"offload_{what}") or {}).get("device", "none")) != "none"
+class ModelSize(NamedTuple):
+    """Attributes:
+
+    num_parameters: of the model; tied ones count once.
+    largest_layer: parameters of the largest module, without those of modules in it.
+    num_layers: transformer blocks.
+    """
+
+    num_parameters: int
+    largest_layer: int
+    num_layers: int
+
+
+def measure_model(run: RunFile) -> ModelSize:
+    """The size of the model that a run would train. A tokenizer that is to be trained counts as it is asked for.
+
+    Raises:
+        ConfigError: the model's configuration or its tokenizer cannot be had.
+    """
+    import torch
+
+    from hf_diloco.apps.lm.model import auto_class, config_from_scratch, load_config
+    from hf_diloco.apps.lm.runfile import TrainTokenizer
+    from hf_diloco.apps.lm.tokenizer import load_tokenizer
+
+    if run.model.path is not None:
+        config = load_config(run.model.path)
+    else:
+        given = run.tokenizer
+        size = (given.train or TrainTokenizer()).vocab_size if given.path is None else len(load_tokenizer(given.path))
+        config = config_from_scratch(run.model, {"vocab_size": size}, run.data.sequence_length)
+    with torch.device("meta"):
+        try:
+            model = auto_class(run.model).from_config(config)
+        except Exception as error:
+            raise ConfigError(f"model: cannot be made of {config.model_type}: {error}") from error
+    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
+    return ModelSize(sum(one.numel() for one in model.parameters()), max(own), layers)

@@ -71,14 +71,7 @@ class Schedule:
 
 
 class Timeline:
-    """One island's steps, one after the other.
-
-    Args:
-        compute: its inner steps.
-        schedule: its exchanges.
-        exchange_seconds: for the link to carry one fragment.
-        latency: seconds more until a transfer has arrived.
-    """
+    """One island's steps, one after the other; for its arguments see `utilisation`."""
 
     def __init__(self, compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float) -> None:
         self._compute = compute

@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_diloco.report.console import print_report
     from hf_diloco.report.html import write_html
     from hf_diloco.report.read import Run, load_run
+    from hf_diloco.report.rows import print_report
     from hf_diloco.report.summary import Report, summarise
 
 _MODULES = {
     "Report": "summary",
     "Run": "read",
     "load_run": "read",
-    "print_report": "console",
+    "print_report": "rows",
     "summarise": "summary",
     "write_html": "html",
 }

@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.figures import MAX_POINTS, LegendEntry, Plot, Points, columns, thinned
+from hf_diloco.report.figures import (
+    MAX_POINTS,
+    LegendEntry,
+    Plot,
+    Points,
+    colour,
+    columns,
+    draw,
+    evaluation_points,
+    means,
+    need_plots,
+    thinned,
+)
 from hf_diloco.report.html import fill, write_page
-from hf_diloco.report.island import exchanges
+from hf_diloco.report.island import exchanges, total
 from hf_diloco.report.read import IslandRun, Run, load_run
-from hf_diloco.report.records import Eval, Train
+from hf_diloco.report.records import Train
 from hf_diloco.report.summary import Report, summarise
-from hf_diloco.report.svg import colour, css_colour, draw, need_plots
 from hf_diloco.utils import text
 
 if TYPE_CHECKING:
@@ -43,21 +54,19 @@ class Candidate:
     @cached_property
     def evaluations(self) -> Points:
         """Evaluation loss of the outer weights by step: the mean over the islands that evaluated there."""
-        records = [(e.step, e.eval_loss) for i in self.run.islands for e in i.of(Eval) if e.weights == "outer"]
-        return _means(records)
+        return evaluation_points(self.run, "outer")
 
     @cached_property
     def training(self) -> Points:
         """Training loss by step: the mean over the islands."""
-        return _means([(record.step, record.loss) for island in self.run.islands for record in island.of(Train)])
+        return means((record.step, record.loss) for island in self.run.islands for record in island.of(Train))
 
     @property
     def num_seen(self) -> int | None:
         """Tokens, or images, of all islands."""
-        images = [island.num_images for island in self.report.islands]
         if self.unit == "tokens":
             return self.report.num_tokens
-        return None if None in images else sum(filter(None, images))
+        return total(island.num_images for island in self.report.islands)
 
     @property
     def seconds(self) -> float | None:
@@ -66,7 +75,8 @@ class Candidate:
 
     def at_seen(self, step: float) -> float | None:
         """Tokens, or images, that all islands have trained on after so many steps each."""
-        rates = [self._rate(island) for island in self.run.islands]
+        per_step = "tokens_per_step" if self.unit == "tokens" else "examples_per_step"
+        rates: list[float | None] = [getattr(island.start, per_step, None) for island in self.run.islands]
         known = [rate for rate in rates if rate is not None]
         return step * sum(known) if known and len(known) == len(rates) else None
 
@@ -83,12 +93,6 @@ class Candidate:
             return None
         found = bisect_right(self._sent, (step, float("inf")))
         return self._sent[found - 1][1] if found else 0.0
-
-    def _rate(self, island: IslandRun) -> float | None:
-        start = island.start
-        if start is None:
-            return None
-        return start.tokens_per_step if self.unit == "tokens" else start.examples_per_step
 
     @cached_property
     def _clocks(self) -> list[list[tuple[float, float]]]:
@@ -129,13 +133,12 @@ def row(found: Candidate) -> tuple[str, ...]:
     """One run's figures, in the order of `COLUMNS`."""
     report = found.report
     nodes = f"{report.method} on {report.topology}" if report.method else None
-    num = report.num_islands if report.num_islands is not None else len(report.covers)
     unit = "" if found.unit == "tokens" else " images"
     rate = report.tokens_per_second if found.unit == "tokens" else report.images_per_second
     return (
         found.name,
         nodes or report.outer_method or text.MISSING,
-        str(num),
+        str(report.size),
         text.count(report.steps),
         text.loss(report.eval_loss),
         text.short_count(found.num_seen) + unit,
@@ -196,7 +199,7 @@ def _plot(
         axes.xaxis.set_major_formatter(lambda value, _: shown(value))
         axes.set(xlabel=title.partition(" by ")[2], ylabel="loss (nats)")
 
-    legend = tuple(LegendEntry(name, css_colour(colour(number)), "dot") for number, name, _, _ in drawn)
+    legend = tuple(LegendEntry(name, colour(number), "dot") for number, name, _, _ in drawn)
     left_out = [entry.name for entry in everything if entry.name not in {name for _, name, _, _ in drawn}]
     caption = "Dots: evaluation of the outer weights. Thin lines: training, mean of the islands."
     caption += f" Not recorded: {', '.join(left_out)}." if left_out else ""
@@ -209,14 +212,6 @@ def _moved(
     """Points by step, moved to where each step is on another axis."""
     moved = [(at(found, step), loss) for step, loss in points]
     return [(x, loss) for x, loss in moved if x is not None]
-
-
-def _means(records: Sequence[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    by_step: dict[int, list[float]] = {}
-    for step, loss in records:
-        if loss is not None:
-            by_step.setdefault(step, []).append(loss)
-    return [(float(step), sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
 
 
 def _clock(island: IslandRun) -> list[tuple[float, float]]:

@@ -1,16 +1,23 @@
-"""The page's figures: loss, traffic, time, and how far the islands agree."""
+"""The page's figures: loss, traffic, time, and how far the islands agree.
+
+They are Matplotlib's, as inline SVG whose colours follow the page: light or dark, as the reader's device asks. They
+are drawn in placeholder colours that no one else uses; in the SVG each becomes a CSS variable of the page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hf_diloco.report.island import total
 from hf_diloco.report.read import Run
-from hf_diloco.report.records import Eval, Train
+from hf_diloco.report.records import Eval, Mix, Train
 from hf_diloco.report.summary import Report
-from hf_diloco.report.svg import INK, MUTED, NUM_COLOURS, colour, css_colour, draw
 from hf_diloco.utils import text
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +25,37 @@ if TYPE_CHECKING:
 MAX_POINTS = 800  # a line has no more points, nor a bar chart ...
 MAX_BARS = 100  # ... more bars: beyond, neighbours are averaged
 MAX_ROUND_LINES = 60
+
+SIZE = (5.2, 3.3)  # inches: small, so that the text stays readable on a phone
+NUM_COLOURS = 8
+
+INK, MUTED, GRID = "#010101", "#010102", "#010103"
+_PLACEHOLDERS = {INK: "ink", MUTED: "muted", GRID: "grid"} | {f"#0201{i:02x}": f"c{i}" for i in range(NUM_COLOURS)}
+
+_SETTINGS: Any = {
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 10,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "figure.facecolor": "none",
+    "font.family": ["DejaVu Sans"],  # comes with Matplotlib; the page's own font takes its place
+    "font.size": 10,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",  # text stays text
+    "text.color": INK,
+    "xtick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.color": GRID,
+    "ytick.labelcolor": MUTED,
+    "ytick.labelsize": 9,
+}
 
 Points = Sequence[tuple[float, float]]
 
@@ -27,8 +65,13 @@ class LegendEntry:
     """One line of a figure's legend; `mark` is the CSS class of its swatch: line, dashed, dot, ring or box."""
 
     label: str
-    colour: str
+    placeholder: str
     mark: str = "line"
+
+    @property
+    def colour(self) -> str:
+        """Its CSS."""
+        return f"var(--{_PLACEHOLDERS[self.placeholder]})"
 
 
 @dataclass(frozen=True)
@@ -42,16 +85,18 @@ class Plot:
 
 
 def plots(run: Run, report: Report) -> list[Plot]:
-    """All figures, in the page's order, of a run that has rounds."""
+    """All figures, in the page's order: of a run that has rounds, or whose nodes average with their neighbours."""
+    if report.method is not None:
+        return [loss_plot(run, report), accuracy_plot(run), consensus_plot(run), node_traffic_plot(run, report)]
     return [loss_plot(run, report), traffic_plot(report), time_plot(report), agreement_plot(report)]
 
 
 def loss_plot(run: Run, report: Report) -> Plot:
     """Training loss of each island, evaluation loss of the outer weights, and where the rounds end."""
     title = "Loss"
-    train = {island.island: _train_losses(island.of(Train)) for island in run.islands}
-    train = {island: points for island, points in train.items() if points}
-    outer, inner = evaluations(run, "outer"), evaluations(run, "inner")
+    losses = {island.island: means((r.step, r.loss) for r in island.of(Train)) for island in run.islands}
+    train = {island: points for island, points in losses.items() if points}
+    outer, inner = evaluation_points(run, "outer"), evaluation_points(run, "inner")
     if not train and not outer and not inner:
         return Plot(title, "No loss was recorded.", None)
 
@@ -69,10 +114,12 @@ def loss_plot(run: Run, report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="inner step", ylabel="loss (nats)" if report.method else "loss (nats per token)")
 
-    noun, weights = ("node", "mean of all nodes") if report.method else ("island", "outer weights")
-    legend = _training_legend(list(train), noun)
-    legend += [LegendEntry(f"evaluation, {weights}", css_colour(INK), "dot")] if outer else []
-    legend += [LegendEntry("evaluation, inner weights", css_colour(INK), "ring")] if inner else []
+    weights = "mean of all nodes" if report.method else "outer weights"
+    legend = [LegendEntry(f"training, {report.noun} {number}", colour(number)) for number in train]
+    if len(train) > NUM_COLOURS:
+        legend = [LegendEntry(f"training, each of {len(train)} {report.noun}s", colour(next(iter(train))))]
+    legend += [LegendEntry(f"evaluation, {weights}", INK, "dot")] if outer else []
+    legend += [LegendEntry("evaluation, inner weights", INK, "ring")] if inner else []
     rounds = "Vertical lines mark the end of each round." if 0 < len(report.rounds) <= MAX_ROUND_LINES else ""
     longest = max((len(points) for points in train.values()), default=0)
     group = -(-longest // MAX_POINTS)
@@ -92,8 +139,8 @@ def traffic_plot(report: Report) -> Plot:
 
     def paint(axes: Axes) -> None:
         if per_step and steps:
-            line = [(step, per_step * step / steps) for step in _spread(1, steps, 200)]
-            axes.plot(*columns(line), color=colour(1), linestyle="--")
+            line = [1 + (steps - 1) * point / 199 for point in range(200)]
+            axes.plot(line, [per_step * step / steps for step in line], color=colour(1), linestyle="--")
         axes.step(*columns(thinned(sent, MAX_POINTS)), where="post", color=colour(0), linewidth=1.8)
         if len(sent) <= MAX_ROUND_LINES:
             axes.plot(*columns(sent), "o", color=colour(0), markersize=3)
@@ -105,10 +152,10 @@ def traffic_plot(report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="inner step", ylabel="bytes sent, cumulative")
 
-    legend = [LegendEntry(f"sent: {text.size(sent[-1][1])}", css_colour(colour(0)))]
+    legend = [LegendEntry(f"sent: {text.size(sent[-1][1])}", colour(0))]
     if per_step:
         label = f"every step synchronised: {text.size(per_step)}"
-        legend.append(LegendEntry(label, css_colour(colour(1)), "dashed"))
+        legend.append(LegendEntry(label, colour(1), "dashed"))
     caption = "Logarithmic scale. Measured payload, summed over the islands on record."
     compared = " The comparison is a ring all-reduce of fp32 gradients at every step." if per_step else ""
     return Plot(title, caption + compared, draw("traffic", paint), tuple(legend))
@@ -136,7 +183,7 @@ def time_plot(report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="round", ylabel="seconds")
 
-    legend = [LegendEntry(_part_label(name, report), css_colour(colour(names.index(name))), "box") for name in known]
+    legend = [LegendEntry(_part_label(name, report), colour(names.index(name)), "box") for name in known]
     caption = "Mean over the islands on record; shares are of all training time." if report.shares else ""
     if len(report.rounds) > MAX_BARS:
         caption += f" Each bar is the mean of {-(-len(report.rounds) // MAX_BARS)} rounds."
@@ -165,10 +212,67 @@ def agreement_plot(report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("round")
 
-    legend = tuple(LegendEntry(label, css_colour(colour(number)), "dot") for _, number, label in series)
+    legend = tuple(LegendEntry(label, colour(number), "dot") for _, number, label in series)
     meaning = " Cosine 1: they would move the same way; 0: unrelated." if cosine else ""
     caption = "Mean over the islands on record." + meaning
     return Plot(title, caption, draw("agreement", paint), legend)
+
+
+def accuracy_plot(run: Run) -> Plot:
+    """Accuracy of the mean of all nodes."""
+    points = evaluation_points(run, "outer", "eval_accuracy")
+    if not points:
+        return Plot("Accuracy", "No accuracy was recorded.", None)
+    return Plot("Accuracy", "Of the mean of all nodes.", draw("accuracy", _line(points, "accuracy")))
+
+
+def consensus_plot(run: Run) -> Plot:
+    """How far the nodes are from their mean."""
+    points = [(step, value) for step, value in evaluation_points(run, "outer", "consensus_distance") if value > 0]
+    if not points:
+        return Plot("Consensus", "The nodes' distance from their mean was not recorded.", None)
+    caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
+    return Plot("Consensus", caption, draw("consensus", _line(points, "distance", is_log=True)))
+
+
+def node_traffic_plot(run: Run, report: Report) -> Plot:
+    """Bytes that all nodes on record have sent so far, beside what data parallelism would have."""
+    by_step: dict[int, list[int | None]] = {}
+    for island in run.islands:
+        for mix in island.of(Mix):
+            by_step.setdefault(mix.step, []).append(mix.bytes_sent)
+    sent = cumulative((step, total(sent)) for step, sent in sorted(by_step.items()))
+    per_step, steps = report.bytes_per_step_sync, report.steps
+    if not sent or not sent[-1][1]:
+        return Plot("Traffic between nodes", "No exchanged bytes were recorded.", None)
+
+    def paint(axes: Axes) -> None:
+        if per_step and steps:
+            axes.plot([0, steps], [0, per_step], color=colour(1), linestyle="--")
+        axes.plot(*columns(thinned([(0.0, 0.0), *sent], MAX_POINTS)), color=colour(0), linewidth=1.8)
+        axes.yaxis.set_major_formatter(lambda value, _: text.size(value))
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="step", ylabel="bytes sent, cumulative")
+
+    legend = [LegendEntry(f"sent: {text.size(sent[-1][1])}", colour(0))]
+    if per_step:
+        legend.append(LegendEntry(f"data parallelism: {text.size(per_step)}", colour(1), "dashed"))
+    caption = (
+        "Measured payload of all nodes on record. The comparison is a ring all-reduce of fp32 gradients; a node sends "
+        "its vector to every neighbour, and waits for these alone."
+    )
+    return Plot("Traffic between nodes", caption, draw("traffic", paint), tuple(legend))
+
+
+def _line(points: Points, label: str, is_log: bool = False) -> Callable[[Axes], None]:
+    def paint(axes: Axes) -> None:
+        axes.plot(*columns(points), "-o", color=colour(0), markersize=3, linewidth=1.6)
+        if is_log:
+            axes.set_yscale("log")
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="step", ylabel=label)
+
+    return paint
 
 
 def _part_label(name: str, report: Report) -> str:
@@ -176,19 +280,19 @@ def _part_label(name: str, report: Report) -> str:
     return name if part is None else f"{name} {text.share(part)}"
 
 
-def _train_losses(records: Iterable[Train]) -> list[tuple[float, float]]:
-    return [(float(record.step), record.loss) for record in records if record.loss is not None]
-
-
-def evaluations(run: Run, weights: str, name: str = "eval_loss") -> list[tuple[float, float]]:
+def evaluation_points(run: Run, weights: str, name: str = "eval_loss") -> list[tuple[float, float]]:
     """A figure of the evaluations of one kind of weights by step: the mean over the islands that evaluated there."""
+    records = [record for island in run.islands for record in island.of(Eval) if record.weights == weights]
+    return means((record.step, getattr(record, name)) for record in records)
+
+
+def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
+    """The mean of what is known at each step."""
     by_step: dict[int, list[float]] = {}
-    for island in run.islands:
-        for record in island.of(Eval):
-            value = getattr(record, name)
-            if value is not None and record.weights == weights:
-                by_step.setdefault(record.step, []).append(value)
-    return [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
+    for step, value in values:
+        if value is not None:
+            by_step.setdefault(step, []).append(value)
+    return [(float(step), sum(known) / len(known)) for step, known in sorted(by_step.items())]
 
 
 def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:
@@ -211,16 +315,45 @@ def thinned(points: Points, limit: int) -> Points:
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
-def _spread(first: int, last: int, num: int) -> list[float]:
-    return [first + (last - first) * i / (num - 1) for i in range(num)]
-
-
 def columns(points: Points) -> tuple[list[float], list[float]]:
     """All x, and all y."""
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _training_legend(numbers: Sequence[int], noun: str) -> list[LegendEntry]:
-    if len(numbers) > NUM_COLOURS:
-        return [LegendEntry(f"training, each of {len(numbers)} {noun}s", css_colour(colour(numbers[0])))]
-    return [LegendEntry(f"training, {noun} {number}", css_colour(colour(number))) for number in numbers]
+def need_plots() -> None:
+    """Raises `ConfigError` where Matplotlib, which draws them, is not installed."""
+    need("a page with plots", "matplotlib")
+
+
+def colour(index: int) -> str:
+    """The placeholder of the page's colour number `index`, which repeat after `NUM_COLOURS`."""
+    return f"#0201{index % NUM_COLOURS:02x}"
+
+
+def draw(name: str, paint: Callable[[Axes], None]) -> str:
+    """Returns an `<svg>` element of what `paint` draws on its axes; `name` keeps its ids apart from other figures'."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_SETTINGS), mpl.rc_context({"svg.hashsalt": name}):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.set_axisbelow(True)
+        paint(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        text = buffer.getvalue()
+        return _themed(text[text.index("<svg") :], name)
+
+
+def _themed(svg: str, name: str) -> str:
+    """Placeholders become CSS variables, sizes the page's, and ids unique in the page."""
+    for placeholder, variable in _PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, f"var(--{variable})")
+    svg = svg.replace("'DejaVu Sans'", "var(--font)")
+    svg = re.sub(r'(?<= id=")|(?<=url\(#)|(?<=href="#)', f"{name}-", svg)
+    head, rest = svg.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} aria-hidden="true">{rest}'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -11,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_diloco import __version__
 from hf_diloco.errors import ConfigError
-from hf_diloco.report import figures, node_figures, rows
+from hf_diloco.report import figures, rows
+from hf_diloco.report.figures import need_plots
 from hf_diloco.report.read import Run
-from hf_diloco.report.records import Start
 from hf_diloco.report.summary import Report, summarise
-from hf_diloco.report.svg import need_plots
+from hf_diloco.utils.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,7 +34,8 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
         ConfigError: when the file cannot be written, or Matplotlib is missing.
     """
     need_plots()
-    return write_page(render(run, report or summarise(run)), Path(path))
+    page = fill("report.html.j2", **figures_of(run, report or summarise(run)), settings=setting_groups(run))
+    return write_page(page, Path(path))
 
 
 def write_page(page: str, target: Path) -> Path:
@@ -45,21 +44,12 @@ def write_page(page: str, target: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
+        write_whole(target, page, durable=False)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"cannot write the report to {target}: {error.strerror}; give another file") from None
     return target
-
-
-def render(run: Run, report: Report) -> str:
-    """Returns the page as text."""
-    return fill("report.html.j2", **figures_of(run, report), settings=setting_groups(run))
 
 
 def fill(template: str, **values: Any) -> str:
@@ -78,7 +68,7 @@ def figures_of(run: Run, report: Report) -> dict[str, Any]:
         "island_rows": [rows.island_row(report, island) for island in report.islands],
         "round_columns": rows.ROUND_COLUMNS,
         "round_rows": [rows.round_row(entry) for entry in report.rounds],
-        "plots": (node_figures if report.method else figures).plots(run, report),
+        "plots": figures.plots(run, report),
     }
 
 
@@ -99,17 +89,13 @@ def setting_groups(run: Run) -> dict[str, dict[str, str]]:
     """The run's settings by block (`diloco`, `training`, ...); without a `run.json`, what the last start recorded."""
     if not run.settings:
         start = next((island.start for island in run.islands if island.start), None)
-        return {"diloco": _start_settings(start)} if start else {}
+        known = start.model_dump(exclude={"event", "step", "time", "island"}, exclude_none=True) if start else {}
+        return {"diloco": {name: _plain(value) for name, value in known.items()}} if start else {}
     groups: dict[str, dict[str, str]] = {}
     for key, value in run.settings.items():
         block, prefix = (key, "") if isinstance(value, Mapping) else ("run", key)
         groups.setdefault(block, {}).update(_flat(prefix, value))
     return {name: group for name, group in groups.items() if group}
-
-
-def _start_settings(start: Start) -> dict[str, str]:
-    left_out = {"event", "step", "time", "island"}
-    return {name: _plain(value) for name, value in start.model_dump(exclude=left_out, exclude_none=True).items()}
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

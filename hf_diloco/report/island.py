@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +11,9 @@ from hf_diloco.report.read import IslandRun, Section
 from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
+NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
+_SETTINGS = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}  # as recorded
 _Number = TypeVar("_Number", int, float)
 
 
@@ -106,25 +108,25 @@ class IslandReport(BaseModel):
 
 def summarise_island(island: IslandRun) -> IslandReport:
     """Computes the figures of one island over all its sections."""
-    start, syncs = island.start, exchanges(island)
+    start, syncs = island.start or NO_START, exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = max((record.step for record in island.of(Record)), default=None)
-    num_steps = _num_recorded_steps(island, steps)
+    first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
+    num_steps = None if first is None or steps is None else max(0, steps - first.step)
     outer, inner = _last_evaluations(island, steps if end else None)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
     bytes_received = total(sync.bytes_received for sync in syncs) if syncs else nothing
+    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
     seconds = TimeSplit.combined(_section_seconds(section) for section in island.sections)
+    token_rate = _per_second(island.sections, "tokens_per_step")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
     sample = island.summary.get("sample")
     return IslandReport(
         island=island.island,
-        num_islands=start.num_islands if start else None,
-        num_ranks=start.num_ranks if start else None,
-        shards=start.shards if start else None,
+        **start.model_dump(include=_SETTINGS),
         ended=bool(end),
         steps=steps,
-        max_steps=start.max_steps if start else None,
         num_rounds=len(island.of(Sync)),
         train_loss=train_losses[-1] if train_losses else None,
         eval_loss=outer.eval_loss if outer else None,
@@ -133,24 +135,22 @@ def summarise_island(island: IslandRun) -> IslandReport:
         inner_eval_step=inner.step if inner else None,
         on_boundary=end[0].on_boundary if end else None,
         steps_since_sync=end[0].steps_since_sync if end else None,
-        num_tokens=_num_tokens(island, start, num_steps),
-        tokens_per_second=_tokens_per_second(island),
+        num_tokens=_seen(start.tokens_per_step, num_steps, _number(island.summary, "num_tokens")),
+        tokens_per_second=_number(island.summary, "tokens_per_second") if token_rate is None else token_rate,
         bytes_sent=bytes_sent,
         bytes_received=bytes_received,
-        bytes_repeated=_bytes_repeated(island, bytes_sent),
+        bytes_repeated=None if everything is None or bytes_sent is None else everything - bytes_sent,
         bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
         seconds=seconds,
         shares=seconds.shares() if seconds else None,
         num_sections=len(island.sections),
         run_is_over=bool(end) and end[0].run_is_over,
-        comes_and_goes=start is not None and start.comes_and_goes,
-        has_outer_loop=start is None or start.has_outer_loop,
         sample=sample if isinstance(sample, str) else None,
         eval_accuracy=outer.eval_accuracy if outer else None,
         consensus_distance=outer.consensus_distance if outer else None,
-        num_images=_num_images(start, num_steps),
-        images_per_second=_images_per_second(island),
-        noun="node" if start is not None and start.method is not None else "island",
+        num_images=_seen(start.images_per_step, num_steps),
+        images_per_second=_per_second([one for one in island.sections if one.start], "images_per_step"),
+        noun="node" if start.method is not None else "island",
     )
 
 
@@ -170,20 +170,8 @@ def total(values: Iterable[_Number | None]) -> _Number | None:
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None
 
 
-def _num_recorded_steps(island: IslandRun, steps: int | None) -> int | None:
-    """Steps that the record covers: it may begin at a resume, when the earlier part was left behind."""
-    first = island.sections[0].start if island.sections else None
-    return None if first is None or steps is None else max(0, steps - first.step)
-
-
-def _bytes_repeated(island: IslandRun, bytes_sent: int | None) -> int | None:
-    """What rounds sent that a resume threw away."""
-    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
-    return None if everything is None or bytes_sent is None else everything - bytes_sent
-
-
-def _bytes_per_step_sync(start: Start | None, num_steps: int | None) -> int | None:
-    if start is None or num_steps is None or start.num_parameters is None or not start.num_islands:
+def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:
+    if num_steps is None or start.num_parameters is None or not start.num_islands:
         return None
     # exact in integers but for the last division: counts may pass 2**53
     gradients = num_steps * 2 * (start.num_islands - 1) * start.num_parameters
@@ -216,48 +204,30 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if abs(value) <= LARGEST else None  # NaN compares false
 
 
-def _num_tokens(island: IslandRun, start: Start | None, num_steps: int | None) -> int | None:
-    if start and start.tokens_per_step is not None and num_steps is not None:
-        return round(num_steps * start.tokens_per_step)
-    tokens = _number(island.summary, "num_tokens")
-    return None if tokens is None else round(tokens)
+def _seen(per_step: float | None, num_steps: int | None, otherwise: float | None = None) -> int | None:
+    """Tokens, or images, of so many steps."""
+    seen = otherwise if per_step is None or num_steps is None else num_steps * per_step
+    return None if seen is None else round(seen)
 
 
-def _tokens_per_second(island: IslandRun) -> float | None:
-    """All tokens trained on, repeated steps too, over all time spent, evaluation and saving included."""
-    tokens = total(_section_tokens(section) for section in island.sections)
-    seconds = total(_section_elapsed(section) for section in island.sections)
-    if tokens is None or not seconds:
-        return _number(island.summary, "tokens_per_second")
-    return tokens / seconds
+def _per_second(sections: Sequence[Section], per_step: str) -> float | None:
+    """All tokens or images trained on, repeated steps too, over all time spent, evaluation and saving included.
 
-
-def _num_images(start: Start | None, num_steps: int | None) -> int | None:
-    if start is None or start.method is None or start.examples_per_step is None or num_steps is None:
-        return None
-    return round(num_steps * start.examples_per_step)
-
-
-def _images_per_second(island: IslandRun) -> float | None:
-    """As `_tokens_per_second`."""
-    sections = [section for section in island.sections if section.start]
-    images = total(_section_images(section) for section in sections)
+    Args:
+        sections: of one island.
+        per_step: what `Start` calls the number of them in a step.
+    """
+    seen = total(_section_seen(section, per_step) for section in sections)
     seconds = total(_section_elapsed(section) for section in sections)
-    return None if images is None or not seconds else images / seconds
+    return None if seen is None or not seconds else seen / seconds
 
 
-def _section_images(section: Section) -> float | None:
+def _section_seen(section: Section, per_step: str) -> float | None:
     start = section.start
-    if start is None or start.method is None or start.examples_per_step is None:
+    number: float | None = getattr(start, per_step, None)
+    if start is None or number is None:
         return None
-    return (max(record.step for record in section.records) - start.step) * start.examples_per_step
-
-
-def _section_tokens(section: Section) -> float | None:
-    start = section.start
-    if start is None or start.tokens_per_step is None:
-        return None
-    return (max(record.step for record in section.records) - start.step) * start.tokens_per_step
+    return (max(record.step for record in section.records) - start.step) * number
 
 
 def _section_elapsed(section: Section) -> float | None:

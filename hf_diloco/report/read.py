@@ -101,22 +101,19 @@ def load_run(path: str | Path) -> Run:
         islands = [_read_island(entry, number) for number, entry in sorted(found.items())]
         model = folder / "model"
         settings = redact(_read_json(folder / "run.json"))
-        return Run(_name(folder), folder, tuple(islands), settings, model if model.is_dir() else None)
+        return Run(folder.resolve().name, folder, tuple(islands), settings, model if model.is_dir() else None)
     if (folder / METRICS).is_file():
         return _single_island(folder)
     raise ConfigError(_not_a_run(folder))
 
 
 def _single_island(folder: Path) -> Run:
-    match = _ISLAND_FOLDER.fullmatch(folder.resolve().name)
-    parent = folder.resolve().parent
+    name, parent = folder.resolve().name, folder.resolve().parent
+    match = _ISLAND_FOLDER.fullmatch(name)
     island = _read_island(folder, int(match[1]) if match else None)
-    name = f"{parent.name}/{folder.resolve().name}" if match else _name(folder)
-    return Run(name, folder, (island,), redact(_read_json(parent / "run.json")) if match else {})
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name
+    if match is None:
+        return Run(name, folder, (island,))
+    return Run(f"{parent.name}/{name}", folder, (island,), redact(_read_json(parent / "run.json")))
 
 
 def _island_folders(folder: Path) -> dict[int, Path]:

@@ -52,6 +52,11 @@ class Start(Record):
     examples_per_step: Rate | None = None
     has_outer_loop: bool = True
 
+    @property
+    def images_per_step(self) -> float | None:
+        """Of an image classifier: those are trained by nodes with a method."""
+        return None if self.method is None else self.examples_per_step
+
 
 class Train(Record):
     """What the Trainer logged: the inner loss is that of the island's own batch."""

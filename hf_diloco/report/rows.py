@@ -1,91 +1,110 @@
-"""The tables' rows in words, for the console and for the page alike."""
+"""The report in words, for the console and for the page alike: of islands with rounds, or of nodes on a graph."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hf_diloco.report import nodes
 from hf_diloco.report.island import IslandReport, TimeSplit
 from hf_diloco.report.summary import Report, RoundReport
 from hf_diloco.utils import text
 
-ISLAND_COLUMNS = (
-    "island",
-    "step",
-    "train loss",
-    "eval loss",
-    "tokens/s",
-    "sent",
-    "compute",
-    "wait",
-    "exchange",
-)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ISLAND_COLUMNS = ("island", "step", "train loss", "eval loss", "tokens/s", "sent", "compute", "wait", "exchange")
+NODE_COLUMNS = ("node", "step", "train loss", "eval loss", "images/s", "sent", "compute", "exchange")
 ROUND_COLUMNS = (
-    "round",
-    "step",
-    "computing",
-    "waiting",
-    "exchanging",
-    "applying",
-    "sent",
-    "norm",
-    "cosine",
-    "outer hash",
+    *("round", "step", "computing", "waiting", "exchanging", "applying"),
+    *("sent", "norm", "cosine", "outer hash"),
 )
 
 
-def island_columns(report: Report) -> tuple[str, ...]:
-    """What `island_row` holds."""
-    return ISLAND_COLUMNS if report.method is None else nodes.COLUMNS
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Prints the figures of the run, a row for each island, and the warnings; on standard output by default."""
+    from rich.console import Console
+
+    from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
+
+    heading = plain(title(report))
+    heading.stylize("bold")
+    sample = [("it writes", " ".join(report.sample.split()))] if report.sample else []
+    islands = empty_table()
+    for name in island_columns(report):
+        islands.add_column(name.replace(" ", "\n"), justify="right", header_style="cyan", no_wrap=True)
+    for island in report.islands:
+        islands.add_row(*map(plain, island_row(report, island)))
+    console = console or Console(highlight=False)
+    console.print(heading, end="\n\n")
+    console.print(fact_table(overview(report) + sample))
+    console.print()
+    console.print(islands)
+    console.print()
+    for message in report.warnings:
+        console.print(warning(message))
 
 
 def title(report: Report) -> str:
     """One line that says what the report is of, and what it covers."""
+    done = ""
     if report.method is not None:
-        return nodes.title(report)
-    if report.num_islands is None:
-        return f"{report.name}: {len(report.covers)} {text.plural('island', len(report.covers))}"
-    islands = f"{report.num_islands} {text.plural('island', report.num_islands)}"
-    rounds = f"{report.num_rounds:,} {text.plural('round', report.num_rounds)}"
-    covers = f" (record of {text.plural('island', len(report.covers))} {text.numbers(report.covers)})"
-    return f"{report.name}: {islands}, {rounds}" + (covers if report.missing_islands else "")
+        done = f", {text.count(report.steps)} steps"
+    elif report.num_islands is not None:
+        done = f", {report.num_rounds:,} {text.plural('round', report.num_rounds)}"
+    covers = f" (record of {_covers(report)})" if report.missing_islands else ""
+    return f"{report.name}: {report.size} {text.plural(report.noun, report.size)}{done}{covers}"
+
+
+def subtitle(report: Report) -> str:
+    """What was trained, and how, in one line; what is unknown is left out."""
+    layouts = sorted({island.shards for island in report.islands if island.shards})
+    known = [
+        (report.size, f"{report.size} {text.plural(report.noun, report.size)}"),
+        (report.missing_islands or None, f"records of {_covers(report)} only"),
+        (report.num_parameters, f"{text.short_count(report.num_parameters)} parameters"),
+        (layouts or None, " / ".join(layouts)),
+        (report.steps, f"{text.count(report.steps)} {'inner ' if report.method is None else ''}steps"),
+        (report.outer_method, f"method {report.outer_method}"),
+        (report.outer_lr, f"outer lr {text.number(report.outer_lr)}"),
+        (report.outer_momentum, f"momentum {text.number(report.outer_momentum)}"),
+        (report.method, f"{report.method} on {report.topology}"),
+    ]
+    return " · ".join(part for value, part in known if value is not None)
+
+
+def _covers(report: Report) -> str:
+    """Whose records are here."""
+    return f"{text.plural(report.noun, len(report.covers))} {text.numbers(report.covers)}"
 
 
 def overview(report: Report) -> list[tuple[str, str]]:
     """The run's figures, one a row."""
+    step, distance = text.count(report.eval_step), report.consensus_distance
     if report.method is not None:
-        return nodes.overview(report)
-    rows = [
-        ("evaluation loss", _evaluation(report)),
-        ("perplexity", text.perplexity(report.perplexity)),
-        ("tokens/s", _throughput(report)),
-        ("bytes exchanged", nodes.traffic(report, "rounds")),
-        ("per-step sync", _per_step(report)),
-        ("time", _time(report.shares)),
-        ("rounds", _rounds(report)),
-        ("outer parameters", _hashes(report)),
-    ]
-    if report.model:
-        rows.append(("model", report.model))
-    return rows
-
-
-def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
-    """One island's figures, in the order of `island_columns`."""
-    shares = island.shares or TimeSplit()
-    is_node = report.method is not None
-    waiting = () if is_node else (text.share(shares.waiting),)
-    return (
-        str(island.island),
-        text.count(island.steps),
-        text.loss(island.train_loss),
-        text.loss(island.eval_loss),
-        text.rate(island.images_per_second if is_node else island.tokens_per_second),
-        text.size(island.bytes_sent),
-        text.share(shares.computing),
-        *waiting,
-        text.share(shares.exchanging),
-    )
+        consensus = text.MISSING if distance is None else f"relative distance from the mean: {text.number(distance)}"
+        rows = [
+            ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {step})"),
+            ("evaluation loss", text.loss(report.eval_loss)),
+            ("images/s", text.rate(report.images_per_second)),
+            ("bytes exchanged", _traffic(report, "steps")),
+            ("data parallel", _per_step(report)),
+            ("time", _time(report)),
+            ("method", _method(report)),
+            ("consensus", consensus),
+        ]
+    else:
+        every, payload = _every(report), f", {report.payload} payload" if report.payload else ""
+        rows = [
+            ("evaluation loss", _evaluation(report)),
+            ("perplexity", text.perplexity(report.perplexity)),
+            ("tokens/s", _throughput(report)),
+            ("bytes exchanged", _traffic(report, "rounds")),
+            ("per-step sync", _per_step(report)),
+            ("time", _time(report)),
+            ("rounds", f"{report.num_rounds:,}{f' ({every})' if every else ''}{payload}"),
+            ("outer parameters", _hashes(report)),
+        ]
+    return [*rows, ("model", report.model)] if report.model else rows
 
 
 def _evaluation(report: Report) -> str:
@@ -107,24 +126,36 @@ def _throughput(report: Report) -> str:
     return f"{text.rate(report.tokens_per_second)}  ({num} {text.plural('island', num)}{tokens})"
 
 
+def _traffic(report: Report, repeated_in: str) -> str:
+    """What was sent and received, and what a resume threw away."""
+    if report.bytes_sent is None:
+        return text.MISSING
+    again = f" (and {text.size(report.bytes_repeated)} in {repeated_in} done again)" if report.bytes_repeated else ""
+    return f"{text.size(report.bytes_sent)} sent, {text.size(report.bytes_received)} received{again}"
+
+
 def _per_step(report: Report) -> str:
-    if report.bytes_per_step_sync is None:
+    """What data parallelism would have sent. That it is less than nodes have sent is no defect."""
+    would, sent = report.bytes_per_step_sync, report.bytes_sent
+    if would is None:
         return text.MISSING
-    less = f": {text.ratio(report.traffic_ratio)} as much" if report.traffic_ratio is not None else ""
-    return f"would have sent {text.size(report.bytes_per_step_sync)}{less}  (fp32 gradients, ring all-reduce)"
+    less = more = ""
+    if report.method is None:
+        less = f": {text.ratio(report.traffic_ratio)} as much" if report.traffic_ratio is not None else ""
+    elif would and sent is not None and sent > would:
+        more = (
+            f". Nodes sent {text.ratio(sent / would)} as much: each sends its vector to every neighbour, and waits "
+            "for these alone. A graph with fewer neighbours, or a payload of fewer bits, sends less"
+        )
+    return f"would have sent {text.size(would)}{less}  (fp32 gradients, ring all-reduce){more}"
 
 
-def _time(shares: TimeSplit | None) -> str:
-    if shares is None:
+def _time(report: Report) -> str:
+    if report.shares is None:
         return text.MISSING
-    known = {"computing", "waiting", "exchanging"} | {n for n, v in shares.parts().items() if v >= 0.0005}
-    return ", ".join(f"{name} {text.share(part)}" for name, part in shares.parts().items() if name in known)
-
-
-def _rounds(report: Report) -> str:
-    payload = f", {report.payload} payload" if report.payload else ""
-    every = _every(report)
-    return f"{report.num_rounds:,}{f' ({every})' if every else ''}{payload}"
+    parts = report.shares.parts()
+    main = ("computing", "exchanging") if report.method else ("computing", "waiting", "exchanging")
+    return ", ".join(f"{name} {text.share(part)}" for name, part in parts.items() if name in main or part >= 0.0005)
 
 
 def _every(report: Report) -> str:
@@ -145,6 +176,16 @@ def _hashes(report: Report) -> str:
     return f"equal on all islands after {'the' if num == 1 else f'all {num:,}'} {text.plural('round', num)}"
 
 
+def _method(report: Report) -> str:
+    """A gossip method and its graph, with the payload unless vectors travel as they are, and outer steps if any."""
+    payload = "" if report.payload in (None, "fp32") else f", {report.payload} payload"
+    outer = ""
+    if report.outer_method is not None:
+        lr, momentum = text.number(report.outer_lr), text.number(report.outer_momentum)
+        outer = f", {report.outer_method} every {text.count(report.sync_every)} steps (lr {lr}, momentum {momentum})"
+    return f"{report.method} on {report.topology}{payload}{outer}"
+
+
 @dataclass(frozen=True)
 class Tile:
     """One of the figures at the top of the page."""
@@ -156,12 +197,20 @@ class Tile:
 
 def tiles(report: Report) -> list[Tile]:
     """The figures that a reader looks for first."""
-    if report.method is not None:
-        return [Tile(*tile) for tile in nodes.tiles(report)]
     shares = report.shares or TimeSplit()
+    loss, step = text.loss(report.eval_loss), text.count(report.eval_step)
     sent, would = text.size(report.bytes_sent), text.size(report.bytes_per_step_sync)
+    if report.method is not None:
+        return [
+            Tile("Accuracy", text.share(report.eval_accuracy), f"mean of all nodes, step {step}"),
+            Tile("Evaluation loss", loss, "of the mean of all nodes"),
+            Tile("Sent", sent, f"data parallel: {would}"),
+            Tile("Images/s", text.rate(report.images_per_second), "all nodes"),
+            Tile("Exchanging", text.share(shares.exchanging), "of the time"),
+            Tile("Consensus", text.number(report.consensus_distance), "nodes' distance from their mean"),
+        ]
     return [
-        Tile("Evaluation loss", text.loss(report.eval_loss), f"outer weights, step {text.count(report.eval_step)}"),
+        Tile("Evaluation loss", loss, f"outer weights, step {step}"),
         Tile("Perplexity", text.perplexity(report.perplexity), "of the outer weights"),
         Tile("Less traffic", text.ratio(report.traffic_ratio), f"{sent}; per-step sync: {would}"),
         Tile("Tokens/s", text.rate(report.tokens_per_second), f"{text.short_count(report.num_tokens)} tokens"),
@@ -170,24 +219,27 @@ def tiles(report: Report) -> list[Tile]:
     ]
 
 
-def subtitle(report: Report) -> str:
-    """What was trained, and how, in one line; what is unknown is left out."""
-    noun = "island" if report.method is None else "node"
-    num = report.num_islands if report.num_islands is not None else len(report.covers)
-    covers = f"records of {text.plural(noun, len(report.covers))} {text.numbers(report.covers)} only"
-    layouts = sorted({island.shards for island in report.islands if island.shards})
-    known = [
-        (num, f"{num} {text.plural(noun, num)}"),
-        (report.missing_islands or None, covers),
-        (report.num_parameters, f"{text.short_count(report.num_parameters)} parameters"),
-        (layouts or None, " / ".join(layouts)),
-        (report.steps, f"{text.count(report.steps)} {'inner ' if report.method is None else ''}steps"),
-        (report.outer_method, f"method {report.outer_method}"),
-        (report.outer_lr, f"outer lr {text.number(report.outer_lr)}"),
-        (report.outer_momentum, f"momentum {text.number(report.outer_momentum)}"),
-        (report.method, f"{report.method} on {report.topology}"),
-    ]
-    return " · ".join(part for value, part in known if value is not None)
+def island_columns(report: Report) -> tuple[str, ...]:
+    """What `island_row` holds."""
+    return ISLAND_COLUMNS if report.method is None else NODE_COLUMNS
+
+
+def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
+    """One island's figures, in the order of `island_columns`."""
+    shares = island.shares or TimeSplit()
+    is_node = report.method is not None
+    waiting = () if is_node else (text.share(shares.waiting),)
+    return (
+        str(island.island),
+        text.count(island.steps),
+        text.loss(island.train_loss),
+        text.loss(island.eval_loss),
+        text.rate(island.images_per_second if is_node else island.tokens_per_second),
+        text.size(island.bytes_sent),
+        text.share(shares.computing),
+        *waiting,
+        text.share(shares.exchanging),
+    )
 
 
 @dataclass(frozen=True)

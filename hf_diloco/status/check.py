@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -116,15 +115,6 @@ class CheckReport(BaseModel):
         return dict(Counter(finding.kind for finding in self.findings))
 
 
-@dataclass
-class _Read:
-    """What the records say, as far as they can be read."""
-
-    records: dict[str, Record] = field(default_factory=dict)
-    named: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Objects that offers, averages and snapshots announce, by path."""
-
-
 def check_store(store: ObjectStore, key: bytes, is_deep: bool = False) -> CheckReport:
     """Looks at every object once; deletes and moves nothing.
 
@@ -172,10 +162,11 @@ _STAYS = " (it stays: islands pass over it by themselves)"
 class _Check:
     def __init__(self, store: ObjectStore, key: bytes) -> None:
         self._store = store
-        self._record, self._log = open_run(store, key)
+        self._run, self._log = open_run(store, key)
         self._found: dict[str, Finding] = {}
         self._entries: dict[str, Entry] = {}
-        self._read = _Read()
+        self._records: dict[str, Record] = {}  # as far as they can be read
+        self._named: dict[str, dict[str, Any]] = {}  # objects that offers, averages and snapshots announce, by path
         self._newest_snapshot = -1
 
     def run(self, is_deep: bool) -> CheckReport:
@@ -184,7 +175,8 @@ class _Check:
         self._entries = {entry.path: entry for entry in entries}
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             list(pool.map(self._look_at, entries))
-        self._collect_names()
+        announced = [info for record in self._records.values() for info in _announced(record)]
+        self._named = {info["path"]: info for info in announced if isinstance(info.get("path"), str)}
         self._check_decisions()
         self._check_snapshots()
         self._check_payloads()
@@ -196,7 +188,7 @@ class _Check:
         self._check_unfinished(unfinished)
         return CheckReport(
             url=self._store.url,
-            run=self._record.run,
+            run=self._run.run,
             num_objects=len(entries),
             num_bytes=sum(entry.size for entry in entries),
             findings=[self._found[path] for path in sorted(self._found)],
@@ -212,9 +204,8 @@ class _Check:
         if entry.path == RUN_PATH or _VALUES.fullmatch(entry.path):
             return
         if entry.path.startswith("checks/"):
-            self._note(
-                entry.path, "abandoned", "a test of the store, by an island that was killed as it began the run"
-            )
+            reason = "a test of the store, by an island that was killed as it began the run"
+            self._note(entry.path, "abandoned", reason)
             return
         kind = next((kind for pattern, kind in _RECORDS if re.fullmatch(pattern, entry.path)), None)
         if kind is None:
@@ -226,7 +217,7 @@ class _Check:
             self._note(entry.path, self._kind_of(entry), str(error))
             return
         if record is not None:
-            self._read.records[entry.path] = record
+            self._records[entry.path] = record
 
     def _open(self, path: str, kind: type[Record]) -> Record | None:
         if kind is not _SEALED:
@@ -255,13 +246,7 @@ class _Check:
         return max([0, *heartbeats, *snapshots, *committed])
 
     def _of(self, kind: type[R]) -> dict[str, R]:
-        return {path: record for path, record in self._read.records.items() if isinstance(record, kind)}
-
-    def _collect_names(self) -> None:
-        for record in self._read.records.values():
-            for info in _announced(record):
-                if isinstance(path := info.get("path"), str):
-                    self._read.named[path] = info
+        return {path: record for path, record in self._records.items() if isinstance(record, kind)}
 
     def _check_decisions(self) -> None:
         """Tells what islands pass over from what may be set aside."""
@@ -286,7 +271,8 @@ class _Check:
         newest = self._newest_snapshot = round_of(whole[-1]) if whole else -1
         for path in self._entries:
             folder = path.rpartition("/")[0]
-            if path.startswith("snapshots/") and _is_known(path) and folder not in whole and round_of(path) < newest:
+            is_known = _VALUES.fullmatch(path) or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)
+            if path.startswith("snapshots/") and is_known and folder not in whole and round_of(path) < newest:
                 self._note(path, "abandoned", "of a snapshot that was never whole, before the newest one")
 
     def _is_whole(self, folder: str, parts: list[SnapshotRecord]) -> bool:
@@ -335,13 +321,13 @@ class _Check:
                     self._is_there(info, path)
         for path in self._entries:
             is_over = path.startswith("payloads/") and round_of(path) <= self._newest_round
-            if is_over and _VALUES.fullmatch(path) and path not in self._read.named:
+            if is_over and _VALUES.fullmatch(path) and path not in self._named:
                 self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
 
     def _check_digests(self) -> None:
         from hf_diloco.transport.objects import read_info
 
-        for path, raw in sorted(self._read.named.items()):
+        for path, raw in sorted(self._named.items()):
             if path not in self._entries or path in self._found:
                 continue
             try:
@@ -392,7 +378,3 @@ def _numbers(path: str) -> tuple[int, str]:
 
 def _is_aside(path: str) -> bool:
     return path.startswith(f"{DAMAGED_FOLDER}/")
-
-
-def _is_known(path: str) -> bool:
-    return _VALUES.fullmatch(path) is not None or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)

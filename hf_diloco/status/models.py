@@ -1,4 +1,7 @@
-"""What there is to say about a run in an object store; `hf-diloco status --json` prints just this."""
+"""What there is to say about a run in an object store, as values and in words, for the console and for the page alike.
+
+`hf-diloco status --json` prints just these values.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.membership.heartbeats import Phase
+from hf_diloco.utils import text
 
 Presence = Literal["alive", "silent", "ended", "unknown"]
 RoundState = Literal["committed", "planned", "gathering"]
+
+ISLAND_COLUMNS = ("island", "host", "phase", "life", "round", "lag", "steps", "tokens/s", "ranks", "starts")
+ROUND_COLUMNS = ("round", "state", "attempts", "islands", "left out", "payload", "took")
 
 
 class _Status(BaseModel):
@@ -135,3 +142,83 @@ class RunStatus(_Status):
     snapshot: SnapshotStatus | None
     stored: StoredBytes
     refused: dict[str, str]
+
+
+def figures(status: RunStatus) -> list[tuple[str, str]]:
+    """The run's figures, one a row."""
+    host = f" ({status.begun_on})" if status.begun_on else ""
+    keys = ("none: whoever can write to the store is believed", "yes: what islands write is authenticated")
+    rows = [
+        ("run", f"{status.run[:12]} at {status.url}, begun by island {status.begun_by}{host}"),
+        ("rounds", _progress(status)),
+        ("key", keys[status.has_key]),
+    ]
+    if status.waits_for_all:
+        return rows
+    stored, newest, snapshot = status.stored, status.snapshot, "none that is whole"
+    if newest is not None:
+        by = f" by island {newest.island}" if newest.island is not None else ""
+        snapshot = f"round {newest.round:,}{by}, {text.size(newest.num_bytes)}"
+    return [
+        *rows,
+        ("snapshot", snapshot),
+        (
+            "in the store",
+            f"{text.size(stored.payloads)} pseudo-gradients, {text.size(stored.snapshots)} snapshots, "
+            f"{text.size(stored.records)} records",
+        ),
+    ]
+
+
+def _progress(status: RunStatus) -> str:
+    of_all = f" of {status.num_rounds:,}" if status.num_rounds is not None else ""
+    progress = f"{status.round:,}{of_all} committed"
+    if status.is_over:
+        return f"{progress}: the run is over"
+    if status.seconds_per_round is None:
+        return progress
+    progress += f", {text.seconds(round(status.seconds_per_round, 2))} each"
+    if status.num_rounds is None or status.num_rounds <= status.round:
+        return progress
+    return f"{progress}, {text.seconds((status.num_rounds - status.round) * status.seconds_per_round)} to go"
+
+
+def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
+    """One island, in the order of `ISLAND_COLUMNS`."""
+    sync_every = status.settings.get("sync_every")
+    steps = text.count(island.steps)
+    return (
+        str(island.island),
+        island.host or text.MISSING,
+        island.phase or text.MISSING,
+        _sign_of_life(island),
+        text.count(island.round),
+        text.count(island.lag),
+        f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
+        text.count(island.tokens_per_second or None),
+        text.count(island.num_ranks),
+        str(island.incarnation),
+    )
+
+
+def round_row(entry: RoundStatus) -> tuple[str, ...]:
+    """One round, in the order of `ROUND_COLUMNS`."""
+    num_offers = len(entry.offered)
+    state = f"{num_offers} {text.plural('offer', num_offers)} so far" if entry.state == "gathering" else entry.state
+    left_out = [f"{island}: {reason}" for island, reason in entry.left_out.items()]
+    left_out += [f"tried again: {reason}" for reason in entry.aborted]
+    return (
+        text.count(entry.round),
+        state,
+        str(entry.attempts),
+        text.numbers(entry.participants or entry.offered) or text.MISSING,
+        "; ".join(left_out) or text.MISSING,
+        "direct" if entry.payload_bytes is None else text.size(entry.payload_bytes),
+        text.seconds(None if entry.seconds is None else round(entry.seconds, 2)),
+    )
+
+
+def _sign_of_life(island: IslandStatus) -> str:
+    if island.presence == "silent":
+        return f"silent {text.seconds(round(island.seconds_silent))}"
+    return {"ended": text.MISSING, "unknown": "unknown yet"}.get(island.presence, island.presence)

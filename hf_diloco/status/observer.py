@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from typing import TypeVar
 
 from hf_diloco.errors import ForgedError, PayloadError, RendezvousError
 from hf_diloco.membership import heartbeats as members
+from hf_diloco.membership.decisions import is_outcome
 from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
-from hf_diloco.membership.round_records import Snapshot, SnapshotRecord, assemble, round_of
+from hf_diloco.membership.round_records import (
+    OfferRecord,
+    OutcomeRecord,
+    PlanRecord,
+    Snapshot,
+    SnapshotRecord,
+    assemble,
+    author_of,
+    round_of,
+)
 from hf_diloco.membership.run import open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
-from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import Entry, ObjectStore, open_object_store
 from hf_diloco.store.rendezvous import GONE_SECONDS, url_of
@@ -26,6 +36,13 @@ R = TypeVar("R", bound=Record)
 _ENDED = ("left", "finished")
 _POLL_SECONDS = 0.5
 _USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
+_PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?)\.json")
+
+ByIsland = Mapping[int, Mapping[int, Entry]]
+"""Claims or heartbeats, by island and number of the process."""
+
+Attempts = Mapping[int, Mapping[str, Entry]]
+"""The objects of a round, by attempt and path."""
 
 
 @dataclass
@@ -104,7 +121,7 @@ class Observer:
         below: dict[str, list[Entry]] = {}
         for entry in entries:
             below.setdefault(entry.path.partition("/")[0], []).append(entry)
-        rounds = self._last_rounds(group_rounds(below.get("rounds", [])))
+        rounds = self._last_rounds(_group_rounds(below.get("rounds", [])))
         snapshot = self._newest_snapshot(below.get("snapshots", []))
         committed = [status.round for status in rounds if status.state == "committed"]
         newest = max([*committed, snapshot.round if snapshot else 0])
@@ -112,6 +129,7 @@ class Observer:
         islands = self._islands(incarnations, heartbeats, newest)
         begun = self._incarnation(incarnations.get(self._run.by, {}).get(1))
         num_rounds = self._run.num_rounds
+        known = [status.seconds for status in rounds if status.seconds is not None]
         return RunStatus(
             url=self._url,
             run=self._run.run,
@@ -122,7 +140,7 @@ class Observer:
             waits_for_all=self._run.waits_for_all,
             num_rounds=num_rounds,
             round=newest,
-            seconds_per_round=_median([status.seconds for status in rounds]),
+            seconds_per_round=round(statistics.median(known), 3) if known else None,
             is_over=self._is_over(islands, newest),
             islands=islands,
             rounds=rounds[: self._num_rounds],
@@ -140,12 +158,7 @@ class Observer:
 
     # Islands
 
-    def _islands(
-        self,
-        incarnations: Mapping[int, Mapping[int, Entry]],
-        heartbeats: Mapping[int, Mapping[int, Entry]],
-        newest_round: int,
-    ) -> list[IslandStatus]:
+    def _islands(self, incarnations: ByIsland, heartbeats: ByIsland, newest_round: int) -> list[IslandStatus]:
         found = []
         for island in sorted(incarnations.keys() | heartbeats.keys()):
             of_island, its_heartbeats = incarnations.get(island, {}), heartbeats.get(island, {})
@@ -217,10 +230,57 @@ class Observer:
         if known and known[0] == num_objects:
             return known[1]
         num_refused = len(self._refused)
-        status = read_round(number, attempts, self._read)
+        status = self._read_round(number, attempts)
         if status and status.state == "committed" and len(self._refused) == num_refused:
             self._rounds[number] = num_objects, status
         return status
+
+    def _read_round(self, number: int, attempts: Attempts) -> RoundStatus | None:
+        """Where a round stands; None if no record of it can be read."""
+        offers: dict[str, OfferRecord] = {}
+        aborted: list[str] = []
+        plan: PlanRecord | None = None
+        outcome: OutcomeRecord | None = None
+        newest: list[OfferRecord] = []
+        for attempt in sorted(attempts):
+            records = attempts[attempt]
+            plan = self._find([path for path in records if path.endswith("/plan.json")], records, PlanRecord)
+            names = sorted(filter(is_outcome, records), key=len)  # outcome.json before outcome-2.json
+            outcome = self._find(names, records, OutcomeRecord)
+            of_attempt = self._read_offers(records)
+            offers |= of_attempt
+            newest = list(of_attempt.values())
+            if outcome is None or outcome.kind == "commit":
+                break
+            aborted.append(f"island {outcome.by} says: {outcome.reason}")
+            plan, newest = None, []
+        if not offers and plan is None and outcome is None:
+            return None
+        is_committed = outcome is not None and outcome.kind == "commit"
+        return RoundStatus(
+            round=number,
+            state="committed" if is_committed else "planned" if plan else "gathering",
+            attempts=max(attempts) + 1,
+            offered=sorted({offer.island for offer in newest}),
+            participants=[participant.island for participant in plan.participants] if plan else [],
+            left_out=_left_out(plan, newest) if plan else {},
+            aborted=aborted,
+            payload_bytes=_payload_bytes(offers.values()),
+            committed_at=_decided_at(attempts) if is_committed else None,
+        )
+
+    def _find(self, paths: Iterable[str], records: Mapping[str, Entry], kind: type[R]) -> R | None:
+        """The first record that can be read."""
+        return next((found for path in paths if (found := self._read(records[path], kind)) is not None), None)
+
+    def _read_offers(self, records: Mapping[str, Entry]) -> dict[str, OfferRecord]:
+        """The offers to one attempt; those that lie under another island's name are passed over, as islands do."""
+        found = {path: self._read(entry, OfferRecord) for path, entry in records.items() if "/offers/" in path}
+        return {
+            path: offer
+            for path, offer in found.items()
+            if offer and path.endswith(f"/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json")
+        }
 
     def _newest_snapshot(self, entries: Sequence[Entry]) -> SnapshotStatus | None:
         folders: dict[str, list[Entry]] = {}
@@ -289,8 +349,8 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Obs
     return Observer(store, key, num_rounds, url=rendezvous)
 
 
-def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
-    """Claims or heartbeats, as incarnations/I/N.json, by island and number."""
+def _by_folder(entries: Sequence[Entry]) -> ByIsland:
+    """Of entries as incarnations/I/N.json."""
     found: dict[int, dict[int, Entry]] = {}
     for entry in entries:
         if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
@@ -300,7 +360,7 @@ def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
 
 def _seconds(status: RoundStatus, rounds: Mapping[int, Attempts]) -> float | None:
     """From the commit of the round before to that of this one."""
-    before = decided_at(rounds[status.round - 1]) if status.round - 1 in rounds else None
+    before = _decided_at(rounds[status.round - 1]) if status.round - 1 in rounds else None
     return (status.committed_at - before).total_seconds() if status.committed_at and before else None
 
 
@@ -312,6 +372,37 @@ def _stored(entries: Sequence[Entry]) -> StoredBytes:
     return StoredBytes(**sizes)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.median(known), 3) if known else None
+def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entry]]]:
+    """The records of all rounds, by round, attempt and path."""
+    rounds: dict[int, dict[int, dict[str, Entry]]] = {}
+    for entry in entries:
+        if match := _PATH.fullmatch(entry.path):
+            rounds.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[entry.path] = entry
+    return rounds
+
+
+def _decided_at(attempts: Attempts) -> datetime | None:
+    """When a round's last attempt was settled, by the store's clock."""
+    outcomes = [entry for path, entry in attempts[max(attempts)].items() if is_outcome(path)]
+    return max(entry.modified for entry in outcomes) if outcomes else None
+
+
+def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]:
+    """Islands that offered but do not take part: those that the plan names, and those that it does not."""
+    left_out = {int(island): reason for island, reason in plan.left_out.items() if island.isdecimal()}
+    known = {participant.island for participant in plan.participants} | left_out.keys()
+    for offer in offers:
+        if offer.island not in known:
+            same = offer.state == plan.state
+            late = f"came after the plan, which island {plan.by} wrote"
+            left_out[offer.island] = late if same else "starts from other outer parameters"
+    return dict(sorted(left_out.items()))
+
+
+def _payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
+    """Bytes of all objects; one that is offered again in another attempt counts once. None if there are none."""
+    objects = [info for offer in offers for info in offer.objects]
+    if all("path" not in info for info in objects):
+        return None
+    sizes = {str(info.get("path")): info.get("num_bytes") for info in objects}
+    return sum(size for size in sizes.values() if isinstance(size, int) and size >= 0)

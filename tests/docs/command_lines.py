@@ -96,7 +96,7 @@ def _dashboard(command: list[str]) -> None:
 
 
 def _train_lm(words: list[str]) -> None:
-    from hf_diloco.apps.common.commandline import parse_command_line
+    from hf_diloco.apps.common.load import parse_command_line
     from hf_diloco.apps.lm.runfile import RunFile
 
     assert words[0] == "train_lm.py"

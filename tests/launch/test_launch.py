@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from hf_diloco.status import RunStatus
+from hf_diloco.status.models import RunStatus
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import Process, Processes, run
 

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.chaos import run_file
 from hf_diloco.apps.common.base import PushBlock
-from hf_diloco.apps.common.publish import check_login, publish
+from hf_diloco.apps.common.hub import check_login, publish
 from hf_diloco.errors import ConfigError
 from tests.hub_server import HubServer
 from tests.processes import run

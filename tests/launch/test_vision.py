@@ -20,7 +20,7 @@ from datasets import ClassLabel, Dataset, Features
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from hf_diloco.apps.vision.settings import ImageDataBlock
+from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.apps.vision.sources import open_source
 from tests.processes import ROOT, Command, Process, Processes, find_free_port, run
 

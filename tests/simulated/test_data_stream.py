@@ -12,11 +12,17 @@ import torch
 from datasets import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from hf_diloco.apps.data.build import share_documents, without_held_out
 from hf_diloco.apps.data.packing import Encoder
-from hf_diloco.apps.data.position import FILE_NAME, DataPositionCallback, read_position, write_position
-from hf_diloco.apps.data.shares import share_documents, without_held_out
 from hf_diloco.apps.data.sources import open_files
-from hf_diloco.apps.data.stream import PackedStream, Position
+from hf_diloco.apps.data.stream import (
+    FILE_NAME,
+    DataPositionCallback,
+    PackedStream,
+    Position,
+    read_position,
+    write_position,
+)
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import CheckpointError, ConfigError
 

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from hf_diloco.apps.common.kinds import kind_of
-from hf_diloco.apps.common.load import read_run_file
+from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.cli.simulate import run_simulation

@@ -15,8 +15,7 @@ from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm import train as lm
 from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
 from hf_diloco.apps.vision import train as vision
-from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.settings import GossipBlock
+from hf_diloco.apps.vision.runfile import GossipBlock, VisionRun
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.inner.island import IslandGroup

@@ -22,8 +22,8 @@ from hf_diloco.errors import RendezvousError, StoreError
 from hf_diloco.membership import history
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
-from hf_diloco.status import IslandStatus, Observer, RunStatus, observe
-from hf_diloco.status.rows import figures
+from hf_diloco.status.models import IslandStatus, RunStatus, figures
+from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.transport.open import MeshTransport

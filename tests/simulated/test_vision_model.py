@@ -18,9 +18,9 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.model import build_model, patch_size
-from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
+from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
 
 DIGITS = ImageDataBlock(max_train_examples=64, max_eval_examples=8)
@@ -137,7 +137,7 @@ def test_a_saved_model_and_its_processor_predict_on_raw_pictures(tmp_path: Path)
     model, images = build(ImageModelBlock(preset="resnet-tiny"), data)
     model.train(False)
     model.save_pretrained(tmp_path / "model")
-    image_processor(images).save_pretrained(tmp_path / "model")
+    images.processor.save_pretrained(tmp_path / "model")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
     raw = Image.open(tmp_path / "pictures" / "train" / "left" / "1.png")
@@ -184,7 +184,7 @@ def test_a_checkpoint_gets_a_new_head_and_keeps_its_preprocessing(
     before = AutoModelForImageClassification.from_pretrained(path).state_dict()
     kept = [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
     assert {name for name in before if name not in kept} == {name for name in before if name.startswith("classifier")}
-    made = image_processor(images)
+    made = images.processor
     if processor is None:
         return
     raw = Image.open(tmp_path / "pictures" / "train" / "left" / "1.png")
@@ -206,7 +206,7 @@ def test_grey_digits_for_a_colour_checkpoint_of_another_size(tmp_path: Path) -> 
     assert (images.image_size, images.num_channels, model.config.num_labels) == (32, 3, 10)
     assert images.normalization.mean == (0.5, 0.5, 0.5)  # the checkpoint's
     raw = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
-    assert image_processor(images)(raw, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
+    assert images.processor(raw, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
 
 
 def test_frozen_parameters_do_not_train(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_diloco.apps.common.kinds import kind_of
-from hf_diloco.apps.common.load import read_run_file
+from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.common.shipped import find_run_file, shipped_files, shipped_names
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli.main import app

@@ -13,8 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from hf_diloco.apps.lm.runfile import RunFile
-from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.settings import ResizedCropBlock
+from hf_diloco.apps.vision.runfile import ResizedCropBlock, VisionRun
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError, DiLoCoError

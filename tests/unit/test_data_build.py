@@ -11,8 +11,7 @@ import pytest
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
-from hf_diloco.apps.data.settings import DataBlock
-from hf_diloco.apps.data.sources import alternate, open_files, texts
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_files, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError

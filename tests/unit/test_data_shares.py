@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
-from hf_diloco.apps.data.shares import files_of_island, is_held_out, share_documents, text_hash, without_held_out
+from hf_diloco.apps.data.build import files_of_island, is_held_out, share_documents, text_hash, without_held_out
 
 DOCUMENTS_PER_SHARD = 4
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from hf_diloco.apps.lm.checkpoint import find_source, load_weights
+from hf_diloco.apps.lm.model import find_source, load_weights
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.simulate import simulate
-from hf_diloco.apps.lm.size import measure_model
 from hf_diloco.apps.lm.tokenizer import load_tokenizer, train_byte_level_bpe
 from hf_diloco.errors import ConfigError
+from hf_diloco.planning.scenario import measure_model
 
 HEADS, WIDTH, LAYERS = 2, 32, 2
 TEXT = "two islands train one model, and meet every so often"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_diloco.apps.data.masking import Masking
-from hf_diloco.apps.data.packing import example
+from hf_diloco.apps.data.packing import Masking, example
 from hf_diloco.apps.lm.model import build_model
 from hf_diloco.apps.lm.runfile import ModelBlock, RunFile, load_run_file
 from hf_diloco.apps.lm.tokenizer import END_OF_TEXT, MASK, build_tokenizer, train_byte_level_bpe

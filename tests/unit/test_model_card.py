@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_diloco.apps.common.model_card import Training, write_card
-from hf_diloco.apps.lm.finish import describe_training
 from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.lm.train import describe_training
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.summary import describe_training as describe_vision
+from hf_diloco.apps.vision.train import describe_training as describe_vision
 from hf_diloco.methods.gossip import METHODS as GOSSIP
 from hf_diloco.methods.outer import METHODS
 from tests.report_runs import write_run

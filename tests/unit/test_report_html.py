@@ -12,8 +12,7 @@ import pytest
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, summarise, write_html
-from hf_diloco.report.figures import MAX_BARS, MAX_POINTS, plots
-from hf_diloco.report.svg import NUM_COLOURS
+from hf_diloco.report.figures import MAX_BARS, MAX_POINTS, NUM_COLOURS, plots
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

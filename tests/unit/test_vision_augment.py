@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hf_diloco.apps.vision.dataset import augment
-from hf_diloco.apps.vision.draws import uniform
-from hf_diloco.apps.vision.settings import AugmentBlock
+from hf_diloco.apps.vision.dataset import augment, uniform
+from hf_diloco.apps.vision.runfile import AugmentBlock
 
 BLOCKS = [
     AugmentBlock(random_crop=2),
@@ -91,7 +90,7 @@ def test_numbers_are_uniform_and_independent(other: dict[str, Any]) -> None:
 
 def test_splitmix64_has_the_published_values() -> None:
     """The generator of seed 1234567 (rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64)."""
-    from hf_diloco.apps.vision.draws import _mix
+    from hf_diloco.apps.vision.dataset import _mix
 
     step = np.uint64(0x9E3779B97F4A7C15)
     state, numbers = np.array([1234567], dtype=np.uint64), []

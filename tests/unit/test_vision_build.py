@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader
 
 from hf_diloco.apps.vision import images as images_module
 from hf_diloco.apps.vision.assemble import accuracy
-from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
-from hf_diloco.apps.vision.images import DecodedImages, StoredImages
-from hf_diloco.apps.vision.normalize import measure
-from hf_diloco.apps.vision.pictures import ArrayPictures
-from hf_diloco.apps.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
+from hf_diloco.apps.vision.images import ArrayPictures, DecodedImages, StoredImages, measure
+from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
 from hf_diloco.errors import ConfigError
 
 RESNET = ImageModelBlock(preset="resnet-tiny")
@@ -164,7 +162,7 @@ def test_the_saved_processor_makes_the_pixels_of_the_evaluation(
     folder = write_pictures(tmp_path / "pictures", mode, sizes)
     data = build(ImageDataBlock(source="folder", path=str(folder), image_size=image_size))
     assert (data.num_channels, data.image_size) == (1 if mode == "L" else 3, image_size or 16)
-    image_processor(data).save_pretrained(tmp_path / "model")
+    data.processor.save_pretrained(tmp_path / "model")
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     for index in range(len(data.evaluation)):
         name = "left" if index < 4 else "right"

@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from hf_diloco.apps.vision.build import ImageData, build_images
-from hf_diloco.apps.vision.crops import RandomCrops, crop_boxes
-from hf_diloco.apps.vision.pictures import IntArray, Pictures
+from hf_diloco.apps.vision.dataset import RandomCrops, crop_boxes
+from hf_diloco.apps.vision.images import IntArray, Pictures
 from hf_diloco.apps.vision.preprocess import choose_preprocessing
-from hf_diloco.apps.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, ResizedCropBlock
+from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, ResizedCropBlock
 
 SIZE = 16
 SHAPES = [(120, 80), (64, 64), (30, 200), (16, 16), (9, 12)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_diloco.apps.vision.idx import read_idx, read_images_and_labels
+from hf_diloco.apps.vision.sources import read_idx, read_images_and_labels
 from hf_diloco.errors import ConfigError
 
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)

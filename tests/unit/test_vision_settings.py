@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hf_diloco.apps.vision.settings import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
+from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
 from tests.processes import run
 
 
 def test_import_is_cheap() -> None:
-    output = run([sys.executable, "-X", "importtime", "-c", "import hf_diloco.apps.vision.settings"]).output
+    output = run([sys.executable, "-X", "importtime", "-c", "import hf_diloco.apps.vision.runfile"]).output
     imported = {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", output, re.MULTILINE)}
     assert "hf_diloco" in imported
     assert not imported & {"torch", "transformers", "datasets", "numpy", "sklearn", "PIL"}

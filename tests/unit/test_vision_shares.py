@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_diloco.apps.vision.pictures import IntArray
-from hf_diloco.apps.vision.shares import assign_shares, draw_proportions
+from hf_diloco.apps.vision.build import assign_shares, draw_proportions
+from hf_diloco.apps.vision.images import IntArray
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
 

@@ -10,8 +10,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
-from hf_diloco.apps.vision.settings import ImageDataBlock
+from hf_diloco.apps.vision.images import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
+from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.apps.vision.sources import open_source
 from hf_diloco.errors import ConfigError
 

@@ -38,14 +38,8 @@ DECIDED_ELSEWHERE = {
 """Settings of the Trainer that a run file decides in another place, by name, with that place."""
 
 _POSITIVE = (
-    "learning_rate",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "logging_steps",
-    "save_steps",
-    "eval_steps",
-    "save_total_limit",
+    *("learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("logging_steps", "save_steps", "eval_steps", "save_total_limit"),
 )
 _NOT_NEGATIVE = ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
 _BELOW_ONE = ("adam_beta1", "adam_beta2", "label_smoothing_factor")

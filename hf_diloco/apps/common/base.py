@@ -6,23 +6,29 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, names_hub
 from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
-from hf_diloco.store.credentials import KeySettings
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import plural
 
+if TYPE_CHECKING:
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock
+    from hf_diloco.apps.vision.runfile import GossipBlock
+
 OFFLOAD_ON_CPU = (
     "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to "
     "needs an accelerator: set it to false"
 )
+
+MODELS = ("preset", "path", "config")
+"""Settings of the block `model`, of which one is given."""
 
 
 class LaunchBlock(Block):
@@ -71,50 +77,24 @@ class FsdpBlock(Block):
         return num_shards
 
 
+def check_model(preset: str | None, path: str | None, config: dict[str, Any] | None, example: str) -> None:
+    """Raises `ValueError` unless exactly one of them makes the model; `example`: a type that a config may name."""
+    given = [name for name, value in zip(MODELS, (preset, path, config), strict=True) if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
+            "(set the others to null)"
+        )
+    if config is not None and not isinstance(config.get("model_type"), str):
+        raise ValueError(f"config needs a model_type, as in model_type: {example}; got {config!r}")
+
+
 class PushBlock(Block):
     """The final model on the Hugging Face Hub: island or node 0 pushes it, with its card, when training has ended."""
 
     repo: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", description="YOU/NAME; made if it is not there")
     private: bool = Field(True, description="of a repository that is made: only you and those you invite see it")
     revision: str | None = Field(None, description="branch, which must be there; null: main")
-
-
-class Meeting(KeySettings, Protocol):
-    """The block of a run file that says how many islands there are and where they meet."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether islands exchange anything."""
-
-    @property
-    def island(self) -> int:
-        """This island's number, from 0."""
-
-    @property
-    def num_islands(self) -> int:
-        """Islands in the run."""
-
-    @property
-    def num_shares(self) -> int:
-        """Islands that may ever take part."""
-
-    @property
-    def rendezvous(self) -> str | None:
-        """Where they meet; may be left to whoever starts them."""
-
-    @property
-    def survives_losses(self) -> bool:
-        """Whether the other islands go on when one is lost."""
-
-    def resolve(self) -> Any:
-        """The complete settings of one island.
-
-        Raises:
-            ConfigError: when several islands have no rendezvous.
-        """
-
-    def check_rendezvous(self, url: str) -> None:
-        """Raises `ConfigError` if a setting does not go with this rendezvous."""
 
 
 class BaseRun(Block):
@@ -187,8 +167,8 @@ class BaseRun(Block):
 
     @property
     @abstractmethod
-    def meeting(self) -> Meeting:
-        """How many islands there are and where they meet."""
+    def meeting(self) -> DiLoCoBlock | GossipBlock:
+        """How many islands there are and where they meet; a subclass has the block under its own name."""
 
     def check(self) -> None:
         """Raises `ConfigError` for what shows only with libraries that take seconds to load."""

@@ -23,7 +23,9 @@ def prepare_environment(wants_deepspeed: bool) -> None:
     given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     elif len(given) < 4:
         missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(given)
         raise ConfigError(
@@ -44,9 +46,3 @@ def prepare_environment(wants_deepspeed: bool) -> None:
 def is_leader() -> bool:
     """Whether this process is rank 0 of its island."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

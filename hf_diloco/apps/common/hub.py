@@ -1,16 +1,22 @@
-"""Whether the Hugging Face Hub can be reached: one short try, where its libraries take half a minute for each file."""
+"""The Hugging Face Hub: whether it can be reached and lets us in, and how a trained model gets there."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import ssl
 import sys
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.environment import is_leader
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.common.base import PushBlock
 
 SECONDS = 5.0
 _OFFLINE = "HF_HUB_OFFLINE"
@@ -18,6 +24,8 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 def use_cache_without_hub(is_needed: bool) -> None:
     """Has the libraries take what is in their cache if the Hub does not answer. Call it before they are imported.
+
+    One short try, where they take half a minute for each file.
 
     Args:
         is_needed: whether the run names anything of the Hub; else nothing is tried.
@@ -73,3 +81,37 @@ def _ask(url: str) -> str:
         reason = getattr(error, "reason", error)
         return "" if isinstance(reason, ssl.SSLError) else str(reason)  # the libraries have certificates of their own
     return ""
+
+
+def check_login() -> None:
+    """Raises `ConfigError` if this machine has no token of the Hub, which shows here and not after the training."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError("push_to_hub: this machine has no token of the Hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def publish(folder: Path, where: PushBlock) -> None:
+    """Uploads a model's folder, card included, as one commit. If that fails it only says so: the model is on the disk.
+
+    Args:
+        folder: as `save_final_model` and `write_card` have left it.
+        where: the repository, which is made if it is not there.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        repo = api.create_repo(where.repo, private=where.private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo.repo_id, folder_path=folder, revision=where.revision, commit_message="End of training"
+        )
+    except Exception as error:  # those of the client's HTTP library come through, and it is not always the same one
+        reason = " ".join(str(error).split()) or type(error).__name__
+        options = ["--private"] * where.private + (["--revision", where.revision] if where.revision else [])
+        by_hand = shlex.join(["hf", "upload", where.repo, str(folder), *options])  # it makes the branch, too
+        print(
+            f"warning: the model is not on the Hub ({reason}): push it with `{by_hand}`", file=sys.stderr, flush=True
+        )
+        return
+    print(f"published: {repo}", flush=True)

@@ -1,15 +1,20 @@
-"""Run files read and checked: command line beats environment beats file beats default."""
+"""Run files read and checked, as a training script's command line names them.
+
+Command line beats environment beats file beats default.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
@@ -86,12 +91,75 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
             what = PydanticCustomError("value_error", "{text}", {"text": str(problem["ctx"]["error"])})
         details = InitErrorDetails(type=what, loc=problem["loc"], input=problem["input"], ctx=problem.get("ctx", {}))
         one = ValidationError.from_exception_data(error.title, [details])
-        texts.append(f"{_place(origins, problem, file)}{describe(one, kind)}")
+        # What is wrong in a block as a whole begins with the setting's name.
+        inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
+        names = (*problem["loc"], inside[1]) if inside else problem["loc"]
+        texts.append(f"{nearest_line(origins, names) or f'{file}: '}{describe(one, kind)}")
     return "; ".join(texts)
 
 
-def _place(origins: dict[KeyPath, str], problem: ErrorDetails, file: str) -> str:
-    """Where the setting stands. What is wrong in a block as a whole begins with the setting's name."""
-    inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
-    names = (*problem["loc"], inside[1]) if inside else problem["loc"]
-    return nearest_line(origins, names) or f"{file}: "
+def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:
+    """Reads the run file that the command line names, with its overrides.
+
+    Args:
+        kind: of run.
+        program: its name, for `--help`.
+        description: what it does.
+        argv: default: the process's.
+
+    Raises:
+        ConfigError: when the run file or an override is wrong.
+    """
+    given = vars(make_parser(program, description).parse_intermixed_args(argv))
+    return load_given(kind, given)
+
+
+def load_given(kind: type[R], given: Mapping[str, Any]) -> R:
+    """The run file of parsed arguments, with its overrides.
+
+    Raises:
+        ConfigError: when the run file or an override is wrong.
+    """
+    keys = {name: kind.setting(name) for name in VARIABLES}
+    keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
+    shorthands = [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
+    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands])
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """What every training script understands."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog="Start it with torchrun, accelerate launch or deepspeed; `hf-diloco launch` starts all islands at once."
+        " Command line beats environment beats file.",
+    )
+    parser.add_argument(
+        "run_file", type=Path, metavar="RUN.yaml", help="model, data, training and outer loop; or `quickstart`"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as training.max_steps=200")
+    parser.add_argument(
+        "--island", "--node", type=int, help="this island's, or node's, number, from 0 (HF_DILOCO_ISLAND)"
+    )
+    parser.add_argument(
+        "--num-islands", "--num-nodes", type=int, help="islands, or nodes, in the run (HF_DILOCO_NUM_ISLANDS)"
+    )
+    parser.add_argument("--rendezvous", metavar="URL", help="where they meet: tcp://HOST:PORT (HF_DILOCO_RENDEZVOUS)")
+    parser.add_argument("--name", help="the run folder is OUTPUT/NAME")
+    parser.add_argument("--output", metavar="FOLDER", help="the folder of run folders")
+    parser.add_argument("--resume", metavar="auto|never|FOLDER", help="where training begins; {island} is replaced")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # given by some launchers
+    return parser
+
+
+def kind_of(path: str | Path) -> type[BaseRun]:
+    """Which kind of run a file is of: image classifiers have a `gossip` block.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from hf_diloco.apps.lm.runfile import RunFile
+    from hf_diloco.apps.vision.runfile import VisionRun
+
+    values, _ = read_yaml(find_run_file(path))
+    return VisionRun if VisionRun.meeting_name in values else RunFile

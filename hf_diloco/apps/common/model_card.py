@@ -95,12 +95,9 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
 
     report = summarise(load_run(run_folder))
     report = report.model_copy(update={"payload": report.payload and _short(report.payload)})
-    unit = "island" if report.method is None else "node"
-    number = report.num_islands or len(report.covers)
-    is_on_hub = training.base_model is not None and not Path(training.base_model).exists()
-    begun = Path(training.base_model).name if training.base_model and not is_on_hub else training.base_model
+    hub_id, begun = _base(training.base_model)
     data = ModelCardData(
-        base_model=training.base_model if is_on_hub else None,
+        base_model=hub_id,
         datasets=[training.dataset] if training.dataset else None,
         library_name="transformers",
         pipeline_tag=training.task,
@@ -116,10 +113,10 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         model_folder,
         data,
         name=report.name,
-        places=f"{number} {plural(unit, number)}",
+        places=f"{report.size} {plural(report.noun, report.size)}",
         training=rows,
         papers=training.papers,
-        covers=f", of {unit} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
+        covers=f", of {report.noun} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
         figures=[(key, value) for key, value in overview(report) if key != "model"],
     )
 
@@ -138,9 +135,9 @@ def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
     base: str | None = None
     if (adapter := model_folder / "adapter_config.json").is_file():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") or None
-    is_on_hub = base is not None and not Path(base).exists()
+    hub_id, begun = _base(base)
     rows = {
-        "adapters of": Path(base).name if base and not is_on_hub else base,
+        "adapters of": begun,
         "weights": "outer parameters of a checkpoint",
         "method": _short(method),
         "parameters trained": text.count(index.num_parameters),
@@ -154,7 +151,7 @@ def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
     number = settings.get("num_islands", 1)
     _write(
         model_folder,
-        ModelCardData(base_model=base if is_on_hub else None, library_name="transformers", tags=_tags(method)),
+        ModelCardData(base_model=hub_id, library_name="transformers", tags=_tags(method)),
         name=model_folder.resolve().name,
         places=f"{number} {plural('island', number)}",
         training=[(name, str(value)) for name, value in rows.items() if value is not None],
@@ -190,6 +187,13 @@ def _write(
         write_whole(model_folder / "README.md", str(card))
     except OSError as error:
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
+
+
+def _base(model: str | None) -> tuple[str | None, str | None]:
+    """Of a model that is on the Hub its id, and what a card calls it: of a folder the name alone."""
+    if model is None or not Path(model).exists():
+        return model, model
+    return None, Path(model).name
 
 
 def _short(name: str) -> str:

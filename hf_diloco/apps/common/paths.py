@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line
+from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, set_at
 from hf_diloco.errors import CheckpointError, ConfigError
 
 
@@ -44,18 +44,18 @@ def resolve_paths(
     for path in (*named.paths, *named.hub_ids_or_paths):
         text = _get(values, path)
         if isinstance(text, str):
-            may_be_hub_id = path in named.hub_ids_or_paths and not _looks_local(text)
+            looks_local = text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
             found = _find(text, folders)
-            if found is None and not may_be_hub_id:
+            if found is None and (looks_local or path not in named.hub_ids_or_paths):
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
-            _put(values, path, found or text)
+            set_at(values, path, found or text)
     for path in named.patterns:
         if isinstance(text := _get(values, path), str):
-            _put(values, path, _find(text, folders) or str(folders[0] / text))
+            set_at(values, path, _find(text, folders) or str(folders[0] / text))
     for path in named.globs:
         patterns = _get(values, path)
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
-            _put(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
+            set_at(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
 
 
 def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list[Path]:
@@ -89,10 +89,6 @@ def _find(text: str, folders: Sequence[Path]) -> str | None:
     return None
 
 
-def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
-
-
 def _names(folders: Sequence[Path]) -> str:
     return " or ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
 
@@ -105,12 +101,6 @@ def _get(values: Any, path: KeyPath) -> Any:
     for key in path:
         values = values.get(key) if isinstance(values, dict) else None
     return values
-
-
-def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        values = values[key]
-    values[path[-1]] = value
 
 
 def given_checkpoint(resume: str, island: int) -> Path:

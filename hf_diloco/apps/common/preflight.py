@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.publish import check_login
+from hf_diloco.apps.common.hub import check_login
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.text import nearest
@@ -26,9 +26,14 @@ def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
     Raises:
         ConfigError: naming every problem.
     """
-    problems = [problem for attempt in (*others, *_attempts(run)) if (problem := _problem(attempt))]
+    problems: dict[str, None] = {}
+    for attempt in (*others, *_attempts(run)):
+        try:
+            attempt()
+        except DiLoCoError as error:
+            problems[str(error)] = None
     if problems:
-        raise ConfigError("; ".join(dict.fromkeys(problems)))
+        raise ConfigError("; ".join(problems))
 
 
 def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
@@ -41,14 +46,6 @@ def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
     yield from run.probes()
 
 
-def _problem(attempt: Callable[[], object]) -> str | None:
-    try:
-        attempt()
-    except DiLoCoError as error:
-        return str(error)
-    return None
-
-
 def _build_arguments(run: BaseRun) -> None:
     """As an island does, but without DeepSpeed, which would start its process group, and with FSDP for one rank."""
     fsdp = run.fsdp and run.fsdp.model_copy(update={"num_replicas": 1})
@@ -57,23 +54,15 @@ def _build_arguments(run: BaseRun) -> None:
 
 
 def _check_trackers(report_to: Any) -> None:
-    for name in _missing_trackers(report_to):
-        known = _known_trackers()
-        hint = "install its package, or leave it out" if name in known else f"known: {', '.join(known)}"
-        raise ConfigError(f"training.report_to: {name!r} is not to be had here{nearest(name, known)}: {hint}")
-
-
-def _missing_trackers(report_to: Any) -> list[str]:
     from transformers.integrations import get_available_reporting_integrations
-
-    names = [report_to] if isinstance(report_to, str) else report_to if isinstance(report_to, list) else []
-    return [str(name) for name in names if name not in ("none", "all", *get_available_reporting_integrations())]
-
-
-def _known_trackers() -> list[str]:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    return sorted(INTEGRATION_TO_CALLBACK)
+    names = [report_to] if isinstance(report_to, str) else report_to if isinstance(report_to, list) else []
+    for name in map(str, names):
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            hint = "install its package, or leave it out" if name in known else f"known: {', '.join(known)}"
+            raise ConfigError(f"training.report_to: {name!r} is not to be had here{nearest(name, known)}: {hint}")
 
 
 def _check_deepspeed(run: BaseRun) -> None:

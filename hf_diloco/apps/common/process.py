@@ -79,7 +79,7 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     _check_folder(run)
     use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
-    from hf_diloco.apps.common.publish import check_login
+    from hf_diloco.apps.common.hub import check_login
     from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)
@@ -171,7 +171,7 @@ def last_evaluation(trainer: Trainer) -> dict[str, float] | None:
     return None
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """Prints a line, on the leader."""
     if is_leader():
-        print(text, end=end, flush=True)
+        print(text, flush=True)

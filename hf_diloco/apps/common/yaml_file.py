@@ -68,7 +68,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     try:
         values, node = _load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_where(error)}: not valid YAML: {_problem(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {_problem(error)}") from None
     values = {} if values is None and node is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
@@ -182,11 +184,6 @@ def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | Non
         if names[:length] in lines:
             return lines[names[:length]]
     return None
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}" if mark else ""
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -1,13 +1,18 @@
-"""Documents to token blocks of one length: tokenised, joined with an end-of-text token after each, cut, no padding."""
+"""Documents to token blocks of one length: tokenised, joined with an end-of-text token after each, cut, no padding.
+
+For masked language modelling (BERT, arXiv 1810.04805) a collator hides some of a block's tokens.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset as TorchDataset
 
 from hf_diloco.errors import ConfigError
@@ -16,8 +21,10 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-
 Example = dict[str, torch.Tensor]
+
+NOT_PREDICTED = -100  # a label that the loss leaves out
+SHARE_OF_MASKS, SHARE_OF_RANDOM = 0.8, 0.1  # of the hidden tokens; the rest stays as it is
 
 
 class Encoder:
@@ -130,3 +137,41 @@ def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num
             break
     usable = min(needed, len(tokens) // sequence_length * sequence_length)
     return TokenBlocks(np.asarray(tokens[:usable], dtype=np.int32).reshape(-1, sequence_length))
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A collator of blocks that hides tokens. A block's mask depends on its tokens and the seed alone.
+
+    (Transformers' own draws from a random state that goes on from batch to batch: a resumed run would have other masks
+    than an uninterrupted one, and islands would evaluate different ones.)
+
+    Attributes:
+        mask: number of the token that hides others.
+        vocab_size: tokens that may stand in the place of a hidden one.
+        share: of a block's tokens that are to be predicted.
+        seed: of the run.
+    """
+
+    mask: int
+    vocab_size: int
+    share: float
+    seed: int
+
+    def __call__(self, examples: Sequence[Example]) -> Example:
+        """`input_ids` with hidden tokens, and `labels`: what they were, -100 elsewhere; both (examples, length)."""
+        hidden = [self._hide(example["input_ids"]) for example in examples]
+        return {name: torch.stack([one[name] for one in hidden]) for name in ("input_ids", "labels")}
+
+    def _hide(self, tokens: torch.Tensor) -> Example:
+        seed = xxhash.xxh64_intdigest(tokens.numpy().tobytes(), self.seed) >> 1
+        generator = torch.Generator().manual_seed(seed)
+        is_chosen = torch.rand(tokens.shape, generator=generator) < self.share
+        kind = torch.rand(tokens.shape, generator=generator)
+        others = torch.randint(self.vocab_size, tokens.shape, generator=generator)
+        shown = torch.where(is_chosen & (kind < SHARE_OF_MASKS), self.mask, tokens)
+        is_random = is_chosen & (kind >= SHARE_OF_MASKS) & (kind < SHARE_OF_MASKS + SHARE_OF_RANDOM)
+        return {
+            "input_ids": torch.where(is_random, others, shown),
+            "labels": torch.where(is_chosen, tokens, NOT_PREDICTED),
+        }

@@ -1,19 +1,90 @@
-"""Opens the text: embedded, from the Hub, or from files; always as a dataset with the one column `text`."""
+"""Opens the text: embedded, from the Hub, or from files; always as a dataset with the one column `text`.
+
+The embedded text is English that comes with every Python: the language reference's topics and the standard library's
+docstrings, about 2 MB of prose, so that a first run downloads nothing. It is deterministic for one version of Python,
+and differs a little between versions, which the islands notice when they compare their tokenizers. Parsing takes
+seconds: the result is kept in the user's cache folder, under a name that changes with the sources.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from hf_diloco.apps.data.embedded import embedded_documents
-from hf_diloco.apps.data.settings import DataBlock
+from pydantic import Field, model_validator
+
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.files import write_whole
+from hf_diloco.utils.settings import Block
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     Documents: TypeAlias = Dataset | IterableDataset
+
+
+class DataBlock(Block):
+    """The text, and which part of it an island sees."""
+
+    source: Literal["embedded", "c4", "hub", "files"] = Field(
+        "embedded",
+        description="embedded: English text that comes with Python; c4: allenai/c4; hub: any dataset; files",
+    )
+    path: str | None = Field(None, description="source hub: the dataset's id or folder")
+    name: str | None = Field(None, description="sources hub and c4: the configuration of the dataset (c4: en)")
+    split: str = Field("train", description="sources hub and c4: the split to train on")
+    eval_split: str | None = Field(
+        None,
+        description="sources hub and c4: the split to evaluate on (c4: validation); null: a held-out part of split",
+    )
+    files: list[str] = Field([], description="source files: globs of .json, .jsonl or .txt files, also .gz")
+    eval_files: list[str] = Field([], description="globs of files to evaluate on; empty: a held-out part of the data")
+    text_column: str = Field("text", description="sources c4, hub and files: the column that holds the text")
+    streaming: bool = Field(False, description="read while training, without a copy on disk (c4: true)")
+    sequence_length: int = Field(256, ge=2, description="tokens of one training example; documents are packed to it")
+    num_eval_sequences: int = Field(64, ge=1, description="examples held out for evaluation, the same on all islands")
+    shares: Literal["iid", "domains", "same"] = Field(
+        "iid", description="iid: disjoint random shares; domains: file k for island k % islands; same: all for all"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        is_c4 = values.get("source") == "c4"
+        filled = {"streaming": is_c4, "name": "en" if is_c4 else None, "eval_split": "validation" if is_c4 else None}
+        return {**values, **{key: value for key, value in filled.items() if values.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> DataBlock:
+        uses = {"path": ("hub",), "name": ("hub", "c4"), "eval_split": ("hub", "c4"), "files": ("files",)}
+        for key, sources in uses.items():
+            if getattr(self, key) and self.source not in sources:
+                raise ValueError(f"{key} belongs to source {' or '.join(sources)}, but source is {self.source}")
+        if self.source == "embedded" and self.text_column != "text":
+            raise ValueError(f"text_column: the embedded text has no columns; leave out {self.text_column!r}")
+        if self.source == "hub" and not self.path:
+            raise ValueError("path is missing: source hub needs the id of a dataset, as in path: allenai/c4")
+        if self.source == "files" and not self.files:
+            raise ValueError("files is missing: source files needs globs, as in files: [corpus/*.jsonl.gz]")
+        if self.source == "embedded" and self.streaming:
+            raise ValueError("streaming: the embedded text is in memory and cannot be streamed; set it to false")
+        if self.shares == "domains" and self.source != "files":
+            raise ValueError(f"shares: domains needs source files (one domain a file), but source is {self.source}")
+        return self
+
 
 C4 = "allenai/c4"
 
@@ -25,6 +96,18 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "paragraph"}),  # documents are separated by blank lines
 }
 _COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+
+MIN_CHARACTERS = 100
+
+# Not prose, not of every installation, or (site-packages) not Python's own.
+_LEFT_OUT = {
+    "__pycache__", "_pyrepl", "dist-packages", "distutils", "ensurepip", "idlelib", "lib2to3", "site-packages", "test",
+    "tests", "tkinter", "turtledemo", "turtle.py", "venv",
+}  # fmt: skip
+
+_ROLE = re.compile(r":[a-z:]+:`~?([^`<]*)`")  # :func:`~os.path.join`
+_UNDERLINE = re.compile(r"^\s*([=*~^\-#+.])\1{2,}\s*$")
+_DOCTEST = re.compile(r"^\s*(>>>|\.\.\.)( |$)")
 
 
 def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Documents:
@@ -109,24 +192,115 @@ def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
 def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Documents:
     from datasets import load_dataset
 
-    where = ", ".join(options["data_files"]["train"][:3]) if "data_files" in options else path
+    where, remedy = path, "; where the Hub cannot be reached, download the files and use source files"
+    if "data_files" in options:
+        where, remedy = ", ".join(options["data_files"]["train"][:3]), ""
     try:
         documents = load_dataset(path, streaming=streaming, **options)
-        columns = documents.column_names or _columns_of_first_row(documents)
+        columns = documents.column_names or list(next(iter(documents)))
     except Exception as error:  # of the Hub, the network, the file system or the parser
-        raise ConfigError(
-            f"data: cannot read {where}: {type(error).__name__}: {error}"
-            + (
-                ""
-                if "data_files" in options
-                else "; where the Hub cannot be reached, download the files and use source files"
-            )
-        ) from error
+        raise ConfigError(f"data: cannot read {where}: {type(error).__name__}: {error}{remedy}") from error
     if text_column not in columns:
         raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(columns)})")
     documents = documents.select_columns([text_column])
     return documents if text_column == "text" else documents.rename_column(text_column, "text")
 
 
-def _columns_of_first_row(documents: Any) -> list[str]:
-    return list(next(iter(documents)))
+def embedded_documents() -> list[str]:
+    """The documents, in an order that depends on nothing but the version of Python.
+
+    Raises:
+        ConfigError: when this Python comes without its sources.
+    """
+    kept = list(_documents(_standard_library(), _cache_folder()))
+    if len(kept) < 500:
+        raise ConfigError(
+            f"data.source: embedded: found {len(kept)} documents in {_standard_library()}: this Python comes without "
+            "the sources of its standard library; use source files or hub"
+        )
+    return kept
+
+
+def cached_documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
+    """The documents of the Python sources below `folder`, and of the language reference.
+
+    Args:
+        folder: what `_sources` finds there is parsed.
+        cache: a folder, made if need be, that keeps them for other processes; a file there that is damaged, or that
+            cannot be written, costs the time to parse.
+    """
+    if cache is None:
+        return _parse(folder)
+    file = cache / f"embedded-{_fingerprint(folder)}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept and isinstance(kept, list) and all(isinstance(text, str) for text in kept):
+            return tuple(kept)
+    documents = _parse(folder)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(documents), durable=False)
+    return documents
+
+
+_documents = functools.cache(cached_documents)  # tokenizer and data both want them
+
+
+def _cache_folder() -> Path | None:
+    with contextlib.suppress(RuntimeError):  # no home folder
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-diloco"
+    return None
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes with the version of Python, the parsed files' names, sizes and times, and this module."""
+    digest = hashlib.sha256(f"{sys.version}\0".encode() + Path(__file__).read_bytes())
+    for path in _sources(folder):
+        state = path.stat()
+        digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _parse(folder: Path) -> tuple[str, ...]:
+    documents = dict.fromkeys(clean(text) for text in [*_topics(), *_docstrings(folder)])
+    return tuple(text for text in documents if len(text) >= MIN_CHARACTERS)
+
+
+def clean(text: str) -> str:
+    """Text without reStructuredText's roles and underlines, and without interactive examples."""
+    lines = _ROLE.sub(r"\1", inspect.cleandoc(text)).replace("``", "").splitlines()
+    kept = [line.rstrip() for line in lines if not _UNDERLINE.match(line) and not _DOCTEST.match(line)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _topics() -> Iterator[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return
+    yield from (topics[name] for name in sorted(topics))
+
+
+def _docstrings(folder: Path) -> Iterator[str]:
+    """All docstrings of the modules below a folder, without importing any."""
+    for path in _sources(folder):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node, clean=False) or ""
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The modules below a folder that are Python's own, in an order that depends on their names alone."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(parent, name) for name in files if name.endswith(".py") and name not in _LEFT_OUT]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())

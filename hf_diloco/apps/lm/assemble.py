@@ -18,11 +18,9 @@ from hf_diloco.apps.common.environment import ENV_DEBUG
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.data.build import Datasets, build_datasets
-from hf_diloco.apps.data.masking import Masking
-from hf_diloco.apps.data.position import DataPositionCallback, read_position
-from hf_diloco.apps.data.stream import PackedStream
-from hf_diloco.apps.lm.checkpoint import find_source
-from hf_diloco.apps.lm.model import auto_class, build_config, build_model
+from hf_diloco.apps.data.packing import Masking
+from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
+from hf_diloco.apps.lm.model import auto_class, build_config, build_model, find_source
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
@@ -188,17 +186,20 @@ def _trainer(
     files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
     is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
     optimizer = make_optimizer(run.optimizer, model, args)
+    masking = None
+    if run.model.objective == "masked":
+        masking = Masking(tokenizer.mask_token_id, len(tokenizer), run.model.mask_share, run.seed)
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        data_collator=_masking(run, tokenizer),
+        data_collator=masking,
         callbacks=[callback, files, *callbacks_of(run.optimizer, optimizer, checkpoint)],
         optimizers=(optimizer, None),
     )
-    if run.model.objective == "masked":
+    if masking is not None:
         # The loss of these models is the mean of their own batch. By their signature the Trainer takes it for one that
         # is divided by the tokens of all ranks and accumulated batches, and would multiply it.
         trainer.model_accepts_loss_kwargs = False
@@ -207,13 +208,6 @@ def _trainer(
     if run.deepspeed is not None or run.fsdp is not None:
         trainer.add_callback(_EngineCheck(trainer))
     return trainer
-
-
-def _masking(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
-    """What hides tokens; None for causal models."""
-    if run.model.objective == "causal":
-        return None
-    return Masking(tokenizer.mask_token_id, len(tokenizer), run.model.mask_share, run.seed)
 
 
 def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:

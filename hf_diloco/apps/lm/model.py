@@ -1,17 +1,23 @@
-"""The model: a Llama shape of the DiLoCo paper, any transformers configuration, or a checkpoint to go on from."""
+"""The model: a Llama shape of the DiLoCo paper, any transformers configuration, or a checkpoint to go on from.
+
+A checkpoint is on the Hub or in a folder of Hugging Face's, or a file in llama.cpp's format GGUF.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.common.model_config import make_config
-from hf_diloco.apps.lm.checkpoint import load_weights
 from hf_diloco.apps.lm.runfile import ModelBlock
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 # Layers, width, heads and head size of 60M to 400M are the paper's (arXiv 2311.08105). Its feed-forward layers are not
 # gated; the widths of the gated ones here give, with tied embeddings and 32,000 tokens, the size in the name. 1B has
@@ -43,7 +49,8 @@ def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence
     Raises:
         ConfigError: on an unknown model type or setting, or values that transformers refuses.
     """
-    defaults = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
+    defaults = {"vocab_size": len(tokenizer), **special}
     config = config_from_scratch(model, defaults, sequence_length)
     _check_fits(config, tokenizer, sequence_length)
     return config
@@ -78,16 +85,18 @@ def build_model(
     """
     from transformers import set_seed
 
-    if model.path is None:
-        config = build_config(model, tokenizer, sequence_length)
-        set_seed(seed)
-        try:
-            return cast("PreTrainedModel", auto_class(model).from_config(config))
-        except Exception as error:
-            raise ConfigError(
-                f"model: no {model.objective} language model can be made of {config.model_type}: {error}"
-            ) from error
-    return _load_model(model, model.path, tokenizer, sequence_length)
+    if model.path is not None:
+        loaded = load_weights(model.path, auto_class(model))
+        _check_fits(loaded.config, tokenizer, sequence_length)
+        return loaded
+    config = build_config(model, tokenizer, sequence_length)
+    set_seed(seed)
+    try:
+        return cast("PreTrainedModel", auto_class(model).from_config(config))
+    except Exception as error:
+        raise ConfigError(
+            f"model: no {model.objective} language model can be made of {config.model_type}: {error}"
+        ) from error
 
 
 def auto_class(model: ModelBlock) -> Any:
@@ -95,23 +104,6 @@ def auto_class(model: ModelBlock) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     return AutoModelForMaskedLM if model.objective == "masked" else AutoModelForCausalLM
-
-
-def _load_model(
-    block: ModelBlock, path: str, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-) -> PreTrainedModel:
-    """A pre-trained model whose training goes on, in fp32."""
-    model = load_weights(path, auto_class(block))
-    _check_fits(model.config, tokenizer, sequence_length)
-    return model
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    return {
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
 
 
 def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> None:
@@ -124,3 +116,90 @@ def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise ConfigError(f"data.sequence_length: {sequence_length} is more than the {longest} positions of the model")
+
+
+class Source(NamedTuple):
+    """What `from_pretrained` is called with.
+
+    Attributes:
+        name: a hub id or a folder.
+        options: `gguf_file` with the name of a file in the folder, or nothing.
+    """
+
+    name: str
+    options: dict[str, str]
+
+
+def find_source(path: str, setting: str = "model.path") -> Source:
+    """Where a model or tokenizer is loaded from.
+
+    Args:
+        path: a hub id, a folder, a GGUF file, or a folder with one GGUF file and no config.json.
+        setting: that names it, for errors.
+
+    Raises:
+        ConfigError: the folder holds several GGUF files, the file is missing, or the package `gguf` is.
+    """
+    file = _gguf_file(Path(path), setting)
+    if file is None:
+        return Source(path, {})
+    need(f"{setting}: {path}", "gguf")
+    if not file.is_file():
+        raise ConfigError(f"{setting}: there is no file {path!r}; give a GGUF file that exists")
+    return Source(str(file.parent), {"gguf_file": file.name})
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """The configuration of a pre-trained model, without its weights.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    from transformers import AutoConfig
+
+    source = find_source(path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **source.options)
+    except Exception as error:  # of the Hub, the file system or the configuration's format
+        raise _cannot_load(path, error) from error
+    return config
+
+
+def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
+    """A pre-trained model in fp32, which trains and is saved as one that never was quantised.
+
+    Args:
+        path: as for `find_source`.
+        auto_class: of transformers, as `AutoModelForCausalLM`.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import torch
+
+    source = find_source(path)
+    try:
+        model: PreTrainedModel = auto_class.from_pretrained(source.name, dtype=torch.float32, **source.options)
+    except Exception as error:  # of the Hub, the file system or the checkpoint's format
+        raise _cannot_load(path, error) from error
+    if source.options:  # what was loaded is fp32, but Trainer and `save_pretrained` would take it for quantised
+        for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+            vars(model).pop(name, None)
+        vars(model.config).pop("quantization_config", None)
+    return model
+
+
+def _gguf_file(path: Path, setting: str) -> Path | None:
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConfigError(f"{setting}: {str(path)!r} holds {len(files)} GGUF files ({names}); give the path of one")
+    return files[0] if files else None
+
+
+def _cannot_load(path: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model.path: cannot load {path!r}: {why_not_loaded(path, error)}")

@@ -77,6 +77,7 @@ class PlainCallback(RunCallback[Record]):
         self._began = time.monotonic()
         self._begin(args, self._ranks, find_trainer(), _find_whole)
         examples = examples_per_step(args)
+        trained = [one for one in kwargs["model"].parameters() if one.requires_grad]
         self._record = Record(folder_of(args) if state.is_world_process_zero else None)
         self._record.write(
             "start",
@@ -86,9 +87,8 @@ class PlainCallback(RunCallback[Record]):
             num_ranks=args.world_size,
             shards="no outer loop",
             has_outer_loop=False,
-            num_parameters=sum(
-                _numel(parameter) for parameter in kwargs["model"].parameters() if parameter.requires_grad
-            ),
+            # under ZeRO-3 the parameter itself is empty
+            num_parameters=sum(int(getattr(one, "ds_numel", one.numel())) for one in trained),
             max_steps=state.max_steps,
             examples_per_step=examples,
             tokens_per_step=examples * self._tokens_per_example,
@@ -118,7 +118,13 @@ class PlainCallback(RunCallback[Record]):
             self._record.write("eval", state.global_step, weights="inner", **floats(metrics))
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        _write_files(checkpoint, self._ranks)
+        files = [file.model_dump() for file in record_files(checkpoint, self._ranks, [_FILES])]
+
+        def write() -> None:
+            with telling(checkpoint):
+                write_whole(checkpoint / _FILES, json.dumps(files, indent=1))
+
+        self._ranks.on_leader(write)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,21 +138,7 @@ class PlainCallback(RunCallback[Record]):
         )
 
 
-def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # under ZeRO-3 the parameter itself is empty
-
-
 # Which checkpoints are whole: those that list their files, the list written last
-
-
-def _write_files(checkpoint: Path, ranks: IslandGroup) -> None:
-    files = [file.model_dump() for file in record_files(checkpoint, ranks, [_FILES])]
-
-    def write() -> None:
-        with telling(checkpoint):
-            write_whole(checkpoint / _FILES, json.dumps(files, indent=1))
-
-    ranks.on_leader(write)
 
 
 def _read_files(checkpoint: Path) -> list[FileRecord]:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.apps.data.settings import DataBlock
+from hf_diloco.apps.data.sources import DataBlock, open_documents, texts
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
 from hf_diloco.config.base import Count
 from hf_diloco.optimizers.settings import OptimizerBlock
@@ -24,8 +24,6 @@ from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import check_between_processes
 
 Preset = Literal["llama-tiny", "llama-60m", "llama-150m", "llama-400m", "llama-1b"]
-
-_MODELS = ("preset", "path", "config")
 
 
 class ModelBlock(Block):
@@ -43,18 +41,11 @@ class ModelBlock(Block):
 
     @model_validator(mode="after")
     def _check(self) -> ModelBlock:
-        given = [name for name in _MODELS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
-                "(set the others to null)"
-            )
+        check_model(self.preset, self.path, self.config, "llama")
         if self.objective == "masked" and self.preset is not None:
             raise ValueError(
                 f"objective masked: preset {self.preset} is causal; give a config, as {{model_type: bert}}"
             )
-        if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            raise ValueError(f"config needs a model_type, as in model_type: llama; got {self.config!r}")
         return self
 
 
@@ -131,7 +122,7 @@ class RunFile(BaseRun):
         hub_ids_or_paths=(("model", "path"), ("tokenizer", "path"), ("data", "path")),
         globs=(("data", "files"), ("data", "eval_files")),
     )
-    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": _MODELS, "tokenizer": ("path", "train")}
+    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS, "tokenizer": ("path", "train")}
 
     model: ModelBlock = ModelBlock(preset="llama-tiny")
     tokenizer: TokenizerBlock = TokenizerBlock()
@@ -172,8 +163,7 @@ class RunFile(BaseRun):
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens tokenizer and configuration of a model that is loaded, and the first document."""
-        from hf_diloco.apps.data.sources import open_documents, texts
-        from hf_diloco.apps.lm.checkpoint import load_config
+        from hf_diloco.apps.lm.model import load_config
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
         if self.model.path is not None:

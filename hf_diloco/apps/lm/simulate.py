@@ -6,12 +6,10 @@ within the callback alone, which waits for the others and draws nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from typing import Any, TypeVar, cast
 
 from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import LONGEST_WAIT, Simulation
@@ -29,16 +27,12 @@ from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _NOWHERE = "tcp://simulation:1"  # never opened: islands meet in memory
 _OF_A_NETWORK = {
-    "enabled",
-    "island",
-    "rendezvous",
-    "exchange",
-    "min_islands",
-    "max_islands",
-    "key_file",
-    "require_key",
+    *("enabled", "island", "rendezvous", "exchange"),
+    *("min_islands", "max_islands", "key_file", "require_key"),
 }
 
 
@@ -85,15 +79,26 @@ class IslandSimulation(Simulation[RunFile]):
 
     def _train(self, number: int) -> int:
         run = self._runs[number]
-        settings = run.diloco.model_dump(exclude={"enabled", "island", *_OF_A_NETWORK}, exclude_unset=True)
+        settings = run.diloco.model_dump(exclude=_OF_A_NETWORK, exclude_unset=True)
         config = DiLoCoConfig(**{**settings, "island": number, "rendezvous": _NOWHERE}).model_copy(
             update={"sync_timeout": LONGEST_WAIT, "exchange_timeout": LONGEST_WAIT}
         )
         transport = MemoryTransport(self._network, self._store, number)
-        return train_island(run, config, partial(_SimulatedCallback, self._turns, transport))
+        return train_island(run, config, functools.partial(_SimulatedCallback, self._turns, transport))
 
     def _leave(self, number: int) -> None:
         self._stop()
+
+
+def _while_others_go_on(method: F) -> F:
+    """The same method of the callback; the other islands have their turns meanwhile."""
+
+    @functools.wraps(method)
+    def call(self: _SimulatedCallback, *args: Any, **kwargs: Any) -> Any:
+        with self._turns.others():
+            return method(self, *args, **kwargs)
+
+    return cast("F", call)
 
 
 class _SimulatedCallback(DiLoCoCallback):
@@ -109,28 +114,8 @@ class _SimulatedCallback(DiLoCoCallback):
             self._session = FixedSession(self.config, IslandGroup(), self._stop.is_requested, self._transport)
         return self._session
 
-    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
-        with self._turns.others():
-            return super().common_checkpoint(output_dir)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        with self._turns.others():
-            super().on_train_begin(args, state, control, **kwargs)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        with self._turns.others():
-            super().on_step_end(args, state, control, **kwargs)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        with self._turns.others():
-            super().on_save(args, state, control, **kwargs)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        with self._turns.others():
-            super().on_train_end(args, state, control, **kwargs)
+    common_checkpoint = _while_others_go_on(DiLoCoCallback.common_checkpoint)
+    on_train_begin = _while_others_go_on(DiLoCoCallback.on_train_begin)
+    on_step_end = _while_others_go_on(DiLoCoCallback.on_step_end)
+    on_save = _while_others_go_on(DiLoCoCallback.on_save)
+    on_train_end = _while_others_go_on(DiLoCoCallback.on_train_end)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.data.build import sample_texts
-from hf_diloco.apps.data.settings import DataBlock
-from hf_diloco.apps.lm.checkpoint import find_source
+from hf_diloco.apps.data.sources import DataBlock
+from hf_diloco.apps.lm.model import find_source
 from hf_diloco.apps.lm.runfile import RunFile, TrainTokenizer
 from hf_diloco.errors import ConfigError
 
@@ -43,7 +43,12 @@ def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrain
         settings = run.tokenizer.train or TrainTokenizer()
         special = [END_OF_TEXT, MASK] if run.model.objective == "masked" else [END_OF_TEXT]
         train = partial(train_tokenizer, run.data, settings, special)
-        tokenizer = _train_on_leader(train, island) if island else train()
+        if island is None:
+            tokenizer = train()
+        else:
+            from tokenizers import Tokenizer
+
+            tokenizer = _wrap(Tokenizer.from_str(island.on_leader(lambda: str(train().backend_tokenizer.to_str()))))
     if tokenizer.eos_token is None:
         raise ConfigError(
             f"tokenizer.path: {run.tokenizer.path or run.model.path} names no end-of-text (eos) token, which goes "
@@ -110,13 +115,6 @@ def train_byte_level_bpe(
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _wrap(tokenizer)
-
-
-def _train_on_leader(train: Callable[[], PreTrainedTokenizerBase], island: IslandGroup) -> PreTrainedTokenizerBase:
-    from tokenizers import Tokenizer
-
-    content = island.on_leader(lambda: str(train().backend_tokenizer.to_str()))
-    return _wrap(Tokenizer.from_str(content))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

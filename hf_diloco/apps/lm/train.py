@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
-from hf_diloco.apps.common.process import (
-    STOPPED,
-    describe_stop,
-    last_evaluation,
-    prepared,
-    run_and_exit,
-    say,
-)
-from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.common.load import parse_command_line
+from hf_diloco.apps.common.model_card import Training
+from hf_diloco.apps.common.process import STOPPED, describe_stop, last_evaluation, prepared, run_and_exit, say
+from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
 from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.errors import ConfigError
+from hf_diloco.methods.outer import find_method
+from hf_diloco.report.island import IslandReport
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.assemble import Island
     from hf_diloco.trainer.callback import DiLoCoCallback
     from hf_diloco.trainer.progress import Progress
 
+STREAMING_PAPER = "2501.18512"
 _DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
 
 
@@ -100,10 +100,7 @@ def _train(island: Island, progress: Progress) -> int:
 
 def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
-    from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
-    from hf_diloco.apps.common.model_card import write_card
-    from hf_diloco.apps.common.publish import publish
-    from hf_diloco.apps.lm.finish import describe_training, write_sample, write_summary
+    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
     run, trainer = island.run, island.trainer
     progress.update(state="evaluating")
@@ -118,12 +115,9 @@ def _finish(island: Island, progress: Progress) -> None:
             sample = write_sample(model_folder, run.sample, run.seed)
     if not is_leader():
         return
-    summary = write_summary(run, evaluation, sample)
+    summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation["eval_loss"], sample))
     if run.diloco.island == 0:
-        write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
-        if run.push_to_hub is not None:
-            progress.update(message="pushing the model to the Hub")
-            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
+        write_card_and_publish(run, describe_training(run), progress)
     progress.update(state="done", message="")
     if not island.speaks:
         return
@@ -168,3 +162,59 @@ def _print_plan(island: Island) -> None:
         every, num_fragments = run.diloco.sync_every, run.diloco.num_fragments
         rounds = "a round" if num_fragments == 1 else f"a round of each of {num_fragments} fragments"
         say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")
+
+
+def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
+    """Text that the saved model continues the prompt with (prompt included), the same for the same seed."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # else ZeRO-3 would divide this copy among ranks that do not load it
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(seed)
+    tokens = model.generate(
+        **prompt,
+        min_new_tokens=sample.num_tokens,
+        max_new_tokens=sample.num_tokens,
+        do_sample=True,
+        temperature=0.7,
+        top_k=50,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def describe_training(run: RunFile) -> Training:
+    """What the model's card says of a run."""
+    data, outer = run.data, run.diloco
+    dataset = "allenai/c4" if data.source == "c4" else data.path if data.source == "hub" else None
+    texts = {
+        "embedded": "English text that comes with Python",
+        "files": ", ".join(Path(pattern).name for pattern in data.files),
+    }
+    paper = find_method(outer.method).paper if outer.enabled else ""
+    streaming = [STREAMING_PAPER] if outer.enabled and outer.num_fragments > 1 else []
+    return Training(
+        data=texts.get(data.source) or f"{dataset} ({data.split})",
+        method=outer.method if outer.enabled else "no outer loop",
+        papers=[paper, *streaming] if paper else streaming,
+        base_model=run.model.path,
+        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        task="text-generation" if run.model.objective == "causal" else "fill-mask",
+    )
+
+
+def _more_of_summary(loss: float, sample: str | None, figures: IslandReport) -> dict[str, Any]:
+    """What `summary.json` says of a language model."""
+    return {
+        "eval_weights": "outer" if figures.on_boundary else "inner",
+        "perplexity": math.exp(min(loss, 700.0)),
+        "num_tokens": figures.num_tokens,
+        "tokens_per_second": figures.tokens_per_second,
+        "rounds": figures.num_rounds,
+        "seconds_waiting": figures.seconds.waiting if figures.seconds else None,
+        "sample": sample,
+    }

@@ -17,11 +17,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import training_arguments
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
-from hf_diloco.apps.vision.build import ImageData, build_images, image_processor
+from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model
-from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.apps.vision.settings import ScheduleBlock
+from hf_diloco.apps.vision.runfile import ScheduleBlock, VisionRun
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
@@ -62,8 +61,8 @@ def assemble(
     Raises:
         DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
     """
-    is_simulated = node is not None
-    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **_quiet(is_simulated, config))
+    quiet = {"disable_tqdm": True} if node is not None and config.node else {}  # of nodes in a process the first shows
+    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **quiet)
     check_world(args)
     args.learning_rate = scaled_learning_rate(run.schedule, args, config.num_nodes)
     progress.update(message="preparing the data")
@@ -92,9 +91,9 @@ def assemble(
         train_dataset=train,
         eval_dataset=evaluation,
         data_collator=collate,
-        processing_class=image_processor(data),
+        processing_class=data.processor,
         compute_metrics=accuracy,
-        preprocess_logits_for_metrics=_logits,
+        preprocess_logits_for_metrics=lambda outputs, _: outputs[0] if isinstance(outputs, tuple) else outputs,
         optimizers=(optimizer, drops(run.schedule, optimizer, args.get_warmup_steps(run.max_steps))),
         callbacks=[callback, files, _Epochs(data.train)],
     )
@@ -121,11 +120,6 @@ class _Nothing(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
-
-
-def _quiet(is_simulated: bool, config: GossipConfig) -> dict[str, Any]:
-    """Arguments by which only the first of several nodes in a process shows a progress bar."""
-    return {"disable_tqdm": True} if is_simulated and config.node else {}
 
 
 def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:
@@ -178,11 +172,6 @@ def drops(
         return warm * block.drop_by ** bisect.bisect_right(block.drop_at, step)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def _logits(outputs: Any, labels: Any) -> Any:
-    """Only the logits are kept of what a model puts out."""
-    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 class _Epochs(TrainerCallback):

@@ -1,22 +1,31 @@
-"""From the settings to what a node trains and evaluates on."""
+"""From the settings to what a node trains and evaluates on.
+
+Shares are disjoint and of equal size, alike or with other proportions of the classes. Every node computes the shares
+of all from the same numbers. They are drawn with numpy's `RandomState`, whose stream is frozen (NEP 19), so that nodes
+with other versions of numpy agree.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from hf_diloco.apps.vision.crops import RandomCrops
-from hf_diloco.apps.vision.dataset import ImageDataset
-from hf_diloco.apps.vision.images import DecodedImages, Images, StoredImages, hold
-from hf_diloco.apps.vision.normalize import Normalization, choose_normalization
-from hf_diloco.apps.vision.pictures import IntArray, Pictures
-from hf_diloco.apps.vision.preprocess import Preprocessing, choose_preprocessing, with_normalization
-from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
-from hf_diloco.apps.vision.shares import assign_shares
+from hf_diloco.apps.vision.dataset import ImageDataset, RandomCrops
+from hf_diloco.apps.vision.images import (
+    DecodedImages,
+    Images,
+    IntArray,
+    Normalization,
+    choose_normalization,
+    hold,
+    sample_pixels,
+)
+from hf_diloco.apps.vision.preprocess import Preprocessing, choose_preprocessing, convert, with_normalization
+from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.apps.vision.sources import open_source
 from hf_diloco.errors import ConfigError
 
@@ -26,6 +35,10 @@ if TYPE_CHECKING:
 
 PIXEL_TOLERANCE = 1e-5  # between processor and dataset, in units of the standard deviation
 NUM_HASHED = 256  # of evaluation images that are not in memory
+_NUM_TURNS = 100  # in which the nodes take their examples
+
+_CountMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
+_FloatMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class ImageData:
         image_size: pixels of a side.
         share_sizes: examples of each node.
         label_counts: examples of each class in this node's share.
-        processor: makes the same pixels of raw pictures; see `image_processor`.
+        processor: saved beside the model; makes the evaluation's pixels of raw pictures, to 1e-5.
+            `AutoImageProcessor.from_pretrained` loads it, without torchvision too.
         eval_hash: of evaluation pixels, labels, class names and normalisation, for the nodes to compare.
     """
 
@@ -83,7 +97,12 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     labels = source.train.labels[mine]
     processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
-    images, crops = _training_images(data, preprocessing, source.train, train, mine)
+    images, crops, parts = train, None, data.augment.random_resized_crop
+    if parts is not None:  # of the pictures as they are, before they are made smaller
+        pictures = source.train.select(mine)
+        images, crops = DecodedImages(pictures, preprocessing), RandomCrops(pictures, preprocessing, parts)
+    elif len(mine) < len(train):
+        images = train.select(mine)
     return ImageData(
         train=ImageDataset(images, labels, normalization, data.augment, seed, mine, crops),
         evaluation=ImageDataset(evaluation, source.evaluation.labels, normalization),
@@ -97,30 +116,11 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     )
 
 
-def image_processor(data: ImageData) -> BaseImageProcessor:
-    """What is saved beside the model: makes the evaluation's pixels of raw pictures, to 1e-5.
-
-    `AutoImageProcessor.from_pretrained` loads it, without torchvision too.
-    """
-    return data.processor
-
-
-def _training_images(
-    data: ImageDataBlock, preprocessing: Preprocessing, pictures: Pictures, images: Images, mine: IntArray
-) -> tuple[Images, RandomCrops | None]:
-    """A share of the pictures, whole and, where random parts are wanted, as these: from the decoded pictures."""
-    block = data.augment.random_resized_crop
-    if block is None:
-        return (images if len(mine) == len(images) else images.select(mine)), None
-    share = pictures.select(mine)
-    return DecodedImages(share, preprocessing), RandomCrops(share, preprocessing, block)
-
-
 def _check_processor(
     processor: BaseImageProcessor, preprocessing: Preprocessing, normalization: Normalization, picture: Image
 ) -> None:
     """A checkpoint's processor may do more than size, scale and mean; then training would not see what it makes."""
-    made = processor(preprocessing.convert(picture), return_tensors="pt")["pixel_values"][0].float()
+    made = processor(convert(picture, preprocessing.num_channels), return_tensors="pt")["pixel_values"][0].float()
     ours = normalization(torch.from_numpy(preprocessing.pixels(picture).copy())[None])[0]
     if made.shape != ours.shape or not torch.allclose(made, ours, atol=PIXEL_TOLERANCE):
         raise ConfigError(
@@ -132,9 +132,96 @@ def _check_processor(
 def _hash(images: Images, labels: IntArray, names: list[str], normalization: Normalization) -> str:
     hashed = hashlib.sha256(repr((names, len(images), normalization)).encode())
     hashed.update(labels.astype("<i8").tobytes())
-    if isinstance(images, StoredImages):
-        pixels = images.stored
-    else:
-        pixels = images.pixels(np.linspace(0, len(images) - 1, min(NUM_HASHED, len(images))).astype(np.int64))
-    hashed.update(pixels.numpy().tobytes())
+    hashed.update(sample_pixels(images, NUM_HASHED).numpy().tobytes())
     return hashed.hexdigest()[:16]
+
+
+def assign_shares(
+    labels: IntArray, num_nodes: int, kind: Literal["iid", "dirichlet"], alpha: float, seed: int
+) -> list[IntArray]:
+    """The examples of every node, sorted.
+
+    Every node gets examples // num_nodes, so that all take the same steps; the fewer than `num_nodes` that are left
+    belong to none. `dirichlet` is the partition of Hsu et al. (arXiv 1909.06335): each node draws the proportions of
+    its classes from Dir(alpha * p), with p those of all data, and takes its examples without replacement; when a class
+    runs out, it goes on with its proportions of the other classes. There a node takes its whole share before the next
+    one, and the last get what is left; here they take hundredths of it in turn. All examples are used, so some classes
+    do run out, and the shares are a little more alike than the draws. Papers that write the concentration of one class
+    mean `alpha` / number of classes.
+
+    Args:
+        labels: int64 [examples].
+        num_nodes: number of shares.
+        kind: iid or dirichlet.
+        alpha: above 0; small: few classes a node; large: as iid.
+        seed: the same on all nodes.
+
+    Raises:
+        ConfigError: when there are fewer examples than nodes.
+    """
+    size = len(labels) // num_nodes
+    if size == 0:
+        raise ConfigError(
+            f"data: {len(labels)} training examples cannot be divided among {num_nodes} nodes; use more examples or "
+            "fewer nodes"
+        )
+    generator = np.random.RandomState(seed % 2**32)
+    if kind == "iid" or num_nodes == 1:
+        order = generator.permutation(len(labels))
+        return [np.sort(order[node * size : (node + 1) * size]).astype(np.int64) for node in range(num_nodes)]
+    available = np.bincount(labels).astype(np.int64)
+    counts = _take_in_turns(draw_proportions(available, num_nodes, alpha, generator), available, size, generator)
+    return _choose(labels, counts, generator)
+
+
+def draw_proportions(
+    available: IntArray, num_nodes: int, alpha: float, generator: np.random.RandomState
+) -> _FloatMatrix:
+    """The proportions of the classes that each node wants.
+
+    Args:
+        available: int64 [classes], examples of each class.
+        num_nodes: number of nodes.
+        alpha: above 0.
+        generator: its state advances.
+
+    Returns:
+        fp64 [nodes, classes], rows from Dir(alpha * p) that sum to 1, with p the classes' parts of all examples.
+    """
+    concentration = alpha * available / available.sum()
+    gammas = generator.standard_gamma(concentration, size=(num_nodes, len(available)))
+    ones = generator.choice(len(available), size=num_nodes, p=available / available.sum())
+    for node in np.flatnonzero(gammas.sum(axis=1) == 0):  # all too small for a float: the limit for alpha to 0
+        gammas[node, ones[node]] = 1.0
+    proportions: _FloatMatrix = gammas / gammas.sum(axis=1, keepdims=True)
+    return proportions
+
+
+def _take_in_turns(
+    proportions: _FloatMatrix, available: IntArray, size: int, generator: np.random.RandomState
+) -> _CountMatrix:
+    """How many examples of each class each node gets; every row sums to `size`."""
+    rest = available.copy()
+    counts = np.zeros(proportions.shape, dtype=np.int64)
+    turn = max(1, size // _NUM_TURNS)
+    while (missing := size - counts.sum(axis=1)).any():
+        for node in np.flatnonzero(missing):
+            weights = proportions[node] * (rest > 0)
+            if weights.sum() == 0:  # all of its classes have run out
+                weights = rest.astype(np.float64)
+            wanted = generator.multinomial(min(turn, missing[node]), weights / weights.sum())
+            taken = np.minimum(wanted, rest)
+            counts[node] += taken
+            rest -= taken
+    return counts
+
+
+def _choose(labels: IntArray, counts: _CountMatrix, generator: np.random.RandomState) -> list[IntArray]:
+    """Deals out each class at random in these numbers."""
+    shares: list[list[IntArray]] = [[] for _ in counts]
+    for label in range(counts.shape[1]):
+        shuffled = generator.permutation(np.flatnonzero(labels == label)).astype(np.int64)
+        ends = np.cumsum(counts[:, label])
+        for node, part in enumerate(np.split(shuffled, ends)[: len(counts)]):
+            shares[node].append(part)
+    return [np.sort(np.concatenate(parts)) for parts in shares]

@@ -1,20 +1,27 @@
-"""What a DataLoader reads: batches of normalised pixels, made at once and not one by one."""
+"""What a DataLoader reads: batches of normalised pixels, made at once and not one by one, and randomly changed.
+
+Random numbers are pure functions of what they are for. No generator has a state: a number is a hash. So a resumed run,
+other numbers of loader workers, and nodes that are threads of one process see the same images.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_diloco.apps.vision.crops import RandomCrops
-from hf_diloco.apps.vision.draws import uniform
-from hf_diloco.apps.vision.images import Images
-from hf_diloco.apps.vision.normalize import Normalization
-from hf_diloco.apps.vision.pictures import IntArray
-from hf_diloco.apps.vision.settings import AugmentBlock
+from hf_diloco.apps.vision.images import Images, IntArray, Normalization, Pictures, UInt8Array
+from hf_diloco.apps.vision.preprocess import Preprocessing, convert
+from hf_diloco.apps.vision.runfile import AugmentBlock, ResizedCropBlock
+
+FloatArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
+_UInt64Array: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint64]]"
+
+_DRAWS = {name: number for number, name in enumerate(("row", "column", "flip", "area", "ratio", "top", "left"))}
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -96,9 +103,7 @@ def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, ex
     Args:
         block: which changes.
         pixels: uint8 [batch, channels, size, size].
-        seed: of the run.
-        epoch: from 0.
-        examples: int64 [batch], numbers of the examples in the whole training set.
+        seed, epoch, examples: as for `uniform`.
 
     Returns:
         uint8 of the same shape.
@@ -126,3 +131,87 @@ def _crop_and_flip(
     places = (rows[:, :, None] * padded.shape[-1] + columns[:, None, :]).view(batch, 1, size * size)
     taken = padded.reshape(batch, channels, -1).gather(2, places.expand(batch, channels, size * size))
     return taken.view(batch, channels, size, size)
+
+
+@dataclass(frozen=True)
+class RandomCrops:
+    """Pixels of random parts, stretched to the model's size, as ImageNet is trained on (arXiv 1409.4842).
+
+    They are cut out of the whole picture before it is made smaller; pictures are decoded whenever they are read.
+
+    Attributes:
+        pictures: where they come from.
+        preprocessing: size and channels that the model wants.
+        block: which parts.
+    """
+
+    pictures: Pictures
+    preprocessing: Preprocessing
+    block: ResizedCropBlock
+
+    def pixels(self, indices: IntArray, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
+        """uint8 [indices, channels, size, size] of these pictures; for the rest see `uniform`."""
+        pairs = zip(indices, examples, strict=True)
+        return torch.from_numpy(np.stack([self._part(int(index), seed, epoch, example) for index, example in pairs]))
+
+    def _part(self, index: int, seed: int, epoch: int, example: np.int64) -> UInt8Array:
+        """One picture's; of a batch of large ones no more than one is in memory."""
+        from PIL import Image
+
+        picture = convert(self.pictures.open(index), self.preprocessing.num_channels)
+        width, height = (np.array([side], dtype=np.int64) for side in picture.size)
+        boxes = crop_boxes(self.block, height, width, seed, epoch, np.array([example]))
+        top, left, tall, wide = (int(value[0]) for value in boxes)
+        part = picture.crop((left, top, left + wide, top + tall))
+        size = self.preprocessing.image_size
+        array = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR))
+        return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def crop_boxes(
+    block: ResizedCropBlock, heights: IntArray, widths: IntArray, seed: int, epoch: int, examples: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Top, left, height and width of a random part of each picture, in pixels.
+
+    The area is uniform in `scale`, the logarithm of width / height uniform in `ratio`; a side that would be longer
+    than the picture is cut to it, where torchvision draws again.
+
+    Args:
+        block: `scale` and `ratio`.
+        heights: int64 [pictures], in pixels.
+        widths: likewise.
+        seed, epoch, examples: as for `uniform`.
+    """
+    low, high = block.scale
+    area = heights * widths * (low + (high - low) * uniform("area", seed, epoch, examples))
+    log_low, log_high = np.log(block.ratio)
+    ratio = np.exp(log_low + (log_high - log_low) * uniform("ratio", seed, epoch, examples))
+    width = np.clip(np.rint(np.sqrt(area * ratio)), 1, widths).astype(np.int64)
+    height = np.clip(np.rint(np.sqrt(area / ratio)), 1, heights).astype(np.int64)
+    top = (uniform("top", seed, epoch, examples) * (heights - height + 1)).astype(np.int64)
+    left = (uniform("left", seed, epoch, examples) * (widths - width + 1)).astype(np.int64)
+    return top, left, height, width
+
+
+def uniform(draw: str, seed: int, epoch: int, examples: IntArray) -> FloatArray:
+    """A number in [0, 1) for each example, by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+    Args:
+        draw: what it is for; other draws are independent.
+        seed: of the run.
+        epoch: from 0.
+        examples: int64 [batch], numbers of the examples in the whole training set.
+    """
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, epoch, _DRAWS[draw]):
+        key = _mix(key ^ np.uint64(part))
+    hashed = _mix(_mix(key ^ examples.astype(np.uint64)))
+    return (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(values: _UInt64Array) -> _UInt64Array:
+    """SplitMix64: unsigned 64-bit numbers wrap around."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,40 +1,131 @@
-"""Pixels of a share: in memory where they fit, decoded when they are read where they do not."""
+"""Pictures of a split with their classes, and their pixels: in memory where they fit, else decoded when they are read.
+
+Pixels are normalised by mean and standard deviation of each channel, the same on all nodes.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from hf_diloco.apps.vision.pictures import IntArray, Pictures
-from hf_diloco.apps.vision.preprocess import Preprocessing
+from hf_diloco.apps.vision.runfile import NormalizeBlock
+from hf_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
+
+    from hf_diloco.apps.vision.preprocess import Preprocessing
+
+UInt8Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
+IntArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 MAX_BYTES_IN_MEMORY = 2**30  # 1.3 million images of 28x28, 7 thousand of 224x224
+NUM_SAMPLED = 4096  # of images that are not in memory, for mean and standard deviation
+_MIN_STD = 1 / 255  # of a channel that is constant
+_GREY_MODES = {"1", "L", "LA"}
+_NUM_LOOKED_AT = 16
 
 
-class Images(Protocol):
-    """Pixels of examples in a fixed order."""
+class Pictures(Protocol):
+    """Pictures in a fixed order."""
 
-    def __len__(self) -> int: ...
+    @property
+    def labels(self) -> IntArray:
+        """int64 [examples], from 0."""
 
-    def pixels(self, indices: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size]."""
+    def open(self, index: int) -> Image:
+        """One picture, decoded."""
 
-    def select(self, indices: IntArray) -> Images:
+    def select(self, indices: IntArray) -> Pictures:
         """Some of them, in the order of the indices."""
 
 
-class StoredImages:
-    """One tensor in memory.
+@dataclass(frozen=True)
+class ArrayPictures:
+    """Grey pictures of one size in memory.
 
-    Args:
-        stored: uint8 [examples, channels, size, size].
+    Attributes:
+        array: uint8 [examples, rows, columns].
+        labels: int64 [examples].
     """
 
-    def __init__(self, stored: torch.Tensor) -> None:
-        self.stored = stored
+    array: UInt8Array
+    labels: IntArray
+
+    def open(self, index: int) -> Image:
+        """One picture of mode L."""
+        from PIL import Image
+
+        return Image.fromarray(self.array[index])
+
+    def select(self, indices: IntArray) -> ArrayPictures:
+        """Some of them, in the order of the indices."""
+        return ArrayPictures(self.array[indices], self.labels[indices])
+
+
+@dataclass(frozen=True)
+class DatasetPictures:
+    """Rows of a dataset that are decoded when they are read.
+
+    Attributes:
+        dataset: with the one column `image`.
+        labels: int64 [examples].
+        where: what the user calls it, for errors.
+    """
+
+    dataset: Dataset
+    labels: IntArray
+    where: str
+
+    def open(self, index: int) -> Image:
+        """One picture.
+
+        Raises:
+            ConfigError: when it cannot be decoded.
+        """
+        try:
+            image: Image | None = self.dataset[int(index)]["image"]
+        except Exception as error:  # of the file system or the picture's format
+            raise ConfigError(
+                f"data: cannot decode picture {index} of {self.where}: {type(error).__name__}: {error}; remove it or "
+                "repair it"
+            ) from error
+        if image is None:
+            raise ConfigError(f"data: picture {index} of {self.where} is empty; remove the row")
+        return image
+
+    def select(self, indices: IntArray) -> DatasetPictures:
+        """Some of them, in the order of the indices."""
+        return DatasetPictures(self.dataset.select(indices), self.labels[indices], self.where)
+
+
+def first_pictures(pictures: Pictures) -> list[Image]:
+    """The first few, from which size and number of channels are taken."""
+    return [pictures.open(index) for index in range(min(_NUM_LOOKED_AT, len(pictures.labels)))]
+
+
+def num_channels_of(images: Sequence[Image]) -> int:
+    """1 when all are grey, else 3."""
+    return 1 if all(image.mode in _GREY_MODES for image in images) else 3
+
+
+def square_size_of(images: Sequence[Image]) -> int | None:
+    """Pixels of a side when all have the same, else None."""
+    sides = {side for image in images for side in image.size}
+    return sides.pop() if len(sides) == 1 else None
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """One tensor in memory: uint8 [examples, channels, size, size]."""
+
+    stored: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -48,29 +139,28 @@ class StoredImages:
         return StoredImages(self.pixels(indices))
 
 
+@dataclass(frozen=True)
 class DecodedImages:
-    """Pictures that are decoded and resized whenever they are read.
+    """Pictures that are decoded and resized whenever they are read."""
 
-    Args:
-        pictures: where they come from.
-        preprocessing: what makes pixels of them.
-    """
-
-    def __init__(self, pictures: Pictures, preprocessing: Preprocessing) -> None:
-        self._pictures = pictures
-        self._preprocessing = preprocessing
+    pictures: Pictures
+    preprocessing: Preprocessing
 
     def __len__(self) -> int:
-        return len(self._pictures.labels)
+        return len(self.pictures.labels)
 
     def pixels(self, indices: IntArray) -> torch.Tensor:
         """uint8 [indices, channels, size, size]."""
-        arrays = [self._preprocessing.pixels(self._pictures.open(int(index))) for index in indices]
+        arrays = [self.preprocessing.pixels(self.pictures.open(int(index))) for index in indices]
         return torch.from_numpy(np.stack(arrays))
 
     def select(self, indices: IntArray) -> Images:
         """Some of them, in memory if they fit now."""
-        return hold(self._pictures.select(indices), self._preprocessing)
+        return hold(self.pictures.select(indices), self.preprocessing)
+
+
+Images: TypeAlias = StoredImages | DecodedImages
+"""Pixels of examples in a fixed order."""
 
 
 def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
@@ -79,3 +169,75 @@ def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
     if math.prod(shape) > MAX_BYTES_IN_MEMORY:
         return DecodedImages(pictures, preprocessing)
     return StoredImages(preprocessing.all_pixels(pictures))
+
+
+def sample_pixels(images: Images, number: int) -> torch.Tensor:
+    """All pixels that are in memory; else those of so many images, spread evenly."""
+    if isinstance(images, StoredImages):
+        return images.stored
+    return images.pixels(np.linspace(0, len(images) - 1, min(number, len(images))).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Pixels from 0 to 1 minus `mean`, divided by `std`.
+
+    Attributes:
+        mean: one for each channel.
+        std: one for each channel, above 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """fp32 [examples, channels, rows, columns] of uint8 of the same shape."""
+        std = torch.tensor(self.std, dtype=torch.float64).view(-1, 1, 1)
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(-1, 1, 1)
+        scaled = pixels.float().mul_((1 / (255 * std)).float())
+        return scaled.sub_((mean / std).float())
+
+
+def choose_normalization(given: NormalizeBlock | None, preprocessing: Preprocessing, train: Images) -> Normalization:
+    """The settings', or else the checkpoint's, or else that of the whole training set, so equal on all nodes.
+
+    Raises:
+        ConfigError: when the settings have another number of channels than the images.
+    """
+    num_channels = preprocessing.num_channels
+    if given is not None:
+        return Normalization(_per_channel(given.mean, num_channels), _per_channel(given.std, num_channels))
+    processor = preprocessing.processor
+    if not getattr(processor, "do_normalize", True):
+        return Normalization((0.0,) * num_channels, (1.0,) * num_channels)
+    mean, std = getattr(processor, "image_mean", None), getattr(processor, "image_std", None)
+    if mean is not None and std is not None:
+        return Normalization(_per_channel(mean, num_channels), _per_channel(std, num_channels))
+    return measure(train)
+
+
+def measure(images: Images) -> Normalization:
+    """Mean and standard deviation of each channel over all pixels of all images.
+
+    Images that are not in memory: over 4,096 of them, spread evenly. Sums are of whole numbers, so that every node
+    gets the same bits.
+    """
+    pixels = sample_pixels(images, NUM_SAMPLED)
+    values = np.arange(256, dtype=np.int64)
+    mean, std = [], []
+    for channel in range(pixels.shape[1]):
+        counts = np.bincount(pixels[:, channel].reshape(-1).numpy(), minlength=256)
+        total, sum_, sum_of_squares = int(counts.sum()), int(counts @ values), int(counts @ values**2)
+        mean.append(sum_ / total / 255)
+        variance = (total * sum_of_squares - sum_**2) / total**2  # exact integers: no cancellation
+        std.append(max(variance**0.5 / 255, _MIN_STD))
+    return Normalization(tuple(mean), tuple(std))
+
+
+def _per_channel(values: list[float] | tuple[float, ...] | float, num_channels: int) -> tuple[float, ...]:
+    listed = [float(value) for value in values] if isinstance(values, list | tuple) else [float(values)]
+    if len(listed) == 1:
+        listed *= num_channels
+    if len(listed) != num_channels:
+        raise ConfigError(f"data.normalize: {len(listed)} channels, but the images have {num_channels}")
+    return tuple(listed)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.common.model_config import make_config
-from hf_diloco.apps.vision.build import ImageData
-from hf_diloco.apps.vision.preprocess import checkpoint_config
-from hf_diloco.apps.vision.settings import ImageModelBlock
+from hf_diloco.apps.vision.runfile import ImageModelBlock
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hf_diloco.apps.vision.build import ImageData
 
 # resnet-18 and resnet-50 are those of He et al. (arXiv 1512.03385); resnet-tiny has their stem and a basic block in
 # each of two stages. vit-tiny is for small images: it is smaller than the ViT-Ti of 5.7M parameters.
@@ -36,6 +37,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+TIMM = "timm/"
 _MAX_PATCHES = 32  # of a side, for vit-tiny
 
 
@@ -78,6 +80,26 @@ def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
         given["patch_size"] = patch_size(data.image_size)
     defaults = {"num_channels": data.num_channels, "image_size": data.image_size}
     return make_config(given, defaults, **_classes(data))
+
+
+def checkpoint_config(path: str) -> PreTrainedConfig:
+    """The configuration of a hub id or folder.
+
+    Raises:
+        ConfigError: when it cannot be loaded, or needs packages that are missing.
+    """
+    from transformers import AutoConfig
+
+    if path.startswith(TIMM):
+        need(f"model.path: {path}", "timm", "torchvision")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        return config
+    except Exception as error:  # of the Hub, the file system or the file's format
+        raise ConfigError(
+            f"model.path: cannot load the configuration of {path!r}: {why_not_loaded(path, error)}; give the hub id "
+            "or the folder of an image classification model"
+        ) from error
 
 
 def patch_size(image_size: int) -> int:

@@ -14,11 +14,17 @@ import numpy as np
 import torch
 
 from hf_diloco.apps.common.hub import why_not_loaded
-from hf_diloco.apps.vision.idx import UInt8Array
-from hf_diloco.apps.vision.pictures import ArrayPictures, Pictures, first_pictures, num_channels_of, square_size_of
-from hf_diloco.apps.vision.settings import ImageDataBlock, ImageModelBlock
+from hf_diloco.apps.vision.images import (
+    ArrayPictures,
+    Pictures,
+    UInt8Array,
+    first_pictures,
+    num_channels_of,
+    square_size_of,
+)
+from hf_diloco.apps.vision.model import TIMM, checkpoint_config
+from hf_diloco.apps.vision.runfile import ImageDataBlock, ImageModelBlock
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
 
 MIN_RESNET_SIZE = 28  # its stem and two stages divide by 16
 ENLARGED_SIZE = 32  # of smaller pictures, for a resnet preset
-TIMM = "timm/"
 _DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}  # more than 8 bits a channel
 
 
@@ -35,7 +40,7 @@ class Preprocessing:
     """How a picture becomes pixels.
 
     Attributes:
-        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.normalize` has set them.
+        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.images` has set them.
         image_size: pixels of a side.
         num_channels: 1 or 3.
         stretches: whether the processor does nothing to a picture of this size.
@@ -46,17 +51,13 @@ class Preprocessing:
     num_channels: int
     stretches: bool
 
-    def convert(self, image: Image) -> Image:
-        """A picture of mode L or RGB."""
-        return convert(image, self.num_channels)
-
     def pixels(self, image: Image) -> UInt8Array:
         """uint8 [channels, size, size] of one picture.
 
         Raises:
             ConfigError: for a picture of 16 bits a channel, or a processor that gives another shape.
         """
-        converted = self.convert(image)
+        converted = convert(image, self.num_channels)
         if self.stretches and converted.size == (self.image_size, self.image_size):
             array = np.asarray(converted)
             return array[None] if self.num_channels == 1 else array.transpose(2, 0, 1)
@@ -95,8 +96,12 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
     config = checkpoint_config(model.path)
     num_channels = int(_of_checkpoint(config, "num_channels") or 3)
     own_size = _of_checkpoint(config, "image_size")
-    if data.image_size is not None and isinstance(getattr(config, "image_size", None), int):
-        _check_own_size(model.path, data.image_size, config.image_size)
+    own = getattr(config, "image_size", None)
+    if data.image_size is not None and isinstance(own, int) and data.image_size != own:
+        raise ConfigError(
+            f"data.image_size: {data.image_size}, but {model.path} was trained on {own} and has a position for each "
+            "of its patches; leave image_size out"
+        )
     is_left_out = data.image_size is not None and data.normalize is not None
     processor = None if is_left_out else _processor_of(model.path)
     if processor is None or data.image_size is not None:
@@ -106,26 +111,6 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
         return _plain(_check_known(size), num_channels, mean, std, getattr(processor, "do_normalize", True))
     shape = geometry(processor, convert(images[0], num_channels)).shape
     return Preprocessing(processor, int(shape[-1]), num_channels, stretches=False)
-
-
-def checkpoint_config(path: str) -> PreTrainedConfig:
-    """The configuration of a hub id or folder.
-
-    Raises:
-        ConfigError: when it cannot be loaded, or needs packages that are missing.
-    """
-    from transformers import AutoConfig
-
-    if path.startswith(TIMM):
-        need(f"model.path: {path}", "timm", "torchvision")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-        return config
-    except Exception as error:  # of the Hub, the file system or the file's format
-        raise ConfigError(
-            f"model.path: cannot load the configuration of {path!r}: {why_not_loaded(path, error)}; give the hub id "
-            "or the folder of an image classification model"
-        ) from error
 
 
 def geometry(processor: BaseImageProcessor, image: Image) -> UInt8Array:
@@ -208,14 +193,6 @@ def _check_known(size: object) -> int:
             "set it, as in image_size: 64 (pictures are stretched to it)"
         )
     return size
-
-
-def _check_own_size(path: str, size: int, own: int) -> None:
-    if size != own:
-        raise ConfigError(
-            f"data.image_size: {size}, but {path} was trained on {own} and has a position for each of its patches; "
-            "leave image_size out"
-        )
 
 
 def convert(image: Image, num_channels: int) -> Image:

@@ -5,17 +5,215 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.apps.vision.settings import GossipBlock, ImageDataBlock, ImageModelBlock, ScheduleBlock
+from hf_diloco.config import is_given
+from hf_diloco.config.base import Count
+from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.refusals import Where
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.settings import Block
+
+ImagePreset = Literal["resnet-tiny", "vit-tiny", "resnet-18", "resnet-50"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+# the sources that each setting belongs to; settings of all sources are not listed
+_USES = {
+    "path": ("idx", "folder", "hub"),
+    **dict.fromkeys(("name", "split", "eval_split", "image_column", "label_column"), ("hub",)),
+    "label_names": ("idx",),
+}
+
+
+class ResizedCropBlock(Block):
+    """A random part of the picture, stretched to the model's size (Szegedy et al., arXiv 1409.4842)."""
+
+    scale: tuple[Positive, Positive] = Field((0.08, 1.0), description="smallest and largest part of the area, up to 1")
+    ratio: tuple[Positive, Positive] = Field((0.75, 4 / 3), description="smallest and largest width / height")
+
+    @model_validator(mode="after")
+    def _check(self) -> ResizedCropBlock:
+        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
+            if low > high:
+                raise ValueError(f"{name}: the smallest must come first, got [{low}, {high}]")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale: a crop is at most the whole image (1.0), got {self.scale[1]}")
+        return self
+
+
+class AugmentBlock(Block):
+    """Random changes of the training images, drawn anew in every epoch; none by default."""
+
+    random_resized_crop: ResizedCropBlock | None = Field(
+        None, description="a random part of the decoded picture, stretched to the model's size"
+    )
+    random_crop: int = Field(0, ge=0, le=256, description="pixels of black padding around the image before a crop")
+    horizontal_flip: bool = Field(False, description="mirror every second image, at random")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any image is changed."""
+        return self.random_resized_crop is not None or self.random_crop > 0 or self.horizontal_flip
+
+
+class NormalizeBlock(Block):
+    """Mean and standard deviation of each channel, of pixels from 0 to 1."""
+
+    mean: list[Finite] = Field(min_length=1, max_length=3, description="one for each channel")
+    std: list[Positive] = Field(min_length=1, max_length=3, description="one for each channel")
+
+    @model_validator(mode="after")
+    def _check(self) -> NormalizeBlock:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} channels, but std has {len(self.std)}")
+        return self
+
+
+class ImageDataBlock(Block):
+    """The images, and which of them a node sees."""
+
+    source: Literal["digits", "idx", "folder", "hub"] = Field(
+        "digits",
+        description="digits: 1,797 of 8x8, in the package; idx: files as of MNIST; folder: train/CLASS/*.png; hub",
+    )
+    path: str | None = Field(
+        None, description="sources idx and folder: the folder; source hub: a dataset's id or folder"
+    )
+    name: str | None = Field(None, description="source hub: the configuration of the dataset")
+    split: str = Field("train", description="source hub: the split to train on")
+    eval_split: str | None = Field(
+        None, description="source hub: the split to evaluate on; null: a held-out part of split"
+    )
+    image_column: str = Field("image", description="source hub: the column that holds the image")
+    label_column: str = Field("label", description="source hub: the column that holds the class")
+    label_names: list[str] = Field([], description="source idx: names of the classes; empty: their numbers")
+    held_out: float = Field(
+        0.1, gt=0, lt=1, description="part of the examples to evaluate on where the source has no split for it"
+    )
+    image_size: Count | None = Field(
+        None, description="pixels of a side; null: the model's, or else the images' own (at least 28 for a resnet)"
+    )
+    augment: AugmentBlock = Field(AugmentBlock(), description="random changes of training images; none by default")
+    normalize: NormalizeBlock | None = Field(
+        None, description="mean and std; null: the checkpoint's, or else those of the whole training set"
+    )
+    shares: Literal["iid", "dirichlet"] = Field(
+        "iid", description="iid: random shares; dirichlet: every node sees the classes in other proportions"
+    )
+    dirichlet_alpha: Positive = Field(
+        1.0, description="shares dirichlet: concentration of all classes together; small: few classes a node"
+    )
+    max_train_examples: Count | None = Field(None, description="train on as many, chosen at random; null: all")
+    max_eval_examples: Count | None = Field(None, description="evaluate on as many, chosen at random; null: all")
+
+    @model_validator(mode="after")
+    def _check(self) -> ImageDataBlock:
+        for key, sources in _USES.items():
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default and self.source not in sources:
+                raise ValueError(f"{key} belongs to source {' or '.join(sources)}, but source is {self.source}")
+        if self.source != "digits" and not self.path:
+            what = "the id of a dataset" if self.source == "hub" else "a folder"
+            raise ValueError(f"path is missing: source {self.source} needs {what}")
+        if "dirichlet_alpha" in self.model_fields_set and self.shares != "dirichlet":
+            raise ValueError(f"dirichlet_alpha belongs to shares dirichlet, but shares is {self.shares}")
+        if len(set(self.label_names)) != len(self.label_names):
+            raise ValueError(f"label_names: every class needs a name of its own, got {self.label_names}")
+        return self
+
+
+class ImageModelBlock(Block):
+    """The model: exactly one of `preset`, `path` and `config`."""
+
+    preset: ImagePreset | None = Field(None, description="a known shape, trained from scratch")
+    path: str | None = Field(
+        None, description="hub id (also timm/...) or folder of a model whose training continues; it gets a new head"
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="any transformers configuration, from scratch: {model_type: resnet, depths: [1, 1], ...}"
+    )
+    frozen: list[str] = Field([], description="regular expressions; parameters whose names match are not trained")
+
+    @model_validator(mode="after")
+    def _check(self) -> ImageModelBlock:
+        check_model(self.preset, self.path, self.config, "resnet")
+        for pattern in self.frozen:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"frozen: {pattern!r} is no regular expression: {error}") from None
+        return self
+
+
+class ScheduleBlock(Block):
+    """The learning rate, beyond what TrainingArguments say of it."""
+
+    lr_for_batch: Count | None = Field(
+        None,
+        description="training.learning_rate is for so many images a step of all nodes, and grows in proportion to "
+        "what they see; null: it is as given",
+    )
+    drop_at: list[Count] = Field(
+        [], description="steps at which the rate drops, after linear warm-up, instead of lr_scheduler_type"
+    )
+    drop_by: float = Field(0.1, gt=0, lt=1, description="the factor by which it drops")
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleBlock:
+        if sorted(set(self.drop_at)) != self.drop_at:
+            raise ValueError(f"drop_at: steps must grow, got {self.drop_at}")
+        return self
+
+
+class GossipBlock(GossipConfig):
+    """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
+
+    __init__ = BaseModel.__init__  # errors rise to `read_run_file`, which knows their lines
+    enabled: ClassVar[bool] = True  # nodes always exchange
+
+    def _check_meeting(self) -> None:
+        pass
+
+    def resolve(self) -> GossipConfig:
+        """The complete settings of one node.
+
+        Raises:
+            ConfigError: when several nodes have no rendezvous.
+        """
+        return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
+
+    @property
+    def island(self) -> int:
+        """This node's number, from 0."""
+        return self.node
+
+    @property
+    def num_islands(self) -> int:
+        """Nodes of the graph."""
+        return self.num_nodes
+
+    def check_rendezvous(self, url: str) -> None:
+        """Raises `ConfigError` if a setting does not go with this rendezvous."""
+
+    @property
+    def num_shares(self) -> int:
+        """Nodes that may ever take part."""
+        return self.num_nodes
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the other nodes go on when one is lost: not where all average their gradients."""
+        from hf_diloco.methods.gossip import find_method
+
+        return find_method(self.method).num_vectors > 0
 
 
 class VisionRun(BaseRun):
@@ -30,7 +228,7 @@ class VisionRun(BaseRun):
         hub_ids_or_paths=(("model", "path"), ("data", "path")),
     )
     where: ClassVar[Where] = "nodes"
-    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("preset", "path", "config")}
+    alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS}
 
     fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
@@ -79,9 +277,8 @@ class VisionRun(BaseRun):
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens the configuration of a model that is loaded, and the pictures; of the Hub only their description."""
-        from hf_diloco.apps.vision.hub import find_dataset
-        from hf_diloco.apps.vision.preprocess import checkpoint_config
-        from hf_diloco.apps.vision.sources import open_source
+        from hf_diloco.apps.vision.model import checkpoint_config
+        from hf_diloco.apps.vision.sources import find_dataset, open_source
 
         if self.model.path is not None:
             yield partial(checkpoint_config, self.model.path)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import gzip
+import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from io import BufferedReader
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_diloco.apps.vision.hub import open_folder, open_hub
-from hf_diloco.apps.vision.idx import read_images_and_labels
-from hf_diloco.apps.vision.pictures import ArrayPictures, IntArray, Pictures
-from hf_diloco.apps.vision.settings import ImageDataBlock
+from hf_diloco.apps.vision.images import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
+from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.errors import ConfigError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
+_EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
+
+# of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
+_UNSIGNED_BYTE = 0x08  # the only type of element that image sets use
+_MAX_DEFLATE_RATIO = 1032  # zlib.net/zlib_tech.html: no file expands further
+_REMEDY = "download it again, or give the right folder as data.path"
 
 
 @dataclass(frozen=True)
@@ -50,11 +62,15 @@ def open_source(data: ImageDataBlock) -> Source:
 
 
 def _open(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
+    """Pictures to train on, to evaluate on if there is a split for that, and the names of the classes."""
     if data.source == "digits":
         return _digits(), None, [str(digit) for digit in range(10)]
     if data.source == "idx":
-        return _idx(Path(str(data.path)), data.label_names)
-    return open_folder(str(data.path)) if data.source == "folder" else open_hub(data)
+        folder = Path(str(data.path))
+        train = _idx_split(folder, "train")
+        evaluation = _idx_split(folder, "t10k") if any(folder.glob("t10k-*-ubyte*")) else None
+        return train, evaluation, data.label_names or [str(number) for number in range(int(train.labels.max()) + 1)]
+    return _open_folder(Path(str(data.path))) if data.source == "folder" else _open_hub(data)
 
 
 def _digits() -> ArrayPictures:
@@ -66,12 +82,6 @@ def _digits() -> ArrayPictures:
         table = np.loadtxt(lines, delimiter=",")
     pictures = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8)
     return ArrayPictures(pictures.reshape(-1, 8, 8), table[:, -1].astype(np.int64))
-
-
-def _idx(folder: Path, label_names: list[str]) -> tuple[Pictures, Pictures | None, list[str]]:
-    train = _idx_split(folder, "train")
-    evaluation = _idx_split(folder, "t10k") if any(folder.glob("t10k-*-ubyte*")) else None
-    return train, evaluation, label_names or [str(number) for number in range(int(train.labels.max()) + 1)]
 
 
 def _idx_split(folder: Path, prefix: str) -> ArrayPictures:
@@ -112,3 +122,204 @@ def _at_most(pictures: Pictures, limit: int | None) -> Pictures:
 def _order(length: int) -> IntArray:
     # RandomState: its stream is frozen (NEP 19), so that nodes with other versions of numpy agree
     return np.random.RandomState(SPLIT_SEED).permutation(length).astype(np.int64)
+
+
+def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
+    """`folder`/train/CLASS/*.png (or .jpg and others), and validation or test beside train if there is one."""
+    if not (folder / "train").is_dir():
+        raise ConfigError(f"data.path: {folder} has no folder train; source folder needs {folder}/train/CLASS/*.png")
+    splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
+    names = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
+    opened = [_open_class_folders(folder / split, names) for split in splits]
+    return opened[0], opened[1] if len(opened) > 1 else None, names
+
+
+def _open_hub(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
+    """A dataset of the Hub, or a folder in its layout."""
+    train = _load_dataset(data, data.split)
+    names = _label_names(train, data.label_column)
+    evaluation = _pictures(_load_dataset(data, data.eval_split), names, data) if data.eval_split is not None else None
+    return _pictures(train, names, data), evaluation, names
+
+
+def find_dataset(data: ImageDataBlock) -> None:
+    """Raises `ConfigError` if the description of a dataset of the Hub cannot be had; downloads no images."""
+    from datasets import load_dataset_builder
+
+    try:
+        load_dataset_builder(str(data.path), name=data.name)
+    except Exception as error:  # of the Hub, the network or the file system
+        raise _unreadable(str(data.path), error) from error
+
+
+def _unreadable(what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"data: cannot read {what}: {type(error).__name__}: {error}; where the Hub cannot be reached, download the "
+        "dataset and give its folder as data.path"
+    )
+
+
+def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
+    from datasets import Dataset, Features, Image, Value
+    from PIL.Image import registered_extensions
+
+    known = registered_extensions()
+    files: list[str] = []
+    labels: list[int] = []
+    for entry in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
+        if entry.name not in names:
+            raise ConfigError(f"data.path: {entry} is a class that {folder.parent}/train does not have; remove it")
+        found = sorted(str(file) for file in entry.rglob("*") if file.suffix.lower() in known and file.is_file())
+        files += found
+        labels += [names.index(entry.name)] * len(found)
+    if not files:
+        raise ConfigError(f"data.path: {folder} holds no pictures; source folder needs {folder}/CLASS/*.png")
+    dataset = Dataset.from_dict({"image": files}, features=Features({"image": Value("string")}))
+    return DatasetPictures(dataset.cast_column("image", Image()), np.array(labels, dtype=np.int64), str(folder))
+
+
+def _load_dataset(data: ImageDataBlock, split: str) -> Dataset:
+    from datasets import load_dataset
+
+    try:
+        dataset = load_dataset(str(data.path), name=data.name, split=split)
+    except Exception as error:  # of the Hub, the network, the file system or the parser
+        raise _unreadable(f"split {split} of {data.path}", error) from error
+    for key in ("image_column", "label_column"):
+        column = getattr(data, key)
+        if column not in dataset.column_names:
+            columns = ", ".join(dataset.column_names)
+            raise ConfigError(f"data.{key}: {data.path} has no column {column!r} (it has {columns})")
+    return dataset
+
+
+def _label_names(dataset: Dataset, column: str) -> list[str]:
+    """The names that come with the data, or else the words or numbers that stand in it."""
+    from datasets import ClassLabel
+
+    feature = dataset.features[column]
+    if isinstance(feature, ClassLabel):
+        return [str(name) for name in feature.names]
+    values = _column(dataset, column)
+    if all(isinstance(value, str) for value in values):
+        return sorted(set(values))
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values) and values:
+        return [str(number) for number in range(max(values) + 1)]
+    raise ConfigError(f"data.label_column: {column!r} must hold words or numbers from 0 in every row, not {feature}")
+
+
+def _pictures(dataset: Dataset, names: list[str], data: ImageDataBlock) -> DatasetPictures:
+    from datasets import Image
+
+    where = str(data.path)
+    labels = _labels(_column(dataset, data.label_column), names, where)
+    images = dataset.select_columns([data.image_column])
+    if data.image_column != "image":
+        images = images.rename_column(data.image_column, "image")
+    try:
+        images = images.cast_column("image", Image())
+    except Exception as error:  # pyarrow's, for a column of numbers or words
+        feature = dataset.features[data.image_column]
+        raise ConfigError(
+            f"data.image_column: {data.image_column!r} of {where} holds no images but {feature}"
+        ) from error
+    return DatasetPictures(images, labels, where)
+
+
+def _labels(values: Sequence[Any], names: list[str], where: str) -> IntArray:
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = {value for value in values if isinstance(value, str) and value not in numbers}
+    if unknown or any(value is None for value in values):
+        what = f"the classes {sorted(unknown)}, which the training split lacks" if unknown else "rows without a class"
+        raise ConfigError(f"data.label_column: {where} has {what}; remove these rows")
+    return np.array([numbers[value] if isinstance(value, str) else value for value in values], dtype=np.int64)
+
+
+def _column(dataset: Dataset, column: str) -> list[Any]:
+    return list(dataset.with_format(None)[column])
+
+
+def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
+    """Reads one file of unsigned bytes.
+
+    Args:
+        path: the file; compressed if its name ends with .gz.
+        num_dimensions: 3 for images (examples, rows, columns), 1 for labels.
+
+    Returns:
+        A writable uint8 array.
+
+    Raises:
+        ConfigError: naming the file, when it cannot be read, is of another kind, or is longer or shorter than it says.
+            A size that the file cannot hold is refused before memory is taken for it.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            shape = _read_header(file, path, num_dimensions)
+            size = math.prod(shape)
+            _check_size(path, size, 4 + 4 * num_dimensions)
+            content = file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"data.path: cannot read {path}: {type(error).__name__}: {error}; {_REMEDY}") from error
+    if len(content) != size:
+        more = "more" if len(content) > size else f"only {len(content)}"
+        raise ConfigError(f"data.path: {path} announces {size} bytes of shape {shape} but holds {more}; {_REMEDY}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape).copy()
+
+
+def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, UInt8Array]:
+    """The images [examples, rows, columns] and labels [examples] of one split, both uint8.
+
+    Args:
+        folder: holds PREFIX-images-idx3-ubyte and PREFIX-labels-idx1-ubyte, or both with .gz.
+        prefix: train or t10k.
+
+    Raises:
+        ConfigError: when a file is missing or wrong, or the two do not belong together.
+    """
+    images_path = _find_idx(folder, f"{prefix}-images-idx3-ubyte")
+    labels_path = _find_idx(folder, f"{prefix}-labels-idx1-ubyte")
+    labels = read_idx(labels_path, 1)
+    images = read_idx(images_path, 3)
+    if len(images) != len(labels):
+        raise ConfigError(
+            f"data.path: {images_path} holds {len(images)} images, but {labels_path.name} {len(labels)} labels; "
+            f"{_REMEDY}"
+        )
+    if images.size == 0:
+        raise ConfigError(f"data.path: {images_path} of shape {images.shape} holds no pixels; {_REMEDY}")
+    return images, labels
+
+
+def _find_idx(folder: Path, name: str) -> Path:
+    """The file of this name in a folder, or else the one with .gz.
+
+    Raises:
+        ConfigError: when there is neither.
+    """
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise ConfigError(f"data.path: {folder} has neither {name} nor {name}.gz; give the folder of the idx files")
+
+
+def _read_header(file: gzip.GzipFile | BufferedReader, path: Path, num_dimensions: int) -> tuple[int, ...]:
+    header = file.read(4 + 4 * num_dimensions)
+    expected = bytes([0, 0, _UNSIGNED_BYTE, num_dimensions])
+    if header[:4] != expected:
+        raise ConfigError(
+            f"data.path: {path} begins with {header[:4].hex() or 'nothing'}, not with {expected.hex()}: it is no idx "
+            f"file of unsigned bytes in {num_dimensions} dimensions; {_REMEDY}"
+        )
+    if len(header) < 4 + 4 * num_dimensions:
+        raise ConfigError(f"data.path: {path} ends in its header; {_REMEDY}")
+    return tuple(int(size) for size in np.frombuffer(header[4:], dtype=">u4"))
+
+
+def _check_size(path: Path, size: int, header: int) -> None:
+    on_disk = path.stat().st_size
+    fits = size <= on_disk * _MAX_DEFLATE_RATIO if path.suffix == ".gz" else size + header == on_disk
+    if not fits:
+        raise ConfigError(
+            f"data.path: {path} announces {size} bytes of data, but has {on_disk} bytes on disk; {_REMEDY}"
+        )

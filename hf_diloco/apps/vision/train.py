@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_diloco.apps.common.commandline import parse_command_line
 from hf_diloco.apps.common.environment import is_leader
-from hf_diloco.apps.common.process import (
-    STOPPED,
-    describe_stop,
-    last_evaluation,
-    prepared,
-    run_and_exit,
-    say,
-)
+from hf_diloco.apps.common.load import parse_command_line
+from hf_diloco.apps.common.model_card import Training
+from hf_diloco.apps.common.process import STOPPED, describe_stop, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
@@ -92,10 +87,7 @@ def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
 
 def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
-    from hf_diloco.apps.common.final_model import MODEL_FOLDER, save_final_model
-    from hf_diloco.apps.common.model_card import write_card
-    from hf_diloco.apps.common.publish import publish
-    from hf_diloco.apps.vision.summary import describe_training, write_summary
+    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     evaluation = last_evaluation(trainer)
@@ -108,15 +100,13 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
             save_final_model(trainer, run.folder)
     if not is_leader():
         return
-    summary = write_summary(run, evaluation)
+    weights = "outer" if run.gossip.eval_weights == "average" else "inner"
+    accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
+    write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
     if config.node == 0:
-        write_card(run.folder / MODEL_FOLDER, run.folder, describe_training(run))
-        if run.push_to_hub is not None:
-            progress.update(message="pushing the model to the Hub")
-            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
+        write_card_and_publish(run, describe_training(run), progress)
     if speaks:
-        say(f"the mean of {config.num_nodes} nodes: accuracy {summary['eval_accuracy']:.2%}, ", end="")
-        say(f"loss {summary['eval_loss']:.4f}")
+        say(f"the mean of {config.num_nodes} nodes: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
     progress.update(state="done", message="")
@@ -133,7 +123,9 @@ def _print_plan(node: VisionNode) -> None:
     examples = examples_per_step(args)
     say(f"model: {short_count(num_trained)} trained parameters, images of {data.image_size} pixels a side")
     shares = f"{data.share_sizes[config.node]:,} of {sum(data.share_sizes):,} examples"
-    say(f"data of node {config.node}: {shares}, {_classes(data.label_counts)}; evaluation: {len(data.evaluation):,}")
+    counts = data.label_counts
+    classes = "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
+    say(f"data of node {config.node}: {shares}, {classes}; evaluation: {len(data.evaluation):,}")
     say(f"batch of node {config.node}: {examples:,} images a step; of all {total} nodes: {examples * total:,}")
     graph = node.callback.topology
     neighbours = ", ".join(map(str, graph.neighbours(config.node))) or "none"
@@ -141,6 +133,18 @@ def _print_plan(node: VisionNode) -> None:
     say(f"{run.max_steps:,} steps of {method} on {graph.name} of {total}; neighbours: {neighbours}")
 
 
-def _classes(counts: Sequence[int]) -> str:
-    """How many of each class."""
-    return "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
+def describe_training(run: VisionRun) -> Training:
+    """What the model's card says of a run."""
+    from hf_diloco.methods.gossip import find_method
+
+    data, method = run.data, run.gossip.method
+    dataset = data.path if data.source == "hub" else None
+    texts = {"digits": "1,797 handwritten digits of the UCI repository", "hub": f"{dataset} ({data.split})"}
+    return Training(
+        data=texts.get(data.source) or f"images of {Path(data.path or '').name}",
+        method=method,
+        papers=[paper] if (paper := find_method(method).paper) else [],
+        base_model=run.model.path,
+        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        task="image-classification",
+    )
