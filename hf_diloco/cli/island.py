@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 
 from hf_diloco.cli.guard import end_descendants
-from hf_diloco.cli.log import LogFollower
-from hf_diloco.cli.outcome import FAILED, STOPPED, Outcome, read_outcome
+from hf_diloco.cli.log import FAILED, STOPPED, LogFollower, Outcome, read_outcome
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.utils.redact import redact_text

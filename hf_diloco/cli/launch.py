@@ -17,8 +17,7 @@ from types import FrameType
 from hf_diloco.cli.display import Display
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
 from hf_diloco.cli.island import Island, IslandPlan
-from hf_diloco.cli.log import UsefulLines
-from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, Outcome
+from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, Outcome, UsefulLines
 
 POLL = 0.1  # seconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -161,7 +161,7 @@ def launch(
 
     asked = LaunchOptions(run_file, tuple(overrides or ()), island, num_islands, rendezvous, name, output, resume)
     if simulate is not None:
-        from hf_diloco.cli.simulate import run_simulation
+        from hf_diloco.cli.run import run_simulation
 
         raise typer.Exit(run_simulation(asked, simulate))
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))

@@ -16,12 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from hf_diloco.cli import devices
-from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.ending import print_failures
+from hf_diloco.cli.display import terminal
 from hf_diloco.cli.island import IslandPlan
-from hf_diloco.cli.launch import Launcher
 from hf_diloco.cli.plan import island_environment
-from hf_diloco.cli.run import print_commands
+from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
 from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
@@ -87,12 +85,11 @@ def run_script(options: ScriptOptions, *, grace: float, dry_run: bool) -> int:
     if dry_run:
         print_commands(plan.islands, "island", out)
         return 0
-    display = make_display(out, [island.number for island in plan.islands])
-    meets_in_store = plan.config.rendezvous is not None and is_object_store(plan.config.rendezvous)
-    launcher = Launcher(plan.islands, display, grace, keep_going=meets_in_store)
-    for note in filter(None, (_summary(plan), plan.crowding)):
-        display.note(note)
-    result = launcher.run()
+    config = plan.config
+    alone = " (--islands 2 starts two)" if config.num_islands == 1 else ""
+    summary = describe_start(plan.islands, config.num_islands, config.rendezvous, plan.folder, remark=alone)
+    meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
+    result = run_islands(plan.islands, (summary, plan.crowding), out, grace, keep_going=meets_in_store)
     print_failures(result, err)
     return result.exit_code
 
@@ -121,14 +118,6 @@ def plan_script(options: ScriptOptions) -> ScriptPlan:
         islands.append(IslandPlan(number, own_folder, command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads))
     return ScriptPlan(folder, tuple(islands), config, crowding)
-
-
-def _summary(plan: ScriptPlan) -> str:
-    here, total = len(plan.islands), plan.config.num_islands
-    islands = f"{here} {plural('island', here)}" if here == total else f"island {plan.islands[0].number} of {total}"
-    meeting = f", meeting at {plan.config.rendezvous}" if plan.config.rendezvous else ""
-    alone = " (--islands 2 starts two)" if total == 1 else ""
-    return f"{islands}{alone}{meeting}; full logs in {plan.folder}/island-*/log.txt"
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from hf_diloco.apps.common.kinds import kind_of
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.plan import LaunchOptions
-from hf_diloco.cli.simulate import run_simulation
+from hf_diloco.cli.run import run_simulation
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.choco import with_payload

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.cli.log import LogFollower, UsefulLines, clean
-from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, read_outcome, root_error
+from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, UsefulLines, clean, read_outcome, root_error
 
 # As accelerate 1.15 and torch 2.13 write them.
 TORCHRUN = """\
