@@ -110,7 +110,7 @@ def doctor(
 
     0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
     """
-    from hf_diloco.cli.doctor.command import answer, run_doctor
+    from hf_diloco.cli.doctor import answer, run_doctor
 
     raise typer.Exit(run_doctor(store, peer, port, folder, as_json) if listen is None else answer(listen))
 

@@ -8,8 +8,7 @@ from functools import partial
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
-from hf_diloco.cli.doctor.command import show_findings
-from hf_diloco.cli.doctor.finding import Check, Finding, run_checks
+from hf_diloco.cli.doctor import Check, Finding, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, plan_islands
 from hf_diloco.utils import text

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from hf_diloco.cli.doctor.finding import Finding
+from hf_diloco.cli.doctor import Finding
 from hf_diloco.errors import DiLoCoError, RendezvousError
 from hf_diloco.planning.quantities import bit_rate, duration
 from hf_diloco.store.objects import ObjectStore, open_object_store
