@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hf_diloco import __version__
 from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument
+from hf_diloco.utils import text
+from hf_diloco.utils.redact import redact
 
 _PANEL = "without RUN.yaml"
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "obstore", "numba", "numpy", "pydantic")
+_PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE_", "DS_", "TORCH_")
+"""What a report of a bug should say: versions of these packages, and variables that begin so."""
 
 
 def estimate(
@@ -122,9 +133,48 @@ def env(as_json: AsJson = False) -> None:
 
     [cyan]hf-diloco env[/cyan]
     """
-    from hf_diloco.cli.environment import run_env
+    facts = _environment()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}{value}")
 
-    run_env(as_json)
+
+def _environment() -> dict[str, str]:
+    """Names and values, in the order in which they are read; without secrets."""
+    import psutil
+
+    from hf_diloco.cli.devices import cuda_devices, num_cores
+
+    return {
+        "hf-diloco": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cuda": _cuda(),
+        "gpus": ", ".join(cuda_devices()) or "none",
+        "cores": str(num_cores()),
+        "memory": text.size(psutil.virtual_memory().total),
+        **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda() -> str:
+    """That PyTorch was built for; its name says it without an import."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"PyTorch cannot be imported: {error}"
+    return torch.version.cuda or "none: a PyTorch for CPUs"
 
 
 def validate(
@@ -156,7 +206,39 @@ def validate(
     raise typer.Exit(run_validate(asked, as_json))
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Adds all commands of this file."""
-    for command in (estimate, doctor, env, validate):
-        app.command()(command)
+def topology(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
+            "random-matching, full; or your own: a file of weights (.npy, .csv, .json), or FILE.py:CLASS",
+            show_default=False,
+        ),
+    ],
+    num_nodes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="How many take part. Default: 8, or as a file says.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
+    num_parameters: Annotated[
+        float,
+        typer.Option("--parameters", min=1, help="Values in the model, as 7e9.", show_default="25.6e6, a ResNet-50"),
+    ] = 25.6e6,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco topology ring --num-nodes 8[/cyan]
+
+    [cyan]hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg[/cyan]
+
+    [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
+    """
+    from hf_diloco.cli.topology import run_topology
+
+    run_topology(name, num_nodes, seed, num_parameters, picture, as_json)

@@ -1,4 +1,4 @@
-"""`hf-diloco status`: look at a run in an object store, once or again and again."""
+"""Looks into the store of a run: `hf-diloco status`, once or again and again, and `hf-diloco store check`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from rich.text import Text
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.status import Observer, RunStatus
+from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
 from hf_diloco.status.rows import ISLAND_COLUMNS, ROUND_COLUMNS, figures, island_row, round_row
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
+from hf_diloco.utils import text
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store
 
-TIMEOUT = 15.0  # seconds without an answer after which a person is told
+_TIMEOUT = 15.0  # seconds without an answer after which a person is told
 _LIFE = ISLAND_COLUMNS.index("life")
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
-_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
+_LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
+_KIND_STYLES = {
+    "damaged": "bold red",
+    "forged": "bold red",
+    "abandoned": "yellow",
+    "foreign": "yellow",
+    "settled": "dim",
+}
 
 
 def run_status(url: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
@@ -45,7 +54,7 @@ def run_status(url: str, key_file: Path | None, interval: float | None, num_roun
     check_url(url, "status")
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
-        store = open_object_store(url, TIMEOUT, read_only=True)
+        store = open_object_store(url, _TIMEOUT, read_only=True)
         observer = Observer(store, key, num_rounds)
         if interval is None:
             _show_once(observer.settle(), as_json)
@@ -120,7 +129,7 @@ def _island_table(status: RunStatus) -> Table:
     table = _table(ISLAND_COLUMNS)
     for island in status.islands:
         cells = [plain(cell) for cell in island_row(status, island)]
-        cells[_LIFE] = Text(cells[_LIFE].plain, style=_STYLES[island.presence])
+        cells[_LIFE] = Text(cells[_LIFE].plain, style=_LIFE_STYLES[island.presence])
         table.add_row(*cells)
     return table
 
@@ -139,3 +148,48 @@ def _table(columns: tuple[str, ...]) -> Table:
             name, header_style="cyan", justify="left" if name in _WORDS else "right", no_wrap=name != "left out"
         )
     return table
+
+
+def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:
+    """Runs `hf-diloco store check`; returns its exit code: 0 if there is nothing to be done, else 1.
+
+    Args:
+        url: where the islands meet.
+        key_file: see `hf_diloco.store.signing.load_key`.
+        is_deep: read all values too.
+        repair: set aside what is found.
+        as_json: for programs.
+
+    Raises:
+        ConfigError: the URL or the key cannot be one.
+        RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
+        StoreError: the store does not answer.
+    """
+    check_url(url, "store check")
+    key = load_key(key_file)
+    store = open_object_store(url, _TIMEOUT, read_only=not repair)
+    report = check_store(store, key, is_deep)
+    if repair:
+        report = set_aside(store, report)
+    if as_json:
+        print(report.model_dump_json(indent=2))
+    else:
+        _show_found(report)
+    return 0 if report.is_clean else 1
+
+
+def _show_found(report: CheckReport) -> None:
+    console = terminal(sys.stdout)
+    console.print(f"run       {report.run[:12]} at {report.url}", markup=False, soft_wrap=True)
+    console.print(f"looked at {report.num_objects:,} objects, {text.size(report.num_bytes)}", markup=False)
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(report.counts.items()))
+    console.print(f"found     {counts or 'nothing wrong'}", markup=False)
+    for finding in report.findings:
+        console.print(_line(finding), markup=False, soft_wrap=True, style=_KIND_STYLES[finding.kind])
+
+
+def _line(finding: Finding) -> str:
+    size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
+    line = f"{finding.kind} {finding.path}{size}: {finding.reason}"
+    line += f"; moved to {finding.moved_to}" if finding.moved_to else ""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -458,7 +458,7 @@ def test_env_of_a_machine_that_lacks_packages(monkeypatch: pytest.MonkeyPatch) -
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr("hf_diloco.cli.environment.version", version)
+    monkeypatch.setattr("hf_diloco.cli.planning.version", version)
     monkeypatch.setitem(sys.modules, "torch", None)
     facts = json.loads(CliRunner().invoke(app, ["env", "--json"], catch_exceptions=False).output)
     assert facts["deepspeed"] == "not installed"

@@ -121,10 +121,10 @@ def answer(address: str) -> int:
         RendezvousError: nothing can listen there.
     """
     from hf_diloco.cli.doctor.network import serve
-    from hf_diloco.cli.listening import listen
+    from hf_diloco.cli.meeting import open_listener
 
     with (
-        listen(address.removeprefix("tcp://"), "the other machine") as listener,
+        open_listener(address.removeprefix("tcp://"), "the other machine") as listener,
         contextlib.suppress(KeyboardInterrupt),
     ):
         print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
