@@ -72,7 +72,7 @@ def estimate(
 
     [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
     """
-    from hf_diloco.cli.estimate import EstimateOptions, run_estimate
+    from hf_diloco.cli.estimate import run_estimate
 
     shape = {
         "islands": islands,
@@ -83,9 +83,16 @@ def estimate(
         "layers": layers,
     }
     run_estimate(
-        EstimateOptions(
-            run_file, tuple(overrides or ()), params, shape, bandwidth, rtt, step_time, price, picture, as_json
-        )
+        run_file,
+        overrides or (),
+        params,
+        shape,
+        bandwidth=bandwidth,
+        rtt=rtt,
+        step_time=step_time,
+        price=price,
+        picture=picture,
+        as_json=as_json,
     )
 
 
