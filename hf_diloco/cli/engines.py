@@ -293,11 +293,7 @@ def ray(deployment: Deployment) -> Written:
 
 
 ENGINES: dict[str, Callable[[Deployment], Written]] = {
-    "slurm": slurm,
-    "compose": compose,
-    "kubernetes": kubernetes,
-    "skypilot": skypilot,
-    "ray": ray,
+    engine.__name__: engine for engine in (slurm, compose, kubernetes, skypilot, ray)
 }
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hf_diloco.cli.display import Display
+from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
 from hf_diloco.cli.island import Island, IslandPlan
 from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, Outcome, UsefulLines
@@ -71,7 +71,9 @@ class Launcher:
         keep_going: whether the islands can do without each other.
     """
 
-    def __init__(self, plans: Sequence[IslandPlan], display: Display, grace: float, keep_going: bool = False) -> None:
+    def __init__(
+        self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, keep_going: bool = False
+    ) -> None:
         self._plans = plans
         self._display = display
         self._grace = grace

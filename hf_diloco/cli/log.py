@@ -136,10 +136,6 @@ class Outcome:
     error: str = ""
 
     @property
-    def failed(self) -> bool:
-        return self.code not in (FINISHED, STOPPED)
-
-    @property
     def ending(self) -> str:
         """`exit code 1` or `SIGKILL`."""
         if self.code >= 0:

@@ -119,7 +119,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)
-    threads = _threads(run, len(numbers) * num_processes)
+    threads = str(run.launch.threads or devices.fitting_threads(len(numbers) * num_processes))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         _check_resume(run, number)
@@ -228,7 +228,3 @@ def _devices(run: BaseRun, num_islands: int, num_processes: int) -> list[list[st
     if run.launch.use_cpu is False:
         raise ConfigError("launch.use_cpu is false, but this machine shows no CUDA device (nvidia-smi -L)")
     return [[] for _ in range(num_islands)]
-
-
-def _threads(run: BaseRun, num_processes_here: int) -> str:
-    return str(run.launch.threads) if run.launch.threads else devices.fitting_threads(num_processes_here)

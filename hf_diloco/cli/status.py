@@ -57,9 +57,14 @@ def run_status(url: str, key_file: Path | None, interval: float | None, num_roun
         store = open_object_store(url, _TIMEOUT, read_only=True)
         observer = Observer(store, key, num_rounds)
         if interval is None:
-            _show_once(observer.settle(), as_json)
-        else:
-            _watch(observer, interval, as_json)
+            status = observer.settle()
+            if as_json:
+                print(status.model_dump_json(indent=2))
+            else:
+                terminal(sys.stdout).print(render(status))
+            return
+        with _display(as_json) as show:
+            _watch(observer, interval, show)
 
 
 def check_url(url: str, command: str) -> None:
@@ -76,27 +81,19 @@ def check_url(url: str, command: str) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _show_once(status: RunStatus, as_json: bool) -> None:
-    if as_json:
-        print(status.model_dump_json(indent=2))
-    else:
-        terminal(sys.stdout).print(render(status))
-
-
-def _watch(observer: Observer, interval: float, as_json: bool) -> None:
+def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], object]) -> None:
     """Shows one look after the other until the run is over."""
-    with _display(as_json) as show:
-        while True:
-            begun = time.monotonic()
-            try:
-                status = observer.look()
-            except StoreError as error:  # the run goes on without the store for a while, and so does this
-                print(f"warning: {error}", file=sys.stderr)
-            else:
-                show(status)
-                if status.is_over:
-                    return
-            time.sleep(max(0.0, begun + interval - time.monotonic()))
+    while True:
+        begun = time.monotonic()
+        try:
+            status = observer.look()
+        except StoreError as error:  # the run goes on without the store for a while, and so does this
+            print(f"warning: {error}", file=sys.stderr)
+        else:
+            show(status)
+            if status.is_over:
+                return
+        time.sleep(max(0.0, begun + interval - time.monotonic()))
 
 
 @contextlib.contextmanager

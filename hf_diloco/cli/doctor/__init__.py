@@ -37,6 +37,13 @@ class Finding:
 Check = Callable[[], Iterable[Finding]]
 
 
+def judge(
+    check: str, is_fine: bool, text: str, remedy: str, otherwise: Literal["warning", "problem"] = "warning"
+) -> Finding:
+    """The same figures, whether they are fine or else need a remedy."""
+    return Finding(check, "ok", text) if is_fine else Finding(check, otherwise, text, remedy)
+
+
 def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
     """All findings, as they come. A check that fails by itself is a warning: the others go on.
 

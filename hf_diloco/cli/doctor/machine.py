@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from hf_diloco.cli.devices import cuda_devices, num_cores
-from hf_diloco.cli.doctor import Finding
+from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.utils import text
 from hf_diloco.utils.extras import EXTRAS, is_installed
 
@@ -171,12 +171,8 @@ def check_memory() -> Iterator[Finding]:
     total = min(memory.total, limit or memory.total)
     free = min(memory.available, total)
     found = f"{text.size(free)} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
-    if free < LEAST_MEMORY:
-        yield Finding(
-            "memory", "warning", found, "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
-        )
-    else:
-        yield Finding("memory", "ok", found)
+    remedy = "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
+    yield judge("memory", free >= LEAST_MEMORY, found, remedy)
 
 
 def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
@@ -196,14 +192,8 @@ def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
         )
         return
     free = psutil.disk_usage(str(there)).free
-    found = f"{text.size(free)} are free in {there}"
-    if free < needed:
-        remedy = (
-            f"make room for {text.size(needed)}, or set output to another folder, or lower training.save_total_limit"
-        )
-        yield Finding("disk", "warning", found, remedy)
-    else:
-        yield Finding("disk", "ok", found)
+    remedy = f"make room for {text.size(needed)}, or set output to another folder, or lower training.save_total_limit"
+    yield judge("disk", free >= needed, f"{text.size(free)} are free in {there}", remedy)
     if _SHARED.is_dir() and (shared := psutil.disk_usage(str(_SHARED)).free) < LEAST_SHARED:
         yield Finding(
             "shared memory",
@@ -217,10 +207,8 @@ def check_files() -> Iterator[Finding]:
     """How many files a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"a process may open {_number(soft)} (at most {_number(hard)})"
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding("open files", "warning", found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE of the service")
-    else:
-        yield Finding("open files", "ok", found)
+    is_fine = soft == resource.RLIM_INFINITY or soft >= LEAST_FILES
+    yield judge("open files", is_fine, found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE of the service")
 
 
 def _number(limit: int) -> str:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from hf_diloco.cli.doctor import Finding
+from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.errors import DiLoCoError, RendezvousError
 from hf_diloco.planning.quantities import bit_rate, duration
 from hf_diloco.store.objects import ObjectStore, open_object_store
@@ -96,9 +96,7 @@ def _speed(store: ObjectStore, name: str) -> Finding:
         f"a request takes {duration(trip)}; {text.size(_PROBE)} are written at {bit_rate(8 * _PROBE / writing)}, "
         f"read at {bit_rate(8 * _PROBE / reading)}"
     )
-    if trip < _FAR:
-        return Finding("speed of the store", "ok", found)
-    return Finding("speed of the store", "warning", found, "use a store nearer by, or a larger diloco.sync_every")
+    return judge("speed of the store", trip < _FAR, found, "use a store nearer by, or a larger diloco.sync_every")
 
 
 def _seconds(call: Callable[[], object]) -> float:
