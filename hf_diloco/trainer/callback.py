@@ -39,10 +39,9 @@ from hf_diloco.trainer.arguments import (
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
-from hf_diloco.trainer.outer_view import HasOuterWeights, OuterView
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.trainer.resumption import EXAMPLES, check_resumption, follow_schedule
-from hf_diloco.trainer.saving import ModelDescription
+from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule
+from hf_diloco.trainer.views import HasOuterWeights, OuterView
 
 logger = logging.getLogger("hf_diloco")
 

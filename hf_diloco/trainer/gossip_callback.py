@@ -31,10 +31,9 @@ from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import check_gossip_arguments, examples_per_step, floats, folder_of
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
-from hf_diloco.trainer.gossip_check import check_gossip
-from hf_diloco.trainer.gossip_mean_view import MeanView
-from hf_diloco.trainer.gossip_start import Beginning
+from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
+from hf_diloco.trainer.views import MeanView
 
 logger = logging.getLogger("hf_diloco")
 

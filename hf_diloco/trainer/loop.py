@@ -21,8 +21,8 @@ from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds import open_session
 from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.trainer.outer_view import HasOuterWeights
 from hf_diloco.trainer.refusals import refuse
+from hf_diloco.trainer.views import HasOuterWeights
 
 logger = logging.getLogger("hf_diloco")
 
