@@ -26,7 +26,7 @@ from rich.table import Table
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.codecs.base import TILE_VALUES
 from hf_diloco.codecs.feedback import ErrorFeedback
-from hf_diloco.optimizers.onebit.feedback import SignFeedback, num_bit_bytes, unpack
+from hf_diloco.optimizers.onebit.all_reduce import SignFeedback, num_bit_bytes, unpack
 
 ONEBIT = "onebit"
 
