@@ -10,6 +10,7 @@ from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk
+from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, plan_islands
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
@@ -41,8 +42,6 @@ def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
     if isinstance(run, RunFile):
         yield "memory", partial(_resources, run, plan)
     if plan.rendezvous is not None and is_object_store(plan.rendezvous):
-        from hf_diloco.cli.doctor.store import check_store
-
         yield "store", partial(check_store, plan.rendezvous)
     yield "not tried", partial(_not_tried, run, plan)
 

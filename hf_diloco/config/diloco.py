@@ -9,13 +9,19 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hf_diloco.config import checks
-from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, Seconds, StrictModel, describe, from_env
-from hf_diloco.config.kinds import (
+from hf_diloco.config.base import (
+    ENV_ISLAND,
+    ENV_NUM_ISLANDS,
+    ENV_RENDEZVOUS,
     Identities,
     OuterMomentum,
     OuterRate,
     OwnAddress,
     Payload,
+    Seconds,
+    StrictModel,
+    describe,
+    from_env,
     list_methods,
     tell_of_auto,
     tell_of_own,

@@ -22,8 +22,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_diloco.cli.doctor import Finding, machine, network, run_checks, store
-from hf_diloco.cli.doctor.store import check_store
+from hf_diloco.cli.doctor import Finding, machine, network, run_checks
+from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.cli.validate import run_validate
@@ -307,7 +307,7 @@ def test_a_store_that_shows_what_was(get: Any, text: str, tmp_path: Path, monkey
 
 
 def test_a_store_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_FAR", 0.0)
+    monkeypatch.setattr(network, "_FAR", 0.0)
     found = list(check_store(f"file://{tmp_path}/store"))[-1]
     assert (found.level, "sync_every" in found.remedy) == ("warning", True)
 

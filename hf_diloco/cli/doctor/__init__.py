@@ -114,9 +114,7 @@ def _checks(store: str | None, peer: str | None, port: int | None, folder: Path)
         from hf_diloco.cli.status import check_url
 
         check_url(store, "doctor --store")
-        from hf_diloco.cli.doctor.store import check_store
-
-        yield "store", partial(check_store, store)
+        yield "store", partial(network.check_store, store)
     if peer is not None:
         yield "peer", partial(network.check_peer, *network.split_address(peer, "--peer"))
 
