@@ -205,17 +205,8 @@ def portable_run_file(deployment: Deployment) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-@dataclass(frozen=True)
-class Written:
-    """What an engine needs.
-
-    Attributes:
-        files: texts by name, for the deployment's folder.
-        command: starts the islands.
-    """
-
-    files: dict[str, str]
-    command: str
+Written = tuple[dict[str, str], str]
+"""What an engine needs: texts by name, for the deployment's folder; and the command that starts the islands."""
 
 
 def slurm(deployment: Deployment) -> Written:
@@ -224,7 +215,7 @@ def slurm(deployment: Deployment) -> Written:
     num_ranks = deployment.num_nodes * deployment.num_processes
     config = accelerate.configuration(num_ranks, deployment.run.deepspeed is not None, deployment.num_nodes)
     files = {"islands.sbatch": _render("slurm/islands.sbatch.j2", deployment), "accelerate.yaml": config}
-    return Written(files, shlex.join(["sbatch", str(deployment.folder / "islands.sbatch")]))
+    return (files, shlex.join(["sbatch", str(deployment.folder / "islands.sbatch")]))
 
 
 def compose(deployment: Deployment) -> Written:
@@ -250,7 +241,7 @@ def compose(deployment: Deployment) -> Written:
         passed_on=_PASSED_ON,
     )
     command = ["docker", "compose", "-f", str(deployment.folder / "compose.yaml"), "up", "--detach"]
-    return Written({"compose.yaml": text}, shlex.join(command))
+    return ({"compose.yaml": text}, shlex.join(command))
 
 
 def kubernetes(deployment: Deployment) -> Written:
@@ -258,7 +249,7 @@ def kubernetes(deployment: Deployment) -> Written:
     _check_image(deployment, "kubernetes")
     check_store(deployment, "kubernetes", has_folders=False)
     text = _render("kubernetes/job.yaml.j2", deployment, run_file=portable_run_file(deployment))
-    return Written({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
+    return ({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
 
 
 def skypilot(deployment: Deployment) -> Written:
@@ -275,7 +266,7 @@ def skypilot(deployment: Deployment) -> Written:
         f"for island in {_numbers(deployment)}; do sky jobs launch --yes --async --name {deployment.label}-$island "
         f"--env HF_DILOCO_ISLAND=$island {shlex.quote(str(file))}; done"
     )
-    return Written({"island.yaml": text, "run.yaml": portable_run_file(deployment)}, command)
+    return ({"island.yaml": text, "run.yaml": portable_run_file(deployment)}, command)
 
 
 def ray(deployment: Deployment) -> Written:
@@ -289,7 +280,7 @@ def ray(deployment: Deployment) -> Written:
         "island.py": _render("ray/island.py.j2", deployment, arguments=arguments),
         "run.yaml": portable_run_file(deployment),
     }
-    return Written(files, shlex.join(["bash", str(deployment.folder / "submit.sh")]))
+    return (files, shlex.join(["bash", str(deployment.folder / "submit.sh")]))
 
 
 ENGINES: dict[str, Callable[[Deployment], Written]] = {

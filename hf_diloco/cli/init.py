@@ -77,9 +77,9 @@ def init(
 
     options = LaunchOptions(run_file, tuple(overrides or ()), None, num_islands, rendezvous, name)
     deployment = plan_deployment(engine.value, options, num_gpus, num_nodes, image, folder)
-    written = ENGINES[engine.value](deployment)
-    _write(deployment.folder, written.files, force)
-    typer.echo(f"start the {deployment.num_islands} islands with:\n  {written.command}")
+    files, command = ENGINES[engine.value](deployment)
+    _write(deployment.folder, files, force)
+    typer.echo(f"start the {deployment.num_islands} islands with:\n  {command}")
 
 
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:

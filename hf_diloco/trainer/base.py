@@ -141,9 +141,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
         self._stop.request()
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Has DeepSpeed resume from checkpoints of another number of ranks."""
         if args.deepspeed_plugin is not None:
             resume_across_ranks()

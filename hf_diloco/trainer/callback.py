@@ -164,18 +164,17 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
         if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
-            self._sync_at_start(state, control)
+            try:
+                self._run_round(state, control)
+            except MissedRoundError as error:
+                self._on_missed(state, error)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step and runs the round that is due."""
         self._after_step(args, state, control)
         self._show_for_evaluation(state, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepares an evaluation at the end of an epoch."""
         self._show_for_evaluation(state, control)
 
@@ -217,18 +216,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        position: dict[str, Any] = {
-            "epoch": state.epoch,
-            "tokens": state.num_input_tokens_seen,
-            "steps": state.global_step,
-        }
+        position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         position[EXAMPLES] = self._examples
         self._description.complete(checkpoint, self._need_session().island)
         save_state(self._outer, checkpoint, state.global_step, position)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
@@ -350,12 +343,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         )
         control.should_save = True
         control.should_training_stop = True
-
-    def _sync_at_start(self, state: TrainerState, control: TrainerControl) -> None:
-        try:
-            self._run_round(state, control)
-        except MissedRoundError as error:
-            self._on_missed(state, error)
 
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
         reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)

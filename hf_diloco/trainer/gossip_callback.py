@@ -217,15 +217,11 @@ class GossipCallback(RunCallback[NodeRecord]):
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
         self.optimizer.begin_exchange()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reports lost neighbours, ends when all nodes do, and prepares an evaluation."""
         node, optimizer = self.node, self.optimizer
         node.current_step = state.global_step
@@ -243,9 +239,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             control.should_evaluate = True
         self._show_for_evaluation(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepares an evaluation at the end of an epoch."""
         self._show_for_evaluation(control)
 
@@ -295,9 +289,7 @@ class GossipCallback(RunCallback[NodeRecord]):
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         save_index(checkpoint, self._index(state), self._ranks)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._end()
         self._need_record().end(state.global_step)

@@ -96,7 +96,10 @@ class Beginning:
             return mine[max(mine)] if mine else None
         records = self._node.share("checkpoints", {"steps": sorted(mine)})
         steps = [[int(step) for step in record["steps"]] for record in records]
-        self._resumption = self._choose(steps)
+        if self._optimizer.num_vectors == 0:
+            self._resumption = choose_common(steps, self._optimizer.name)
+        else:
+            self._resumption = choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
         if self._resumption is None:
             return None
         if self._resumption.late:
@@ -137,11 +140,6 @@ class Beginning:
         self._num_trainings += 1
         news, self._news, self._resumption = self._news, "", None
         return news
-
-    def _choose(self, steps: list[list[int]]) -> Resumption | None:
-        if self._optimizer.num_vectors == 0:
-            return choose_common(steps, self._optimizer.name)
-        return choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
 
     def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> None:
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
@@ -209,21 +207,19 @@ class Beginning:
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
     """What must be equal at any step, by the name that an error message gives it."""
+    if is_own(config.topology):
+        graph = identify(config.topology)  # the weights of a first step do not tell those of later ones
+    else:
+        graph = xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
     sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
     return {
         "method": identify(config.method),
         "settings of the method": str(sorted(config.method_settings.items())),
         "slowmo": str(config.slowmo or "none"),
         "payload": config.payload,
-        "topology": _identify_graph(config, topology),
+        "topology": graph,
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
     }
-
-
-def _identify_graph(config: GossipConfig, topology: Topology) -> str:
-    if is_own(config.topology):
-        return identify(config.topology)  # the weights of a first step do not tell those of later ones
-    return xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
 
 
 def digest_of(model: torch.nn.Module) -> str:
