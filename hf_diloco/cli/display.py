@@ -12,7 +12,7 @@ from typing import IO, Any, Self, cast
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hf_diloco.report.progress import Progress as IslandProgress
@@ -65,7 +65,7 @@ class LineDisplay:
 
     def line(self, island: int, text: str) -> None:
         """A line that an island wrote."""
-        self._print((f"island {island}", COLOURS[island % len(COLOURS)]), text)
+        self._print((f"island {island}", _colour(island)), text)
 
     def note(self, text: str) -> None:
         """Something that the launcher itself has to say."""
@@ -112,14 +112,15 @@ class BarDisplay(LineDisplay):
             console=console,
             expand=wide,
         )
-        self._tasks = {island: self._add_task(island) for island in islands}
+        self._tasks = {
+            island: self._bars.add_task(
+                f"island {island}", total=None, colour=_colour(island), figures="", state="starting"
+            )
+            for island in islands
+        }
         self._begun: set[int] = set()
         self._live = Live(console=console, refresh_per_second=4)
         self.status("")
-
-    def _add_task(self, island: int) -> TaskID:
-        colour = COLOURS[island % len(COLOURS)]
-        return self._bars.add_task(f"island {island}", total=None, colour=colour, figures="", state="starting")
 
     def _print(self, speaker: tuple[str, str], text: str) -> None:
         self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), highlight=False)
@@ -150,6 +151,10 @@ class BarDisplay(LineDisplay):
     def __exit__(self, *error: object) -> None:
         self._live.update(self._bars)
         self._live.stop()
+
+
+def _colour(island: int) -> str:
+    return COLOURS[island % len(COLOURS)]
 
 
 def _figures(progress: IslandProgress) -> list[str]:

@@ -40,17 +40,7 @@ def run_estimate(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs `hf-diloco estimate`.
-
-    Args:
-        run_file: None: `params` and `shape` say what is estimated.
-        overrides: `key=value` items.
-        params: count of parameters, as text.
-        shape: settings that belong to a run file, if there is one.
-        bandwidth, rtt, step_time: as text; None if not given.
-        price: of a gigabyte.
-        picture: file to draw.
-        as_json: for programs.
+    """Runs `hf-diloco estimate`, see its options; `shape` are those that belong to a run file, if there is one.
 
     Raises:
         ConfigError: the run file or an option does not fit.

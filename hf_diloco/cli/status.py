@@ -37,14 +37,7 @@ _KIND_STYLES = {
 
 
 def run_status(url: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
-    """Runs `hf-diloco status`.
-
-    Args:
-        url: where the islands meet.
-        key_file: see `hf_diloco.store.signing.load_key`.
-        interval: seconds between two looks; None: once.
-        num_rounds: how many of the last rounds to show.
-        as_json: for programs.
+    """Runs `hf-diloco status`, see its options; `interval` is None for a single look.
 
     Raises:
         ConfigError: the URL or the key cannot be one.
@@ -113,29 +106,20 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
 
 def render(status: RunStatus) -> Group:
     """The run's figures, a row for each island and each of the last rounds, and what was refused."""
-    tables = [fact_table(figures(status)), _island_table(status), _round_table(status)]
+    islands, rounds = _table(ISLAND_COLUMNS), _table(ROUND_COLUMNS)
+    for island in status.islands:
+        cells = [plain(cell) for cell in island_row(status, island)]
+        cells[_LIFE] = Text(cells[_LIFE].plain, style=_LIFE_STYLES[island.presence])
+        islands.add_row(*cells)
+    for entry in status.rounds:
+        rounds.add_row(*map(plain, round_row(entry)))
     refused = [warning(f"refused {path}: {reason}") for path, reason in status.refused.items()]
     for island in status.islands:
         refused += [
             warning(f"island {island.island} refuses island {name}: {why}") for name, why in island.refuses.items()
         ]
+    tables = (fact_table(figures(status)), islands, rounds)
     return Group(*(part for table in tables for part in (table, plain(""))), *refused)
-
-
-def _island_table(status: RunStatus) -> Table:
-    table = _table(ISLAND_COLUMNS)
-    for island in status.islands:
-        cells = [plain(cell) for cell in island_row(status, island)]
-        cells[_LIFE] = Text(cells[_LIFE].plain, style=_LIFE_STYLES[island.presence])
-        table.add_row(*cells)
-    return table
-
-
-def _round_table(status: RunStatus) -> Table:
-    table = _table(ROUND_COLUMNS)
-    for entry in status.rounds:
-        table.add_row(*map(plain, round_row(entry)))
-    return table
 
 
 def _table(columns: tuple[str, ...]) -> Table:
@@ -148,14 +132,7 @@ def _table(columns: tuple[str, ...]) -> Table:
 
 
 def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:
-    """Runs `hf-diloco store check`; returns its exit code: 0 if there is nothing to be done, else 1.
-
-    Args:
-        url: where the islands meet.
-        key_file: see `hf_diloco.store.signing.load_key`.
-        is_deep: read all values too.
-        repair: set aside what is found.
-        as_json: for programs.
+    """Runs `hf-diloco store check`, see its options; returns the exit code: 0 if there is nothing to be done, else 1.
 
     Raises:
         ConfigError: the URL or the key cannot be one.

@@ -183,7 +183,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.is_over:
             self._end_with_the_run(state, control)
             return
-        self._outer.count_step(self._step_weight(args, state))
+        weight = float(examples_per_step(args))
+        if self.config.weight_by == "tokens":
+            weight = float(state.num_input_tokens_seen - self._tokens_seen)
+            self._tokens_seen = state.num_input_tokens_seen
+        self._outer.count_step(weight)
         if session.is_due(is_last=state.global_step >= state.max_steps):
             self._sync(state, control)
         elif self._stop.agreed():
@@ -358,16 +362,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self.stopped = self._failure is None and not is_complete
         end_early(control)
 
-    def _step_weight(self, args: TrainingArguments, state: TrainerState) -> float:
-        if self.config.weight_by == "tokens":
-            before, self._tokens_seen = self._tokens_seen, state.num_input_tokens_seen
-            return float(self._tokens_seen - before)
-        return float(examples_per_step(args))
-
     def _open_record(
         self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool
     ) -> IslandRecord:
-        session, examples = self._need_session(), examples_per_step(args)
+        session, examples = self._need_session(), self._examples
         logger.info(
             "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
             self.config.island,

@@ -200,10 +200,17 @@ class GossipCallback(RunCallback[NodeRecord]):
         move_before_trackers(self)
         self._num_evaluations = count_evaluations(trainer) or 1
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
-        self._check_optimizer(kwargs["optimizer"])
-        optimizer, model, node = self.optimizer, kwargs["model"], self.node
+        optimizer, given = self.optimizer, kwargs["optimizer"]
+        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
+        if inner is not optimizer:
+            raise UnsupportedError(
+                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+        model, node = kwargs["model"], self.node
         node.end.begin()
-        node.end.window = node.end.window if self._wish_takes_time else 1
+        if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
+            node.end.window = 1
         node.rekey()
         if state.global_step:
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
@@ -295,19 +302,6 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._need_record().end(state.global_step)
 
     # Steps of the above
-
-    @property
-    def _wish_takes_time(self) -> bool:
-        """Whether a wish to end spreads over the graph, step by step."""
-        return self.optimizer.is_in_step and self.optimizer.num_vectors > 0
-
-    def _check_optimizer(self, given: Any) -> None:
-        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
-        if inner is not self.optimizer:
-            raise UnsupportedError(
-                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
-                "optimizers=(callback.make_optimizer(model, args), None)"
-            )
 
     def _index(self, state: TrainerState) -> GossipIndex:
         config = self.config

@@ -82,14 +82,7 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
 
 
 def run_doctor(store: str | None, peer: str | None, port: int | None, folder: Path, as_json: bool) -> int:
-    """Runs `hf-diloco doctor`; returns its exit code: 1 if there is a problem, else 0.
-
-    Args:
-        store: URL of a store to try.
-        peer: HOST:PORT of another machine, which runs `answer`.
-        port: that island 0 would listen on.
-        folder: of runs.
-        as_json: for programs.
+    """Runs `hf-diloco doctor`, see its options; returns the exit code: 1 if there is a problem, else 0.
 
     Raises:
         ConfigError: an address cannot be one.
