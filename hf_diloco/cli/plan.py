@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from hf_diloco.apps.common.kinds import kind_of
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.cli import accelerate, devices
-from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.store.credentials import find_credentials
@@ -77,6 +76,30 @@ class LaunchOptions:
         }
         given = [text for name, value in shorthands.items() if value is not None for text in (name, str(value))]
         return shlex.join(["hf-diloco", "launch", str(self.run_file), *self.overrides, *given])
+
+
+@dataclass(frozen=True)
+class IslandPlan:
+    """How one island is started.
+
+    Attributes:
+        number: the island's number in the run.
+        folder: its folder in the run folder.
+        command: program and arguments.
+        environment: changes to the launcher's environment; None removes a variable.
+        files: files that are written before the start, by path.
+    """
+
+    number: int
+    folder: Path
+    command: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    files: Mapping[Path, str]
+
+    def shell_line(self) -> str:
+        """The command with its environment, to be pasted into a shell."""
+        changes = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value is not None]
+        return " ".join([*changes, shlex.join(self.command)])
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.island import Island, IslandPlan
-from hf_diloco.cli.launch import Launcher, Result
+from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan, plan_islands
+from hf_diloco.cli.plan import IslandPlan, LaunchOptions, Plan, load_options, make_plan, plan_islands
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 

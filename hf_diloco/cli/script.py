@@ -17,8 +17,7 @@ from pathlib import Path
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
-from hf_diloco.cli.island import IslandPlan
-from hf_diloco.cli.plan import island_environment
+from hf_diloco.cli.plan import IslandPlan, island_environment
 from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
 from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.saved_kind import SavedKind, saved_kind
+from hf_diloco.inner.saved_kind import saved_kind
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.manifest import recover_replaced, set_aside_name
 from hf_diloco.outer.schedule import step_of
@@ -318,7 +318,8 @@ def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, exa
         CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word.
     """
     saved = saved_kind(checkpoint)
-    if saved and saved != ("ZeRO" if uses_deepspeed else _kind_of(shards)):
+    now = "ZeRO" if uses_deepspeed else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
+    if saved and saved != now:
         raise CheckpointError(
             f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
             "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
@@ -355,7 +356,3 @@ def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -
             type(getattr(scheduler, "scheduler", scheduler)).__name__,
             state.global_step,
         )
-
-
-def _kind_of(shards: Shards) -> SavedKind:
-    return "FSDP2" if shards.description.startswith("FSDP2") else "plain"

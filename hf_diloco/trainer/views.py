@@ -140,7 +140,9 @@ class MeanView:
             try:
                 distance = stack.enter_context(self._optimizer.averaged_weights())
                 stack.enter_context(self._averaged_buffers())
-                self._note_distance(distance)
+                squares = torch.tensor([distance])
+                self._node.average(squares)
+                self.consensus_distance = float(squares.sqrt())
                 self.is_on = True
             except IslandLostError as error:
                 stack.close()
@@ -149,11 +151,6 @@ class MeanView:
                 yield
             finally:
                 self.is_on = False
-
-    def _note_distance(self, own: float) -> None:
-        squares = torch.tensor([own])
-        self._node.average(squares)
-        self.consensus_distance = float(squares.sqrt())
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:

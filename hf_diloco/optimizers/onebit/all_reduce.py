@@ -220,7 +220,8 @@ class SignFeedback:
             where = slice(number * chunk, (number + 1) * chunk)
             square += self._add_and_pack(values[where], self._total[where], out)
         if not math.isfinite(square):
-            self._take_out(values)
+            self._total.sub_(values).nan_to_num_(0.0, 0.0, 0.0)
+            self._scale = 0.0
             return math.nan
         self._scale = float(np.float32(math.sqrt(square / max(values.numel(), 1))))
         return self._scale
@@ -245,10 +246,6 @@ class SignFeedback:
         if padded.numel():
             _bits.pack(padded[None], bits[None, : padded.numel() // 8])
         return float(total.double().square().sum())
-
-    def _take_out(self, values: torch.Tensor) -> None:
-        self._total.sub_(values).nan_to_num_(0.0, 0.0, 0.0)
-        self._scale = 0.0
 
 
 def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False, compiled: bool = True) -> None:
