@@ -131,14 +131,14 @@ def launch(
     130 (Ctrl-C) or 143 (SIGTERM): ended without waiting for checkpoints.
     """
     if ctx.obj is not None:
-        from hf_diloco.cli.script import ScriptOptions, run_script
+        from hf_diloco.cli.script import plan_script, run_script
 
         if run_file is not None or resume is not None or simulate is not None:
             option = f"--resume {resume}" if simulate is None else f"--simulate {simulate}"
             given = option if run_file is None else str(run_file)
             raise ConfigError(f"{given} before `--`: either a run file, or options and a command of your own")
-        command = ScriptOptions(ctx.obj, island, num_islands, rendezvous, name, output)
-        raise typer.Exit(run_script(command, grace=grace, dry_run=dry_run))
+        plan = plan_script(ctx.obj, island, num_islands, rendezvous, name, output)
+        raise typer.Exit(run_script(plan, grace=grace, dry_run=dry_run))
     if run_file is None:
         raise ConfigError("launch what? A run file, as `hf-diloco launch quickstart`, or `-- python my_script.py`")
     from hf_diloco.cli.plan import LaunchOptions

@@ -36,27 +36,6 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class ScriptOptions:
-    """What `hf-diloco launch -- COMMAND` was asked for.
-
-    Attributes:
-        command: program and arguments.
-        island: the only island to start here; None starts all.
-        num_islands: in the run; None: as the environment says, else one.
-        rendezvous: where they meet; None: as the environment says, else on this machine.
-        name: of the run; None: the script's.
-        output: the folder of run folders.
-    """
-
-    command: tuple[str, ...]
-    island: int | None = None
-    num_islands: int | None = None
-    rendezvous: str | None = None
-    name: str | None = None
-    output: str | None = None
-
-
-@dataclass(frozen=True)
 class ScriptPlan:
     """What will be started here.
 
@@ -73,13 +52,8 @@ class ScriptPlan:
     crowding: str
 
 
-def run_script(options: ScriptOptions, *, grace: float, dry_run: bool) -> int:
-    """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`.
-
-    Raises:
-        DiLoCoError: when the command, the options or this machine do not fit; nothing was started then.
-    """
-    plan = plan_script(options)
+def run_script(plan: ScriptPlan, *, grace: float, dry_run: bool) -> int:
+    """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`."""
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
         print_commands(plan.islands, "island", out)
@@ -93,28 +67,43 @@ def run_script(options: ScriptOptions, *, grace: float, dry_run: bool) -> int:
     return result.exit_code
 
 
-def plan_script(options: ScriptOptions) -> ScriptPlan:
+def plan_script(
+    command: Sequence[str],
+    island: int | None = None,
+    num_islands: int | None = None,
+    rendezvous: str | None = None,
+    name: str | None = None,
+    output: str | None = None,
+) -> ScriptPlan:
     """Checks what can be checked before a process starts.
+
+    Args:
+        command: program and arguments.
+        island: the only island to start here; None starts all.
+        num_islands: in the run; None: as the environment says, else one.
+        rendezvous: where they meet; None: as the environment says, else on this machine.
+        name: of the run; None: the script's.
+        output: the folder of run folders.
 
     Raises:
         ConfigError: when the command, the options or this machine do not fit.
     """
-    given = _with_program(options.command)
-    num_islands = _num_islands(options)
-    numbers = range(num_islands) if options.island is None else [options.island]
+    given = _with_program(command)
+    total = _total(num_islands)
+    numbers = range(total) if island is None else [island]
     port, *ports = devices.free_ports(1 + len(numbers))
-    config = _meeting(options, num_islands, port)
-    num_processes = _num_processes(options.command)
+    config = _meeting(island, total, rendezvous, port)
+    num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
     shares = _device_shares(len(numbers))
-    folder = Path(options.output or "runs") / (options.name or _name(options.command))
+    folder = Path(output or "runs") / (name or _name(command))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         own_folder = folder / f"island-{number}"
-        environment = island_environment(number, num_islands, config.rendezvous, threads, share)
+        environment = island_environment(number, total, config.rendezvous, threads, share)
         environment[ENV_FOLDER] = str(own_folder.absolute())
-        command = _with_port(given, main_process_port, len(numbers))
-        islands.append(IslandPlan(number, own_folder, command, environment, {}))
+        own_command = _with_port(given, main_process_port, len(numbers))
+        islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads))
     return ScriptPlan(folder, tuple(islands), config, crowding)
 
@@ -137,20 +126,20 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
     return (program, *command[1:])
 
 
-def _num_islands(options: ScriptOptions) -> int:
-    given = options.num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
+def _total(num_islands: int | None) -> int:
+    given = num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
     try:
         return max(1, int(given))
     except ValueError:
         raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on") from None
 
 
-def _meeting(options: ScriptOptions, num_islands: int, free_port: int) -> DiLoCoConfig:
+def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_port: int) -> DiLoCoConfig:
     """Who takes part, and where they meet."""
-    rendezvous = options.rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
-    if rendezvous is None and options.island is None and num_islands > 1:
+    rendezvous = rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
+    if rendezvous is None and island is None and num_islands > 1:
         rendezvous = f"tcp://127.0.0.1:{free_port}"
-    config = DiLoCoConfig(island=options.island or 0, num_islands=num_islands, rendezvous=rendezvous)
+    config = DiLoCoConfig(island=island or 0, num_islands=num_islands, rendezvous=rendezvous)
     if rendezvous is not None and num_islands > 1:
         check_between_processes(rendezvous)
     if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:
