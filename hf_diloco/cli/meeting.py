@@ -103,8 +103,7 @@ def store_check(
 
 def rendezvous(
     address: Annotated[
-        str,
-        typer.Argument(metavar="HOST:PORT", help="where to listen: this machine's address, as the islands see it"),
+        str, typer.Argument(metavar="HOST:PORT", help="where to listen: this machine's address, as the islands see it")
     ],
     folder: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for what islands leave for each other; made if it is missing.")

@@ -33,8 +33,7 @@ def estimate(
         typer.Argument(metavar="[KEY=VALUE]...", help="overrides of the run file", show_default=False),
     ] = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]"),
+        str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
     ] = None,
     rtt: Annotated[
         str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")

@@ -6,15 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.outer import METHODS

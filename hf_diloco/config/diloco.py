@@ -89,8 +89,7 @@ class DiLoCoConfig(StrictModel):
         "sequential (successive ones)",
     )
     fragment_patterns: list[str] = Field(
-        default=[],
-        description="regular expressions of parameter names, one a fragment, instead of fragment_order",
+        default=[], description="regular expressions of parameter names, one a fragment, instead of fragment_order"
     )
     fragment_sync_delay: int = Field(
         default=0,
@@ -169,8 +168,7 @@ class DiLoCoConfig(StrictModel):
         "encrypts",
     )
     encrypt_store: bool = Field(
-        default=False,
-        description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing",
+        default=False, description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
     identity_file: Path | None = Field(
