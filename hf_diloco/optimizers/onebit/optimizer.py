@@ -81,11 +81,10 @@ class OneBitOptimizer(Optimizer):
                 f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 15 % of "
                 "all steps, or null for no compression"
             )
-        _check_range("lr", defaults["lr"], 0.0)
-        _check_range("eps", defaults["eps"], 0.0)
-        _check_range("weight_decay", defaults["weight_decay"], 0.0)
+        for name in ("lr", "eps", "weight_decay"):
+            _check_range(name, defaults[name])
         for number, beta in enumerate(defaults["betas"], 1):
-            _check_range(f"beta {number}", beta, 0.0, 1.0)
+            _check_range(f"beta {number}", beta, below=1.0)
         super().__init__(params, defaults)
         self.freeze_step = freeze_step
         self.bias_correction = bias_correction
@@ -303,9 +302,9 @@ class OneBitOptimizer(Optimizer):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
 
-def _check_range(name: str, value: float, least: float, below: float = float("inf")) -> None:
-    if not least <= value < below:
-        raise ConfigError(f"{name}={value}: must be at least {least:g}" + (f" and below {below:g}" * (below < 1e9)))
+def _check_range(name: str, value: float, below: float = float("inf")) -> None:
+    if not 0 <= value < below:
+        raise ConfigError(f"{name}={value}: must be at least 0" + (f" and below {below:g}" * (below < 1e9)))
 
 
 # DDP's communication hook
