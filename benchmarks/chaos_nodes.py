@@ -39,7 +39,7 @@ import yaml
 from benchmarks.chaos import STUCK_SECONDS, Event, Island
 from hf_diloco.cli.devices import free_ports
 from hf_diloco.gossip.checkpoint import whole_checkpoints
-from hf_diloco.gossip.resumption import choose_step
+from hf_diloco.trainer.gossip_start import choose_step
 
 NUM_NODES = 4
 EXCHANGE_TIMEOUT = 12.0

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.codecs.base import TILE_VALUES, ErrorFeedback
-from hf_diloco.optimizers.onebit.feedback import SignFeedback, num_bit_bytes, unpack
+from hf_diloco.optimizers.onebit.all_reduce import SignFeedback, num_bit_bytes, unpack
 
 ONEBIT = "onebit"
 

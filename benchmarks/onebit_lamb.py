@@ -47,8 +47,8 @@ from benchmarks.orders import Workers, answer_orders, reach_store
 from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batches
 from benchmarks.tuning import Record, climb, describe, spread
 from hf_diloco.apps.data.packing import Masking
-from hf_diloco.optimizers.onebit.hook import average_gradients, average_gradients_in_fp16
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
+from hf_diloco.optimizers.onebit.optimizer import average_gradients, average_gradients_in_fp16
 from tests.processes import Processes
 from tests.programs.onebit_ranks import bytes_sent
 

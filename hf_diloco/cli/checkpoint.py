@@ -27,10 +27,7 @@ Checkpoint = Annotated[
 
 
 @checkpoint_app.command()
-def inspect(
-    checkpoint: Checkpoint,
-    as_json: AsJson = False,
-) -> None:
+def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds: round, steps, method, fragments, ranks, sizes.
 
     [bold]Examples[/bold]

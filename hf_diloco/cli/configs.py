@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names, where_names_are
 from hf_diloco.cli.arguments import group
 from hf_diloco.errors import ConfigError
 
@@ -25,8 +26,6 @@ def ls() -> None:
 
     [cyan]hf-diloco configs ls[/cyan]
     """
-    from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names
-
     names = shipped_names()
     width = max(len(name) for name in names)
     for name in names:
@@ -45,8 +44,6 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="as `hf-diloco
 
     [cyan]hf-diloco configs show deepspeed/zero2.json[/cyan]
     """
-    from hf_diloco.apps.common.shipped import shipped_folder
-
     typer.echo((shipped_folder() / _file_of(name)).read_text(), nl=False)
 
 
@@ -63,8 +60,6 @@ def copy(
 
     [cyan]hf-diloco configs copy recipes/slowmo --to my-runs[/cyan]
     """
-    from hf_diloco.apps.common.shipped import shipped_files, shipped_folder
-
     files = sorted({file for name in names for file in _with_named(_file_of(name))} if names else shipped_files())
     folder = shipped_folder()
     for file in files:
@@ -94,8 +89,6 @@ def _file_of(name: str) -> str:
     Raises:
         ConfigError: there is none.
     """
-    from hf_diloco.apps.common.shipped import shipped_files, where_names_are
-
     files = shipped_files()
     for file in (name, f"{name}.yaml"):
         if file in files:
@@ -107,7 +100,6 @@ def _with_named(file: str) -> list[str]:
     """A file, and those of the package that it names."""
     from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.common.paths import files_named
-    from hf_diloco.apps.common.shipped import shipped_folder, shipped_names
     from hf_diloco.apps.common.yaml_file import read_yaml
 
     if file.removesuffix(".yaml") not in shipped_names():

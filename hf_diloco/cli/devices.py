@@ -84,13 +84,13 @@ def free_ports(num_ports: int) -> list[int]:
     taken by any connection of the machine before its user comes to listen.
     """
     candidates = random.sample(_PORTS, len(_PORTS))
-    return list(islice((port for port in candidates if _is_free("127.0.0.1", port)), num_ports))
+    return list(islice(filter(_is_free, candidates), num_ports))
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
         try:
-            listener.bind((host, port))
+            listener.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import IO, Any, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hf_diloco.report.progress import Progress as IslandProgress
@@ -49,62 +48,31 @@ def terminal(stream: IO[str]) -> Console:
     return Console(file=cast("IO[str]", _Unbreakable(stream)), highlight=False)
 
 
-class Display(Protocol):
-    """Where the launcher shows what happens. A context: the terminal is its own again afterwards."""
-
-    def line(self, island: int, text: str) -> None:
-        """A line that an island wrote."""
-
-    def note(self, text: str) -> None:
-        """Something that the launcher itself has to say."""
-
-    def update(self, island: int, progress: IslandProgress) -> None:
-        """Where an island stands; called several times a second."""
-
-    def ended(self, island: int, how: str) -> None:
-        """An island has ended: `finished`, `stopped, with a checkpoint`, ..."""
-
-    def status(self, text: str) -> None:
-        """What the launcher is waiting for; empty for nothing. Replaces the status before."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-def make_display(console: Console, islands: Sequence[int]) -> Display:
+def make_display(console: Console, islands: Sequence[int]) -> LineDisplay:
     """Progress bars on a terminal, plain lines elsewhere."""
     return (
         BarDisplay(console, islands) if console.is_terminal and not console.is_dumb_terminal else LineDisplay(console)
     )
 
 
-def _prefixed(island: int, text: str) -> Text:
-    return Text.assemble((f"island {island}", COLOURS[island % len(COLOURS)]), (" │ ", "dim"), text)
-
-
-def _launcher(text: str) -> Text:
-    return Text.assemble(("launcher", "bold"), (" │ ", "dim"), text)
-
-
 class LineDisplay:
-    """Plain lines."""
+    """Where the launcher shows what happens, as plain lines. A context: the terminal is its own again afterwards."""
 
     def __init__(self, console: Console, every: float = LINE_EVERY) -> None:
         self._console = console
         self._every = every
         self._shown: dict[int, tuple[float, IslandProgress]] = {}
-        self._status = ""
 
     def line(self, island: int, text: str) -> None:
-        self._print(_prefixed(island, text))
+        """A line that an island wrote."""
+        self._print((f"island {island}", _colour(island)), text)
 
     def note(self, text: str) -> None:
-        self._print(_launcher(text))
+        """Something that the launcher itself has to say."""
+        self._print(("launcher", "bold"), text)
 
     def update(self, island: int, progress: IslandProgress) -> None:
+        """Where an island stands; called several times a second."""
         at, last = self._shown.get(island, (0.0, IslandProgress()))
         if progress == last or (time.monotonic() < at + self._every and progress.state != "done"):
             return
@@ -112,13 +80,14 @@ class LineDisplay:
         self.line(island, describe(progress))
 
     def ended(self, island: int, how: str) -> None:
+        """An island has ended: `finished`, `stopped, with a checkpoint`, ..."""
         self.note(f"island {island} {how}")
 
     def status(self, text: str) -> None:
-        pass  # counts down: would be a new line every second
+        """What the launcher is waiting for; empty for nothing. Replaces the status before: no lines of a countdown."""
 
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+    def _print(self, speaker: tuple[str, str], text: str) -> None:
+        self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
         return self
@@ -127,11 +96,11 @@ class LineDisplay:
         pass
 
 
-class BarDisplay:
+class BarDisplay(LineDisplay):
     """Progress bars below the lines."""
 
     def __init__(self, console: Console, islands: Sequence[int]) -> None:
-        self._console = console
+        super().__init__(console)
         wide = console.width >= _WIDE
         self._bars = Progress(
             TextColumn("[{task.fields[colour]}]{task.description}"),
@@ -143,20 +112,18 @@ class BarDisplay:
             console=console,
             expand=wide,
         )
-        self._tasks = {island: self._add_task(island) for island in islands}
+        self._tasks = {
+            island: self._bars.add_task(
+                f"island {island}", total=None, colour=_colour(island), figures="", state="starting"
+            )
+            for island in islands
+        }
         self._begun: set[int] = set()
         self._live = Live(console=console, refresh_per_second=4)
         self.status("")
 
-    def _add_task(self, island: int) -> TaskID:
-        colour = COLOURS[island % len(COLOURS)]
-        return self._bars.add_task(f"island {island}", total=None, colour=colour, figures="", state="starting")
-
-    def line(self, island: int, text: str) -> None:
-        self._console.print(_prefixed(island, text), highlight=False)
-
-    def note(self, text: str) -> None:
-        self._console.print(_launcher(text), highlight=False)
+    def _print(self, speaker: tuple[str, str], text: str) -> None:
+        self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), highlight=False)
 
     def update(self, island: int, progress: IslandProgress) -> None:
         task = self._tasks[island]
@@ -169,7 +136,7 @@ class BarDisplay:
         self._bars.update(task, figures="  ".join(_figures(progress)), state=state)
 
     def ended(self, island: int, how: str) -> None:
-        self.note(f"island {island} {how}")
+        super().ended(island, how)
         self._bars.update(self._tasks[island], state=how.split(",")[0])
         self._bars.stop_task(self._tasks[island])
 
@@ -184,6 +151,10 @@ class BarDisplay:
     def __exit__(self, *error: object) -> None:
         self._live.update(self._bars)
         self._live.stop()
+
+
+def _colour(island: int) -> str:
+    return COLOURS[island % len(COLOURS)]
 
 
 def _figures(progress: IslandProgress) -> list[str]:

@@ -1,19 +1,31 @@
-"""Engines for which `hf-diloco init` writes files: each a function from a deployment to files and the next command."""
+"""Engines for which `hf-diloco init` writes files, and what they must know of a run. Starts nothing, writes nothing.
+
+Each is a function from a `Deployment` to files and the next command.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.load import kind_of
 from hf_diloco.cli import accelerate
-from hf_diloco.cli.deployment import Deployment, check_store, portable_run_file
+from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.signing import ENV_KEY
+from hf_diloco.utils.urls import is_object_store
 
+CPUS_PER_GPU = 8
+_SERVER = "rendezvous:29400"
 _PASSED_ON = (
     *(ENV_KEY, "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"),
     *("AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
@@ -21,16 +33,180 @@ _PASSED_ON = (
 
 
 @dataclass(frozen=True)
-class Written:
-    """What an engine needs.
+class Deployment:
+    """What templates are told: a run, and the resources of each of its islands.
 
     Attributes:
-        files: texts by name, for the deployment's folder.
-        command: starts the islands.
+        run: the run file with all overrides.
+        run_file: its absolute path.
+        overrides: `key=value` items for the processes of an island.
+        rendezvous: where the islands meet, an object store; None if the engine is to keep a server for them.
+        num_gpus: of one island on each of its nodes; 0 trains on CPUs.
+        num_nodes: of one island.
+        image: container image with hf-diloco; None where the engine needs none.
+        folder: absolute path of the folder in which the engine's files are.
+        working_folder: absolute path of the folder against which relative paths of the run are meant.
+        programs: folder with the programs of this Python environment.
     """
 
-    files: dict[str, str]
-    command: str
+    run: BaseRun
+    run_file: Path
+    overrides: tuple[str, ...]
+    rendezvous: str | None
+    num_gpus: int
+    num_nodes: int
+    image: str | None
+    folder: Path
+    working_folder: Path
+    programs: Path
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.run.name
+
+    @property
+    def label(self) -> str:
+        """The run's name as containers' engines want names: small letters, digits and dashes, at most 50."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:50].strip("-") or "run"
+
+    @property
+    def num_islands(self) -> int:
+        """Islands in the run."""
+        return self.run.meeting.num_islands
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of one island on each of its nodes."""
+        return self.num_gpus or self.run.launch.num_processes
+
+    @property
+    def num_cpus(self) -> int:
+        """CPU cores to ask for, of one island on each of its nodes."""
+        return CPUS_PER_GPU * self.num_gpus or self.num_processes
+
+    @property
+    def run_folder(self) -> Path:
+        """Absolute path of OUTPUT/NAME."""
+        return self.working_folder / self.run.folder
+
+    def launch_command(self, run_file: str | Path, *arguments: str) -> list[str]:
+        """What starts an island in a container; its number comes as an argument, or from the environment."""
+        meeting = self.rendezvous or f"http://{_SERVER}/{self.name}"
+        return [
+            *("hf-diloco", "launch", str(run_file), *arguments),
+            *("--num-islands", str(self.num_islands), "--rendezvous", meeting),
+        ]
+
+    def server_command(self) -> list[str]:
+        """What keeps a place to meet, in the container `rendezvous`."""
+        return ["hf-diloco", "rendezvous", _SERVER, "--folder", str(self.folder / "rendezvous")]
+
+    def device_ids(self, island: int) -> list[str]:
+        """The island's GPUs where all islands share one machine."""
+        return [str(number) for number in range(island * self.num_gpus, (island + 1) * self.num_gpus)]
+
+
+def plan_deployment(
+    engine: str, options: LaunchOptions, num_gpus: int | None, num_nodes: int, image: str | None, folder: Path | None
+) -> Deployment:
+    """Reads the run file, and checks whether the engine's islands can meet.
+
+    Args:
+        engine: which starts the islands.
+        options: of the launch of all islands.
+        num_gpus: of one island on each of its nodes; None: as the run file says.
+        num_nodes: of one island.
+        image: container image with hf-diloco.
+        folder: where the files go.
+
+    Raises:
+        ConfigError: they cannot, or the run file or an option does not fit.
+    """
+    if kind_of(options.run_file).unit != "island":
+        raise ConfigError(
+            f"{engine}: nodes that average with their neighbours meet at node 0's address, which nobody knows "
+            "before the engine has placed it; start each with `hf-diloco launch RUN.yaml --node NUMBER`"
+        )
+    run = load_options(options, trains_here=False)
+    if num_gpus is None:
+        num_gpus = 0 if run.launch.use_cpu else run.launch.num_processes
+    elif num_gpus and run.launch.use_cpu:
+        raise ConfigError(
+            f"--gpus-per-island {num_gpus}, but launch.use_cpu is true: give 0, or remove launch.use_cpu"
+        )
+    return Deployment(
+        run=run,
+        run_file=options.run_file.resolve(),
+        overrides=(*options.overrides, f"name={run.name}"),
+        rendezvous=run.meeting.rendezvous,
+        num_gpus=num_gpus,
+        num_nodes=num_nodes,
+        image=image,
+        folder=(folder or Path("deploy") / run.name / engine).resolve(),
+        working_folder=Path.cwd(),
+        programs=Path(sys.executable).parent,
+    )
+
+
+def check_store(deployment: Deployment, engine: str, *, has_folders: bool) -> None:
+    """Checks that islands which an engine starts, moves and starts again can meet.
+
+    Args:
+        deployment: of the run.
+        engine: its name.
+        has_folders: whether islands see the folders of this machine.
+
+    Raises:
+        ConfigError: the run has no rendezvous, or one that needs an address or a folder that islands may not have.
+    """
+    rendezvous = deployment.rendezvous
+    folder = "file:///DIR, " if has_folders else ""
+    remedy = (
+        f"Let the islands meet in an object store, --rendezvous s3://BUCKET/PREFIX, {folder}gs:// or az://, or at a "
+        "server, `hf-diloco rendezvous`, --rendezvous http://HOST:PORT/NAME"
+    )
+    if rendezvous is None:
+        raise ConfigError(f"no rendezvous, but {engine} decides where an island runs. {remedy}")
+    if not is_object_store(rendezvous):
+        raise ConfigError(
+            f"rendezvous {rendezvous} is the address of island 0, but {engine} decides where that runs, and may move "
+            f"it. {remedy}"
+        )
+    if rendezvous.startswith("file:") and not has_folders:
+        raise ConfigError(f"rendezvous {rendezvous}: islands of {engine} do not see that folder. {remedy}")
+
+
+def portable_run_file(deployment: Deployment) -> str:
+    """The run file with all overrides as YAML that names no file of this machine.
+
+    Raises:
+        ConfigError: it names one.
+    """
+    run = deployment.run
+    values: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True, exclude={"output": True})
+    for name in ("island", "num_islands", "rendezvous"):  # which the engine says
+        values.get(run.meeting_name, {}).pop(name, None)
+    if isinstance(run.deepspeed, str):
+        values["deepspeed"] = yaml.safe_load(Path(run.deepspeed).read_text(encoding="utf-8"))
+    named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
+    for path in named:
+        value: Any = values
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.startswith("/"):
+                raise ConfigError(
+                    f"{'.'.join(path)}: {text} is a file of this machine, which islands elsewhere do not have; name "
+                    "one of the Hub or, for data, of an object store"
+                )
+    if deployment.num_gpus:
+        values.setdefault("launch", {})["num_processes"] = deployment.num_gpus
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+Written = tuple[dict[str, str], str]
+"""What an engine needs: texts by name, for the deployment's folder; and the command that starts the islands."""
 
 
 def slurm(deployment: Deployment) -> Written:
@@ -39,7 +215,7 @@ def slurm(deployment: Deployment) -> Written:
     num_ranks = deployment.num_nodes * deployment.num_processes
     config = accelerate.configuration(num_ranks, deployment.run.deepspeed is not None, deployment.num_nodes)
     files = {"islands.sbatch": _render("slurm/islands.sbatch.j2", deployment), "accelerate.yaml": config}
-    return Written(files, shlex.join(["sbatch", str(deployment.folder / "islands.sbatch")]))
+    return (files, shlex.join(["sbatch", str(deployment.folder / "islands.sbatch")]))
 
 
 def compose(deployment: Deployment) -> Written:
@@ -65,7 +241,7 @@ def compose(deployment: Deployment) -> Written:
         passed_on=_PASSED_ON,
     )
     command = ["docker", "compose", "-f", str(deployment.folder / "compose.yaml"), "up", "--detach"]
-    return Written({"compose.yaml": text}, shlex.join(command))
+    return ({"compose.yaml": text}, shlex.join(command))
 
 
 def kubernetes(deployment: Deployment) -> Written:
@@ -73,7 +249,7 @@ def kubernetes(deployment: Deployment) -> Written:
     _check_image(deployment, "kubernetes")
     check_store(deployment, "kubernetes", has_folders=False)
     text = _render("kubernetes/job.yaml.j2", deployment, run_file=portable_run_file(deployment))
-    return Written({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
+    return ({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
 
 
 def skypilot(deployment: Deployment) -> Written:
@@ -90,7 +266,7 @@ def skypilot(deployment: Deployment) -> Written:
         f"for island in {_numbers(deployment)}; do sky jobs launch --yes --async --name {deployment.label}-$island "
         f"--env HF_DILOCO_ISLAND=$island {shlex.quote(str(file))}; done"
     )
-    return Written({"island.yaml": text, "run.yaml": portable_run_file(deployment)}, command)
+    return ({"island.yaml": text, "run.yaml": portable_run_file(deployment)}, command)
 
 
 def ray(deployment: Deployment) -> Written:
@@ -104,15 +280,11 @@ def ray(deployment: Deployment) -> Written:
         "island.py": _render("ray/island.py.j2", deployment, arguments=arguments),
         "run.yaml": portable_run_file(deployment),
     }
-    return Written(files, shlex.join(["bash", str(deployment.folder / "submit.sh")]))
+    return (files, shlex.join(["bash", str(deployment.folder / "submit.sh")]))
 
 
 ENGINES: dict[str, Callable[[Deployment], Written]] = {
-    "slurm": slurm,
-    "compose": compose,
-    "kubernetes": kubernetes,
-    "skypilot": skypilot,
-    "ray": ray,
+    engine.__name__: engine for engine in (slurm, compose, kubernetes, skypilot, ray)
 }
 
 

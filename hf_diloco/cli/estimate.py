@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,95 +27,77 @@ _RATE, _RTT = "1G", "50ms"
 _DEFAULTS = {"islands": 2, "sync_every": 500, "payload": "fp32", "ranks": 1, "zero": None, "layers": 24}
 
 
-@dataclass(frozen=True)
-class EstimateOptions:
-    """What the command line asks for.
-
-    Attributes:
-        run_file: None: the shape and `params` say what is estimated.
-        overrides: `key=value` items.
-        params: count of parameters, as text.
-        shape: settings that belong to a run file, if there is one.
-        bandwidth, rtt, step_time: as text; None if not given.
-        price: of a gigabyte.
-        picture: file to draw.
-        as_json: for programs.
-    """
-
-    run_file: Path | None
-    overrides: Sequence[str]
-    params: str | None
-    shape: Mapping[str, Any]
-    bandwidth: str | None
-    rtt: str | None
-    step_time: str | None
-    price: float | None
-    picture: Path | None
-    as_json: bool
-
-
-def run_estimate(options: EstimateOptions) -> None:
-    """Runs `hf-diloco estimate`.
+def run_estimate(
+    run_file: Path | None,
+    overrides: Sequence[str],
+    params: str | None,
+    shape: Mapping[str, Any],
+    *,
+    bandwidth: str | None,
+    rtt: str | None,
+    step_time: str | None,
+    price: float | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Runs `hf-diloco estimate`, see its options; `shape` are those that belong to a run file, if there is one.
 
     Raises:
         ConfigError: the run file or an option does not fit.
     """
-    if options.picture is not None:
+    if picture is not None:
         from hf_diloco.methods.topology.drawing import check_picture
 
-        check_picture(options.picture)
-    estimate = make_estimate(_scenario(options))
-    if options.as_json:
+        check_picture(picture)
+    link = Link(parse_rate(bandwidth or _RATE, "--bandwidth"), parse_seconds(rtt or _RTT, "--rtt"))
+    step = None if step_time is None else parse_seconds(step_time, "--step-time")
+    if step == 0:
+        raise ConfigError(f"--step-time {step_time}: a step takes some time; give it as 1.5s")
+    if run_file is None:
+        scenario = _from_numbers(params, shape, link, step, price)
+    else:
+        foreign = ["--params"] if params else []
+        foreign += [f"--{name.replace('_', '-')}" for name, value in shape.items() if value != _DEFAULTS[name]]
+        if foreign:
+            raise ConfigError(
+                f"{', '.join(foreign)}: {run_file} says this; change it there, or by "
+                "KEY=VALUE, as diloco.sync_every=100"
+            )
+        scenario = read_scenario(run_file, overrides, link, step, price)
+    given = {
+        f"links of {bit_rate(link.bits_per_second)} (--bandwidth)": bandwidth,
+        f"round trips of {_RTT} (--rtt)": rtt,
+    }
+    missing = [text for text, value in given.items() if value is None]
+    estimate = make_estimate(replace(scenario, assumed=(*missing, *scenario.assumed)))
+    if as_json:
         print(json.dumps(estimate.as_dict(), indent=2))
     else:
         _show(estimate)
-    if options.picture is not None:
+    if picture is not None:
         from hf_diloco.planning.estimate import draw
 
-        draw(estimate, options.picture)
-        print(f"wrote {options.picture}", file=sys.stderr if options.as_json else sys.stdout)
+        draw(estimate, picture)
+        print(f"wrote {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _scenario(options: EstimateOptions) -> Scenario:
-    link = Link(parse_rate(options.bandwidth or _RATE, "--bandwidth"), parse_seconds(options.rtt or _RTT, "--rtt"))
-    step = None if options.step_time is None else parse_seconds(options.step_time, "--step-time")
-    if step == 0:
-        raise ConfigError(f"--step-time {options.step_time}: a step takes some time; give it as 1.5s")
-    scenario = _from_file(options, link, step) if options.run_file else _from_numbers(options, link, step)
-    given = {"--bandwidth": options.bandwidth, "--rtt": options.rtt}
-    texts = {"--bandwidth": f"links of {bit_rate(link.bits_per_second)}", "--rtt": f"round trips of {_RTT}"}
-    missing = [f"{texts[name]} ({name})" for name, value in given.items() if value is None]
-    return replace(scenario, assumed=(*missing, *scenario.assumed))
-
-
-def _from_file(options: EstimateOptions, link: Link, step: float | None) -> Scenario:
-    assert options.run_file is not None
-    foreign = ["--params"] if options.params else []
-    foreign += [f"--{name.replace('_', '-')}" for name, value in options.shape.items() if value != _DEFAULTS[name]]
-    if foreign:
-        raise ConfigError(
-            f"{', '.join(foreign)}: {options.run_file} says this; change it there, or by "
-            "KEY=VALUE, as diloco.sync_every=100"
-        )
-    return read_scenario(options.run_file, options.overrides, link, step, options.price)
-
-
-def _from_numbers(options: EstimateOptions, link: Link, step: float | None) -> Scenario:
-    if options.params is None:
+def _from_numbers(
+    params: str | None, shape: Mapping[str, Any], link: Link, step: float | None, price: float | None
+) -> Scenario:
+    if params is None:
         raise ConfigError("nothing to estimate: give a run file, or --params, as --params 1b")
     from pydantic import ValidationError
 
     from hf_diloco.apps.lm.runfile import DiLoCoBlock
     from hf_diloco.config.base import describe
 
-    shape = options.shape
     try:
         diloco = DiLoCoBlock(
             num_islands=shape["islands"], island=0, sync_every=shape["sync_every"], payload=shape["payload"]
         )
     except ValidationError as error:
         raise ConfigError(describe(error, DiLoCoBlock)) from None
-    size = parse_count(options.params, "--params")
+    size = parse_count(params, "--params")
     return Scenario(
         name="",
         num_parameters=size,
@@ -126,7 +108,7 @@ def _from_numbers(options: EstimateOptions, link: Link, step: float | None) -> S
         step_seconds=step or DEFAULT_STEP_SECONDS,
         num_ranks=shape["ranks"],
         stage=shape["zero"],
-        price=options.price,
+        price=price,
         assumed=() if step else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
     )
 
@@ -146,6 +128,7 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
     islands = f"{scenario.num_islands} {text.plural('island', scenario.num_islands)}"
     ranks = f"{scenario.num_ranks} {text.plural('rank', scenario.num_ranks)}"
     link = f"{bit_rate(scenario.link.bits_per_second)} each way, {duration(scenario.link.rtt)} there and back"
+    overlap = next(row.way for row in estimate.rows if row.way.method == "overlap")
     host = f"{text.size(memory.host)} of DeepSpeed and " if memory.host else ""
     facts = [
         (
@@ -160,7 +143,11 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
             f"{text.size(memory.accelerator)} on the accelerator, without activations; on the host {host}"
             f"{text.size(memory.outer)} of outer state",
         ),
-        ("ways", _ways(estimate)),
+        (
+            "ways",  # what the names in the table stand for
+            f"a round every {overlap.sync_every} steps; streaming: {overlap.num_fragments} fragments; overlap: the "
+            f"same, {overlap.delay} steps go on meanwhile",
+        ),
         ("a day", f"an island sends {text.size(own.bytes_sent_a_day)}{_price(own)}"),
     ]
     return [*facts, ("assumed", "; ".join(scenario.assumed))] if scenario.assumed else facts
@@ -186,30 +173,15 @@ def _table(estimate: Estimate) -> Table:
         method = row.way.method
         if before and method != before:
             table.add_section()
-        table.add_row("" if method == before else method, row.way.payload, *_figures(row))
+        table.add_row(
+            *("" if method == before else method, row.way.payload, text.size(row.bytes_sent)),
+            *(_short(row.exchange_seconds), _short(row.stall_seconds), text.share(row.utilisation)),
+            text.count(row.sync_every_for_target),
+        )
         before = method
     return table
-
-
-def _figures(row: Row) -> tuple[str, ...]:
-    return (
-        text.size(row.bytes_sent),
-        _short(row.exchange_seconds),
-        _short(row.stall_seconds),
-        text.share(row.utilisation),
-        text.count(row.sync_every_for_target),
-    )
 
 
 def _short(seconds: float) -> str:
     """In one unit, so that a column can be compared."""
     return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-def _ways(estimate: Estimate) -> str:
-    """What the names in the table stand for."""
-    overlap = next(row.way for row in estimate.rows if row.way.method == "overlap")
-    return (
-        f"a round every {overlap.sync_every} steps; streaming: {overlap.num_fragments} fragments; overlap: the same, "
-        f"{overlap.delay} steps go on meanwhile"
-    )

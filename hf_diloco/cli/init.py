@@ -72,25 +72,14 @@ def init(
 
     [cyan]hf-diloco init compose run.yaml --gpus-per-island 4 --image my/image[/cyan]
     """
-    from hf_diloco.cli.deployment import InitOptions, plan_deployment
-    from hf_diloco.cli.engines import ENGINES
+    from hf_diloco.cli.engines import ENGINES, plan_deployment
+    from hf_diloco.cli.plan import LaunchOptions
 
-    options = InitOptions(
-        engine=engine.value,
-        run_file=run_file,
-        overrides=tuple(overrides or ()),
-        num_islands=num_islands,
-        num_gpus=num_gpus,
-        num_nodes=num_nodes,
-        rendezvous=rendezvous,
-        name=name,
-        image=image,
-        folder=folder,
-    )
-    deployment = plan_deployment(options)
-    written = ENGINES[engine.value](deployment)
-    _write(deployment.folder, written.files, force)
-    typer.echo(f"start the {deployment.num_islands} islands with:\n  {written.command}")
+    options = LaunchOptions(run_file, tuple(overrides or ()), None, num_islands, rendezvous, name)
+    deployment = plan_deployment(engine.value, options, num_gpus, num_nodes, image, folder)
+    files, command = ENGINES[engine.value](deployment)
+    _write(deployment.folder, files, force)
+    typer.echo(f"start the {deployment.num_islands} islands with:\n  {command}")
 
 
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:

@@ -1,5 +1,7 @@
 """Runs a set of islands to their end: shows them, stops them together, and says how it went.
 
+To the launcher an island is a tree of processes, a log, and a few files in its folder.
+
 Exit codes of `hf-diloco launch`: 0 all islands finished; 1 an island failed; 2 the command or the run file is wrong;
 3 stopped on request, every island with a checkpoint (the same command continues); 128 + N ended by signal N without
 waiting for checkpoints (130: Ctrl-C).
@@ -7,21 +9,132 @@ waiting for checkpoints (130: Ctrl-C).
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hf_diloco.cli.display import Display
+import psutil
+
+from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
-from hf_diloco.cli.island import Island, IslandPlan
-from hf_diloco.cli.log import UsefulLines
-from hf_diloco.cli.outcome import FAILED, FINISHED, STOPPED, Outcome
+from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, UsefulLines, read_outcome
+from hf_diloco.cli.plan import IslandPlan
+from hf_diloco.errors import DiLoCoError
+from hf_diloco.report.progress import Progress, read_progress
+from hf_diloco.utils.redact import redact_text
 
 POLL = 0.1  # seconds
+_NUM_LINES_KEPT = 500  # of a log's end, in memory
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Island:
+    """A started island.
+
+    Raises:
+        DiLoCoError: when its folder already belongs to a running island.
+    """
+
+    def __init__(self, plan: IslandPlan) -> None:
+        self.number = plan.number
+        self.log_path = plan.folder / "log.txt"
+        self.outcome: Outcome | None = None
+        self._asked_to_stop_at: float | None = None
+        self._folder = plan.folder
+        self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
+        self._progress: tuple[int, Progress] = (0, Progress())
+
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("a") as log:
+            self._lock(log.fileno())
+            for stale in ("progress.json", "stop"):  # of an earlier start
+                (plan.folder / stale).unlink(missing_ok=True)
+            for path, text in plan.files.items():
+                path.write_text(text)
+            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
+            self._follower = LogFollower(self.log_path)
+            changed = {**os.environ, **plan.environment}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hf_diloco.cli.guard", *plan.command],
+                stdin=subprocess.PIPE,  # never written to: it closes when the launcher ends
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in changed.items() if value is not None},
+                start_new_session=True,  # Ctrl-C reaches the launcher alone
+            )
+
+    def _lock(self, file: int) -> None:
+        """Holds the island's log as long as any of its processes has it open, orphans of a lost launcher included."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DiLoCoError(
+                f"island {self.number} of this run is running already (its processes hold {self.log_path}): "
+                "wait for its end, or choose another --name"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    @property
+    def running(self) -> bool:
+        return self.outcome is None
+
+    def new_lines(self) -> list[str]:
+        """What it wrote to its log since the last call. Notices its end, after which `outcome` is set."""
+        code = self._process.poll()  # before reading, so that nothing said before the end is missed
+        lines = self._follower.new_lines(unfinished=code is not None)
+        self._tail.extend(lines)
+        if code is not None and self.outcome is None:
+            self.outcome = read_outcome(code, list(self._tail))
+            if self.outcome.code == FAILED and self._has_saved_as_asked():
+                # It met an island that had left already, which is an error to the one that waits.
+                self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
+        return lines
+
+    def _has_saved_as_asked(self) -> bool:
+        if self._asked_to_stop_at is None:
+            return False
+        states = self._folder.glob("checkpoint-*/trainer_state.json")
+        return any(state.stat().st_mtime >= self._asked_to_stop_at for state in states)
+
+    @property
+    def progress(self) -> Progress:
+        """Its own account of where it stands; parsed again only after a change."""
+        path = self._folder / "progress.json"
+        with suppress(OSError):
+            changed = path.stat().st_mtime_ns
+            if changed != self._progress[0]:
+                self._progress = (changed, read_progress(path))
+        return self._progress[1]
+
+    def ask_to_stop(self) -> None:
+        """Asks it to finish the step, write a checkpoint and end."""
+        stop = self._folder / "stop"
+        stop.touch()
+        self._asked_to_stop_at = stop.stat().st_mtime  # by the clock of the file system, as the checkpoint's
+
+    def terminate(self) -> None:
+        """Ends its processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self, after: float = 0.0) -> None:
+        """Waits `after` seconds for its end, then ends its processes at once."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(after)
+        if self._process.returncode is None:
+            with suppress(psutil.NoSuchProcess):
+                end_descendants(grace=0, parent=self._process.pid)
+            self._process.kill()
+        self._process.wait()
 
 
 @dataclass
@@ -72,7 +185,9 @@ class Launcher:
         keep_going: whether the islands can do without each other.
     """
 
-    def __init__(self, plans: Sequence[IslandPlan], display: Display, grace: float, keep_going: bool = False) -> None:
+    def __init__(
+        self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, keep_going: bool = False
+    ) -> None:
         self._plans = plans
         self._display = display
         self._grace = grace

@@ -1,9 +1,22 @@
-"""An island's `log.txt`: read as it grows, and reduced to the lines that a person wants to see."""
+"""An island's `log.txt`: read as it grows, reduced to what a person wants to see, and read for how the island ended.
+
+Accelerate ends with 1 whatever its processes ended with and buries their error under its own traceback; both launchers
+that it uses write down the real code.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
+from dataclasses import dataclass
 from pathlib import Path
+
+FINISHED = 0
+FAILED = 1
+STOPPED = 3  # stopped on request, with a checkpoint to continue from
+
+_TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 
 # Control sequences (colours, cursor movements) and other control characters that would disturb the progress bars.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -32,10 +45,8 @@ _NOISE = re.compile(
     """,
     re.VERBOSE,
 )
-# From here on torchrun reports that processes have failed; `outcome` reads the report.
+# From here on torchrun reports that processes have failed; `read_outcome` reads the report.
 _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.* failed \(exitcode:")
-_TRACEBACK = "Traceback (most recent call last):"
-_RANK_PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?")
 
 
 def clean(line: str) -> str:
@@ -67,7 +78,7 @@ class LogFollower:
 class UsefulLines:
     """Passes on what is worth showing while a run goes on: no library noise, no tracebacks, no line twice in a row.
 
-    The error that ends an island is not lost: `outcome` finds it, and the launcher shows it at the end.
+    The error that ends an island is not lost: `read_outcome` finds it, and the launcher shows it at the end.
     """
 
     def __init__(self) -> None:
@@ -79,7 +90,7 @@ class UsefulLines:
         self._muted = self._muted or bool(_LAUNCHER_REPORT.search(line))
         if self._muted:
             return False
-        text = _RANK_PREFIX.sub("", line)
+        text = _RANK.sub("", line)
         if text.startswith(_TRACEBACK):
             self._in_traceback = True
             return False
@@ -90,3 +101,156 @@ class UsefulLines:
             return False
         self._last = line
         return True
+
+
+# How an island ended
+
+_PROCESS_CODE = re.compile(
+    r"^\s+exitcode\s*:\s*(?P<torchrun>-?\d+)\b"
+    r"|CalledProcessError: .* returned non-zero exit status (?P<status>\d+)"
+    r"|CalledProcessError: .* died with <Signals\.\w+: (?P<signal>\d+)>"
+)
+_LAUNCHER_TALK = re.compile(r"torch/distributed/elastic|accelerate/commands/launch\.py|^\W*[EW]\d{4} .*elastic")
+_LAUNCHER_ERROR = re.compile(r"\b(CalledProcessError|ChildFailedError)\b")
+_ERROR = re.compile(r"error: |(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b")
+_IGNORED = ("Exception ignored", "--- Logging error ---")
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_MAX_LINES_BETWEEN = 40  # of what other ranks say, between failures that belong together
+_MAX_TEXT_LINES = 8
+_NUM_TAIL_LINES = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An island's end.
+
+    Attributes:
+        code: 0 finished, 3 stopped on request with a checkpoint, -N ended by signal N, else failed.
+        error: why it failed, one line or a few; empty when there was no error.
+    """
+
+    code: int
+    error: str = ""
+
+    @property
+    def ending(self) -> str:
+        """`exit code 1` or `SIGKILL`."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+
+def read_outcome(code: int, lines: list[str]) -> Outcome:
+    """The outcome of an island whose launcher ended with `code` after writing `lines`."""
+    if code == FINISHED:
+        return Outcome(FINISHED)
+    if code > 128:
+        code = 128 - code
+    for line in lines:
+        if match := _PROCESS_CODE.search(line):  # torchrun lists the first failure last, so the last match counts
+            torchrun, status, number = match.group("torchrun", "status", "signal")
+            code = -int(number) if number else int(torchrun or status)
+    return Outcome(code, "" if code == STOPPED else root_error(lines))
+
+
+def root_error(lines: list[str]) -> str:
+    """The error that the training processes ended with; without one, their last few lines.
+
+    That is the first of the failures at the end of the log: what comes after it, in other ranks and in destructors,
+    mostly follows from it. Further lines of its text are kept, as those that name a setting.
+    """
+    spoken = _without_launcher(lines)
+    failures = _failures(spoken)
+    if not failures:
+        return "\n".join([line for line in spoken if line.strip()][-_NUM_TAIL_LINES:])
+    first = failures[-1]
+    for failure in reversed(failures):  # an earlier one that was survived is none of them
+        if first.begin - failure.end > _MAX_LINES_BETWEEN:
+            break
+        first = failure
+    return first.text
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in a log: the numbers of its first line and of the line after its last, and its text."""
+
+    begin: int
+    end: int
+    text: str
+
+
+def _failures(lines: list[str]) -> list[_Failure]:
+    """Errors in the order in which they begin; each rank's lines are read by themselves, as they come mixed."""
+    ranks: dict[str, list[tuple[int, str]]] = {}
+    for number, line in enumerate(lines):
+        match = _RANK.match(line)
+        rank = match.group() if match else ""
+        ranks.setdefault(rank, []).append((number, line.removeprefix(rank)))
+    found = [failure for spoken in ranks.values() for failure in _failures_of_rank(spoken)]
+    return sorted(found, key=lambda failure: failure.begin)
+
+
+def _failures_of_rank(numbered: list[tuple[int, str]]) -> list[_Failure]:
+    numbers, lines = [number for number, _ in numbered], [line for _, line in numbered]
+    found: list[_Failure] = []
+    place = 0
+    is_ignored = is_chained = False
+    while place < len(lines):
+        begin, line = place, lines[place]
+        place += 1
+        if line.startswith(_IGNORED):
+            is_ignored = True
+        elif line.startswith(_CHAINED):
+            is_chained = bool(found)
+        elif line.startswith(_TRACEBACK) or _ERROR.match(line):
+            where = ""
+            if line.startswith(_TRACEBACK):
+                while place < len(lines) and lines[place].startswith((" ", "\t")):
+                    where = lines[place].strip() if lines[place].startswith("    ") else where
+                    place += 1
+                place += 1
+            end = _end_of_text(lines, place)
+            text = _text(lines[place - 1 : end], where)
+            place = end
+            if text and not is_ignored and not _LAUNCHER_ERROR.search(text):
+                earlier = found.pop() if is_chained else None
+                cause = f"\ncaused by: {earlier.text}" if earlier else ""
+                start = earlier.begin if earlier else numbers[begin]
+                found.append(_Failure(start, numbers[min(end, len(numbers)) - 1] + 1, text + cause))
+            is_ignored = is_chained = False
+    return found
+
+
+def _end_of_text(lines: list[str], place: int) -> int:
+    """Where the text of an error ends: further lines of it are indented, or come before such a line."""
+    while place < len(lines) and lines[place].strip() and not lines[place].startswith((_TRACEBACK, *_IGNORED)):
+        is_indented = lines[place].startswith((" ", "\t"))
+        if not is_indented and not (place + 1 < len(lines) and lines[place + 1].startswith("  ")):
+            break
+        place += 1
+    return place
+
+
+def _text(lines: list[str], where: str) -> str:
+    useful = [line for line in lines if "For further information visit" not in line][:_MAX_TEXT_LINES]
+    if len(useful) == 1 and where and ": " not in useful[0]:  # an assertion without a message
+        return f"{useful[0]} (at: {where})"
+    return "\n".join(useful)
+
+
+def _without_launcher(lines: list[str]) -> list[str]:
+    """Drops the part that accelerate or torchrun wrote after the processes had ended."""
+    for number, line in enumerate(lines):
+        if _LAUNCHER_TALK.search(line):
+            before = lines[:number]
+            while before and (before[-1].startswith(("Traceback", "  File")) or not before[-1].strip()):
+                before.pop()
+            return before
+    return lines

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.cli import accelerate, devices
-from hf_diloco.cli.island import IslandPlan
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.store.credentials import find_credentials
@@ -79,6 +78,30 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
+class IslandPlan:
+    """How one island is started.
+
+    Attributes:
+        number: the island's number in the run.
+        folder: its folder in the run folder.
+        command: program and arguments.
+        environment: changes to the launcher's environment; None removes a variable.
+        files: files that are written before the start, by path.
+    """
+
+    number: int
+    folder: Path
+    command: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    files: Mapping[Path, str]
+
+    def shell_line(self) -> str:
+        """The command with its environment, to be pasted into a shell."""
+        changes = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value is not None]
+        return " ".join([*changes, shlex.join(self.command)])
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will be started here.
 
@@ -118,7 +141,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)
-    threads = _threads(run, len(numbers) * num_processes)
+    threads = str(run.launch.threads or devices.fitting_threads(len(numbers) * num_processes))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         _check_resume(run, number)
@@ -227,7 +250,3 @@ def _devices(run: BaseRun, num_islands: int, num_processes: int) -> list[list[st
     if run.launch.use_cpu is False:
         raise ConfigError("launch.use_cpu is false, but this machine shows no CUDA device (nvidia-smi -L)")
     return [[] for _ in range(num_islands)]
-
-
-def _threads(run: BaseRun, num_processes_here: int) -> str:
-    return str(run.launch.threads) if run.launch.threads else devices.fitting_threads(num_processes_here)

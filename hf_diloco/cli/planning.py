@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hf_diloco import __version__
 from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument
+from hf_diloco.utils import text
+from hf_diloco.utils.redact import redact
 
 _PANEL = "without RUN.yaml"
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "obstore", "numba", "numpy", "pydantic")
+_PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE_", "DS_", "TORCH_")
+"""What a report of a bug should say: versions of these packages, and variables that begin so."""
 
 
 def estimate(
@@ -22,8 +33,7 @@ def estimate(
         typer.Argument(metavar="[KEY=VALUE]...", help="overrides of the run file", show_default=False),
     ] = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]"),
+        str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
     ] = None,
     rtt: Annotated[
         str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")
@@ -61,7 +71,7 @@ def estimate(
 
     [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
     """
-    from hf_diloco.cli.estimate import EstimateOptions, run_estimate
+    from hf_diloco.cli.estimate import run_estimate
 
     shape = {
         "islands": islands,
@@ -72,9 +82,16 @@ def estimate(
         "layers": layers,
     }
     run_estimate(
-        EstimateOptions(
-            run_file, tuple(overrides or ()), params, shape, bandwidth, rtt, step_time, price, picture, as_json
-        )
+        run_file,
+        overrides or (),
+        params,
+        shape,
+        bandwidth=bandwidth,
+        rtt=rtt,
+        step_time=step_time,
+        price=price,
+        picture=picture,
+        as_json=as_json,
     )
 
 
@@ -110,7 +127,7 @@ def doctor(
 
     0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
     """
-    from hf_diloco.cli.doctor.command import answer, run_doctor
+    from hf_diloco.cli.doctor import answer, run_doctor
 
     raise typer.Exit(run_doctor(store, peer, port, folder, as_json) if listen is None else answer(listen))
 
@@ -122,9 +139,48 @@ def env(as_json: AsJson = False) -> None:
 
     [cyan]hf-diloco env[/cyan]
     """
-    from hf_diloco.cli.environment import run_env
+    facts = _environment()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}{value}")
 
-    run_env(as_json)
+
+def _environment() -> dict[str, str]:
+    """Names and values, in the order in which they are read; without secrets."""
+    import psutil
+
+    from hf_diloco.cli.devices import cuda_devices, num_cores
+
+    return {
+        "hf-diloco": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cuda": _cuda(),
+        "gpus": ", ".join(cuda_devices()) or "none",
+        "cores": str(num_cores()),
+        "memory": text.size(psutil.virtual_memory().total),
+        **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda() -> str:
+    """That PyTorch was built for; its name says it without an import."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"PyTorch cannot be imported: {error}"
+    return torch.version.cuda or "none: a PyTorch for CPUs"
 
 
 def validate(
@@ -156,7 +212,39 @@ def validate(
     raise typer.Exit(run_validate(asked, as_json))
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Adds all commands of this file."""
-    for command in (estimate, doctor, env, validate):
-        app.command()(command)
+def topology(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
+            "random-matching, full; or your own: a file of weights (.npy, .csv, .json), or FILE.py:CLASS",
+            show_default=False,
+        ),
+    ],
+    num_nodes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="How many take part. Default: 8, or as a file says.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
+    num_parameters: Annotated[
+        float,
+        typer.Option("--parameters", min=1, help="Values in the model, as 7e9.", show_default="25.6e6, a ResNet-50"),
+    ] = 25.6e6,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco topology ring --num-nodes 8[/cyan]
+
+    [cyan]hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg[/cyan]
+
+    [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
+    """
+    from hf_diloco.cli.topology import run_topology
+
+    run_topology(name, num_nodes, seed, num_parameters, picture, as_json)

@@ -1,18 +1,27 @@
-"""`hf-diloco launch`: plan, start, show, end."""
+"""`hf-diloco launch`: plan, start, show, end; or, with `--simulate N`, all islands as threads of this process.
+
+At the end it says how it went: the report of a finished run, how to resume a stopped one, why one failed.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
+from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.hub import use_cache_without_hub
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.ending import print_ending
-from hf_diloco.cli.island import IslandPlan
-from hf_diloco.cli.launch import Launcher
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan, plan_islands
+from hf_diloco.cli.launch import Island, Launcher, Result
+from hf_diloco.cli.log import FINISHED, Outcome
+from hf_diloco.cli.plan import IslandPlan, LaunchOptions, Plan, load_options, make_plan, plan_islands
+from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 
 
@@ -29,30 +38,41 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
         from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
 
         check_all(run, lambda: plan_islands(run, options))
-        _print_plan(plan_islands(run, options), out)
+        print_commands(plan_islands(run, options).islands, run.unit, out)
         return 0
     plan = make_plan(options)
-    display = make_display(out, [island.number for island in plan.islands])
-    launcher = Launcher(plan.islands, display, grace, keep_going=plan.run.meeting.survives_losses)
-    for note in filter(None, (_summary(plan), plan.crowding)):
-        display.note(note)
-    result = launcher.run()
+    run = plan.run
+    summary = describe_start(plan.islands, run.meeting.num_islands, plan.rendezvous, run.folder, run.unit)
+    notes = (f"run {run.folder}: {summary}", plan.crowding)
+    result = run_islands(plan.islands, notes, out, grace, keep_going=run.meeting.survives_losses)
     print_ending(result, plan, options, out, err)
     return result.exit_code
 
 
-def _summary(plan: Plan) -> str:
-    run = plan.run
-    here = len(plan.islands)
-    islands = f"{here} {plural(run.unit, here)}"
-    if here < run.meeting.num_islands:
-        islands = f"{run.unit} {plan.islands[0].number} of {run.meeting.num_islands}"
-    meeting = f", meeting at {plan.rendezvous}" if plan.rendezvous else ""
-    return f"run {run.folder}: {islands}{meeting}; full logs in {run.folder}/island-*/log.txt"
+def run_islands(
+    islands: Sequence[IslandPlan], notes: Sequence[str], out: Console, grace: float, *, keep_going: bool
+) -> Result:
+    """Starts islands, shows them on `out` below `notes`, and returns when all have ended; see `Launcher`."""
+    display = make_display(out, [island.number for island in islands])
+    launcher = Launcher(islands, display, grace, keep_going)
+    for note in filter(None, notes):
+        display.note(note)
+    return launcher.run()
 
 
-def _print_plan(plan: Plan, out: Console) -> None:
-    print_commands(plan.islands, plan.run.unit, out)
+def describe_start(
+    islands: Sequence[IslandPlan],
+    num_islands: int,
+    rendezvous: str | None,
+    folder: Path,
+    unit: str = "island",
+    remark: str = "",
+) -> str:
+    """What is being started, of how many, where they meet, and where the logs are."""
+    here = len(islands)
+    who = f"{here} {plural(unit, here)}" if here == num_islands else f"{unit} {islands[0].number} of {num_islands}"
+    meeting = f", meeting at {rendezvous}" if rendezvous else ""
+    return f"{who}{remark}{meeting}; full logs in {folder}/island-*/log.txt"
 
 
 def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> None:
@@ -62,3 +82,83 @@ def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> No
         for path, text in island.files.items():
             out.out(f"# {path}:", *(f"#   {line}" for line in text.splitlines()), sep="\n", highlight=False)
         out.out(island.shell_line() + "\n", highlight=False)
+
+
+def run_simulation(options: LaunchOptions, num_islands: int) -> int:
+    """Trains all islands, or nodes, in this process, prints the report, and returns the exit code.
+
+    Raises:
+        ConfigError: an option is for islands that are processes, or a setting is wrong.
+        DiLoCoError: the first error that an island met.
+    """
+    given = {"--island": options.island, "--rendezvous": options.rendezvous, "--islands": options.num_islands}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{wrong[0]} beside --simulate {num_islands}, which trains all of them in this process")
+    unsharded = ["deepspeed=null", "fsdp=null", "accelerate=null"]
+    run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
+    code = _simulate(run, num_islands)
+    out = terminal(sys.stdout)
+    if code:
+        out.print(f"stopped; the same command goes on from the checkpoints in {run.folder}")
+    else:
+        _print_report(run, out)
+    return code
+
+
+def _simulate(run: BaseRun, num_islands: int) -> int:
+    if isinstance(run, VisionRun):
+        from hf_diloco.apps.vision.simulate import NodeSimulation
+
+        return NodeSimulation(run, num_islands).run()
+    assert isinstance(run, RunFile)
+    use_cache_without_hub(run.needs_hub)  # before transformers is imported
+    from hf_diloco.apps.lm.simulate import IslandSimulation
+
+    return IslandSimulation(run).run()
+
+
+# The end
+
+
+def print_ending(result: Result, plan: Plan, options: LaunchOptions, out: Console, err: Console) -> None:
+    """Prints the end of a run: results on `out`, failures on `err`."""
+    if result.exit_code == FINISHED:
+        out.print()
+        _print_report(plan.run, out)
+        return
+    print_failures(result, err)
+    if any(plan.run.folder.glob("island-*/checkpoint-*")):
+        _say(out, "to continue from the last checkpoint: ", (options.resume_command(plan.run), "bold"))
+    elif not result.failed:
+        _say(out, "there is no checkpoint yet: the same command begins anew")
+
+
+def print_failures(result: Result, err: Console) -> None:
+    """Prints why islands failed."""
+    # What was killed comes first: an island that only lost its peer may have ended sooner.
+    failed = sorted(
+        (i for i in result.islands if i.number in result.failed), key=lambda i: result.outcome(i).code >= 0
+    )
+    for island in failed:
+        _print_failure(island, result.outcome(island), None if island is failed[0] else result.outcome(failed[0]), err)
+
+
+def _print_report(run: BaseRun, out: Console) -> None:
+    from hf_diloco.report import load_run, print_report, summarise
+
+    print_report(summarise(load_run(run.folder)), out)
+
+
+def _print_failure(island: Island, outcome: Outcome, cause: Outcome | None, err: Console) -> None:
+    """Prints why an island failed; `cause` is the outcome of the one that failed first, if that was another."""
+    if cause and outcome.error == cause.error:
+        what = f"island {island.number} failed for the same reason"
+    else:
+        error = outcome.error.removeprefix("error: ") or "it said nothing"
+        what = f"island {island.number} {'then ' if cause else ''}failed ({outcome.ending}): {error}"
+    _say(err, ("error: ", "bold red"), what)
+    _say(err, f"       log: {island.log_path}")
+
+
+def _say(console: Console, *parts: str | tuple[str, str]) -> None:
+    console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)

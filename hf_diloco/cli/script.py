@@ -16,12 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from hf_diloco.cli import devices
-from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.ending import print_failures
-from hf_diloco.cli.island import IslandPlan
-from hf_diloco.cli.launch import Launcher
-from hf_diloco.cli.plan import island_environment
-from hf_diloco.cli.run import print_commands
+from hf_diloco.cli.display import terminal
+from hf_diloco.cli.plan import IslandPlan, island_environment
+from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
 from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
@@ -36,27 +33,6 @@ _LAUNCHERS = {
     ("torchrun",): "--master_port",
 }
 """Launchers of an island's ranks, with the option for the port at which these meet: each island needs another."""
-
-
-@dataclass(frozen=True)
-class ScriptOptions:
-    """What `hf-diloco launch -- COMMAND` was asked for.
-
-    Attributes:
-        command: program and arguments.
-        island: the only island to start here; None starts all.
-        num_islands: in the run; None: as the environment says, else one.
-        rendezvous: where they meet; None: as the environment says, else on this machine.
-        name: of the run; None: the script's.
-        output: the folder of run folders.
-    """
-
-    command: tuple[str, ...]
-    island: int | None = None
-    num_islands: int | None = None
-    rendezvous: str | None = None
-    name: str | None = None
-    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,59 +52,60 @@ class ScriptPlan:
     crowding: str
 
 
-def run_script(options: ScriptOptions, *, grace: float, dry_run: bool) -> int:
-    """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`.
-
-    Raises:
-        DiLoCoError: when the command, the options or this machine do not fit; nothing was started then.
-    """
-    plan = plan_script(options)
+def run_script(plan: ScriptPlan, *, grace: float, dry_run: bool) -> int:
+    """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`."""
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
         print_commands(plan.islands, "island", out)
         return 0
-    display = make_display(out, [island.number for island in plan.islands])
-    meets_in_store = plan.config.rendezvous is not None and is_object_store(plan.config.rendezvous)
-    launcher = Launcher(plan.islands, display, grace, keep_going=meets_in_store)
-    for note in filter(None, (_summary(plan), plan.crowding)):
-        display.note(note)
-    result = launcher.run()
+    config = plan.config
+    alone = " (--islands 2 starts two)" if config.num_islands == 1 else ""
+    summary = describe_start(plan.islands, config.num_islands, config.rendezvous, plan.folder, remark=alone)
+    meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
+    result = run_islands(plan.islands, (summary, plan.crowding), out, grace, keep_going=meets_in_store)
     print_failures(result, err)
     return result.exit_code
 
 
-def plan_script(options: ScriptOptions) -> ScriptPlan:
+def plan_script(
+    command: Sequence[str],
+    island: int | None = None,
+    num_islands: int | None = None,
+    rendezvous: str | None = None,
+    name: str | None = None,
+    output: str | None = None,
+) -> ScriptPlan:
     """Checks what can be checked before a process starts.
+
+    Args:
+        command: program and arguments.
+        island: the only island to start here; None starts all.
+        num_islands: in the run; None: as the environment says, else one.
+        rendezvous: where they meet; None: as the environment says, else on this machine.
+        name: of the run; None: the script's.
+        output: the folder of run folders.
 
     Raises:
         ConfigError: when the command, the options or this machine do not fit.
     """
-    given = _with_program(options.command)
-    num_islands = _num_islands(options)
-    numbers = range(num_islands) if options.island is None else [options.island]
+    given = _with_program(command)
+    total = _total(num_islands)
+    numbers = range(total) if island is None else [island]
     port, *ports = devices.free_ports(1 + len(numbers))
-    config = _meeting(options, num_islands, port)
-    num_processes = _num_processes(options.command)
+    config = _meeting(island, total, rendezvous, port)
+    num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
     shares = _device_shares(len(numbers))
-    folder = Path(options.output or "runs") / (options.name or _name(options.command))
+    folder = Path(output or "runs") / (name or _name(command))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         own_folder = folder / f"island-{number}"
-        environment = island_environment(number, num_islands, config.rendezvous, threads, share)
+        environment = island_environment(number, total, config.rendezvous, threads, share)
         environment[ENV_FOLDER] = str(own_folder.absolute())
-        command = _with_port(given, main_process_port, len(numbers))
-        islands.append(IslandPlan(number, own_folder, command, environment, {}))
+        own_command = _with_port(given, main_process_port, len(numbers))
+        islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads))
     return ScriptPlan(folder, tuple(islands), config, crowding)
-
-
-def _summary(plan: ScriptPlan) -> str:
-    here, total = len(plan.islands), plan.config.num_islands
-    islands = f"{here} {plural('island', here)}" if here == total else f"island {plan.islands[0].number} of {total}"
-    meeting = f", meeting at {plan.config.rendezvous}" if plan.config.rendezvous else ""
-    alone = " (--islands 2 starts two)" if total == 1 else ""
-    return f"{islands}{alone}{meeting}; full logs in {plan.folder}/island-*/log.txt"
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:
@@ -149,20 +126,20 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
     return (program, *command[1:])
 
 
-def _num_islands(options: ScriptOptions) -> int:
-    given = options.num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
+def _total(num_islands: int | None) -> int:
+    given = num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
     try:
         return max(1, int(given))
     except ValueError:
         raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on") from None
 
 
-def _meeting(options: ScriptOptions, num_islands: int, free_port: int) -> DiLoCoConfig:
+def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_port: int) -> DiLoCoConfig:
     """Who takes part, and where they meet."""
-    rendezvous = options.rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
-    if rendezvous is None and options.island is None and num_islands > 1:
+    rendezvous = rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
+    if rendezvous is None and island is None and num_islands > 1:
         rendezvous = f"tcp://127.0.0.1:{free_port}"
-    config = DiLoCoConfig(island=options.island or 0, num_islands=num_islands, rendezvous=rendezvous)
+    config = DiLoCoConfig(island=island or 0, num_islands=num_islands, rendezvous=rendezvous)
     if rendezvous is not None and num_islands > 1:
         check_between_processes(rendezvous)
     if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:

@@ -1,4 +1,4 @@
-"""`hf-diloco status`: look at a run where its islands meet, once or again and again."""
+"""Looks at a run where its islands meet: `hf-diloco status`, once or again and again, and `hf-diloco store check`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from rich.text import Text
 
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
+from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
 from hf_diloco.status.models import ISLAND_COLUMNS, ROUND_COLUMNS, RunStatus, figures, island_row, round_row
 from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.credentials import load_key
+from hf_diloco.store.objects import open_object_store
+from hf_diloco.utils import text
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
-TIMEOUT = 15.0  # seconds without an answer after which a person is told
+_TIMEOUT = 15.0  # seconds without an answer after which a person is told
 MAX_FAILURES = 3
 """Looks one after the other at a store that island 0 keeps, until that counts as gone."""
 _LIFE = ISLAND_COLUMNS.index("life")
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
-_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
+_LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
+_KIND_STYLES = {
+    "damaged": "bold red",
+    "forged": "bold red",
+    "abandoned": "yellow",
+    "foreign": "yellow",
+    "settled": "dim",
+}
 
 
 def run_status(run: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
-    """Runs `hf-diloco status`.
-
-    Args:
-        run: its folder, or where its islands meet.
-        key_file: see `hf_diloco.store.signing.load_key`.
-        interval: seconds between two looks; None: once.
-        num_rounds: how many of the last rounds to show.
-        as_json: for programs.
+    """Runs `hf-diloco status`, see its options; `interval` is None for a single look.
 
     Raises:
         ConfigError: there is no such folder, or the URL or the key cannot be one.
@@ -47,11 +50,16 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
     check_url(url, "status", may_be_tcp=True)
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
-        observer = observe(url, key, num_rounds, TIMEOUT)
+        observer = observe(url, key, num_rounds, _TIMEOUT)
         if interval is None:
-            _show_once(observer.settle(), as_json)
-        else:
-            _watch(observer, interval, as_json)
+            status = observer.settle()
+            if as_json:
+                print(status.model_dump_json(indent=2))
+            else:
+                terminal(sys.stdout).print(render(status))
+            return
+        with _display(as_json) as show:
+            _watch(observer, interval, show)
 
 
 def _rendezvous_of(run: str) -> str:
@@ -90,32 +98,24 @@ def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _show_once(status: RunStatus, as_json: bool) -> None:
-    if as_json:
-        print(status.model_dump_json(indent=2))
-    else:
-        terminal(sys.stdout).print(render(status))
-
-
-def _watch(observer: Observer, interval: float, as_json: bool) -> None:
+def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], object]) -> None:
     """Shows one look after the other until the run is over; at tcp:// its store ends with it."""
     num_failures = 0
-    with _display(as_json) as show:
-        while True:
-            begun = time.monotonic()
-            try:
-                status = observer.look()
-            except StoreError as error:  # the run goes on without the store for a while, and so does this
-                num_failures += 1
-                if observer.is_of_tcp and num_failures >= MAX_FAILURES:
-                    raise
-                print(f"warning: {error}", file=sys.stderr)
-            else:
-                num_failures = 0
-                show(status)
-                if status.is_over:
-                    return
-            time.sleep(max(0.0, begun + interval - time.monotonic()))
+    while True:
+        begun = time.monotonic()
+        try:
+            status = observer.look()
+        except StoreError as error:  # the run goes on without the store for a while, and so does this
+            num_failures += 1
+            if observer.is_of_tcp and num_failures >= MAX_FAILURES:
+                raise
+            print(f"warning: {error}", file=sys.stderr)
+        else:
+            num_failures = 0
+            show(status)
+            if status.is_over:
+                return
+        time.sleep(max(0.0, begun + interval - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -135,29 +135,20 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
 
 def render(status: RunStatus) -> Group:
     """The run's figures, a row for each island and each of the last rounds, and what was refused."""
-    tables = [fact_table(figures(status)), _island_table(status), _round_table(status)]
+    islands, rounds = _table(ISLAND_COLUMNS), _table(ROUND_COLUMNS)
+    for island in status.islands:
+        cells = [plain(cell) for cell in island_row(status, island)]
+        cells[_LIFE] = Text(cells[_LIFE].plain, style=_LIFE_STYLES[island.presence])
+        islands.add_row(*cells)
+    for entry in status.rounds:
+        rounds.add_row(*map(plain, round_row(entry)))
     refused = [warning(f"refused {path}: {reason}") for path, reason in status.refused.items()]
     for island in status.islands:
         refused += [
             warning(f"island {island.island} refuses island {name}: {why}") for name, why in island.refuses.items()
         ]
+    tables = (fact_table(figures(status)), islands, rounds)
     return Group(*(part for table in tables for part in (table, plain(""))), *refused)
-
-
-def _island_table(status: RunStatus) -> Table:
-    table = _table(ISLAND_COLUMNS)
-    for island in status.islands:
-        cells = [plain(cell) for cell in island_row(status, island)]
-        cells[_LIFE] = Text(cells[_LIFE].plain, style=_STYLES[island.presence])
-        table.add_row(*cells)
-    return table
-
-
-def _round_table(status: RunStatus) -> Table:
-    table = _table(ROUND_COLUMNS)
-    for entry in status.rounds:
-        table.add_row(*map(plain, round_row(entry)))
-    return table
 
 
 def _table(columns: tuple[str, ...]) -> Table:
@@ -167,3 +158,41 @@ def _table(columns: tuple[str, ...]) -> Table:
             name, header_style="cyan", justify="left" if name in _WORDS else "right", no_wrap=name != "left out"
         )
     return table
+
+
+def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:
+    """Runs `hf-diloco store check`, see its options; returns the exit code: 0 if there is nothing to be done, else 1.
+
+    Raises:
+        ConfigError: the URL or the key cannot be one.
+        RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
+        StoreError: the store does not answer.
+    """
+    check_url(url, "store check")
+    key = load_key(key_file)
+    store = open_object_store(url, _TIMEOUT, read_only=not repair)
+    report = check_store(store, key, is_deep)
+    if repair:
+        report = set_aside(store, report)
+    if as_json:
+        print(report.model_dump_json(indent=2))
+    else:
+        _show_found(report)
+    return 0 if report.is_clean else 1
+
+
+def _show_found(report: CheckReport) -> None:
+    console = terminal(sys.stdout)
+    console.print(f"run       {report.run[:12]} at {report.url}", markup=False, soft_wrap=True)
+    console.print(f"looked at {report.num_objects:,} objects, {text.size(report.num_bytes)}", markup=False)
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(report.counts.items()))
+    console.print(f"found     {counts or 'nothing wrong'}", markup=False)
+    for finding in report.findings:
+        console.print(_line(finding), markup=False, soft_wrap=True, style=_KIND_STYLES[finding.kind])
+
+
+def _line(finding: Finding) -> str:
+    size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
+    line = f"{finding.kind} {finding.path}{size}: {finding.reason}"
+    line += f"; moved to {finding.moved_to}" if finding.moved_to else ""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -78,15 +78,7 @@ class TopologyFigures:
 def run_topology(
     name: str, num_nodes: int | None, seed: int, num_parameters: float, picture: Path | None, as_json: bool
 ) -> None:
-    """Runs `hf-diloco topology`.
-
-    Args:
-        name: of a graph, of a file of weights, or of a class of the user's.
-        num_nodes: None: 8, or as many as a file of weights has.
-        seed: of random matchings.
-        num_parameters: values in the model.
-        picture: where to draw the graph; None: nowhere.
-        as_json: for programs.
+    """Runs `hf-diloco topology`, see its options.
 
     Raises:
         ConfigError: no such graph, wrong weights, a picture of an unknown kind, or no count of parameters.

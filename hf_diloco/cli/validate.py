@@ -8,9 +8,9 @@ from functools import partial
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
-from hf_diloco.cli.doctor.command import show_findings
-from hf_diloco.cli.doctor.finding import Check, Finding, run_checks
+from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk
+from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, plan_islands
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
@@ -42,8 +42,6 @@ def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
     if isinstance(run, RunFile):
         yield "memory", partial(_resources, run, plan)
     if plan.rendezvous is not None and is_object_store(plan.rendezvous):
-        from hf_diloco.cli.doctor.store import check_store
-
         yield "store", partial(check_store, plan.rendezvous)
     yield "not tried", partial(_not_tried, run, plan)
 
@@ -94,11 +92,8 @@ def _device_memory(needed: float) -> Finding:
 
     total = min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
     found = f"a rank needs {text.size(needed)}, and room for activations; its device has {text.size(total)}"
-    if needed < total:
-        return Finding("device memory", "ok", found)
-    return Finding(
-        "device memory", "problem", found, "a higher ZeRO stage, more ranks, or offload (docs/deepspeed.md)"
-    )
+    remedy = "a higher ZeRO stage, more ranks, or offload (docs/deepspeed.md)"
+    return judge("device memory", needed < total, found, remedy, "problem")
 
 
 def _host_memory(needed: float) -> Finding:
@@ -106,9 +101,8 @@ def _host_memory(needed: float) -> Finding:
 
     free = psutil.virtual_memory().available
     found = f"the ranks here need about {text.size(needed)}, and room for activations; {text.size(free)} are free"
-    if needed < free:
-        return Finding("memory", "ok", found)
-    return Finding("memory", "problem", found, "a smaller model, fewer ranks, or fewer islands on this machine")
+    remedy = "a smaller model, fewer ranks, or fewer islands on this machine"
+    return judge("memory", needed < free, found, remedy, "problem")
 
 
 def _not_tried(run: BaseRun, plan: Plan) -> Iterable[Finding]:

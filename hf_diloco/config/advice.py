@@ -24,7 +24,12 @@ def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
     _warn_about_end(config, max_steps)
     if config.num_islands > 1 or config.meets_in_store:
         _warn_about_momentum(config, max_steps)
-        _tell_what_waits(config)
+        if config.num_fragments > 1 and not config.delay:  # no warning: smaller exchanges may be all that is wanted
+            logger.info(
+                "num_fragments %d without fragment_sync_delay: training waits for each exchange, in sum about as long "
+                "as with one fragment. With fragment_sync_delay it goes on meanwhile",
+                config.num_fragments,
+            )
 
 
 def tell_who_is_alone(config: BaseModel, unit: str = "island") -> None:
@@ -79,14 +84,4 @@ def _warn_about_momentum(config: DiLoCoConfig, max_steps: int) -> None:
             " of each fragment" if config.num_fragments > 1 else "",
             config.outer_momentum,
             _MIN_ROUNDS_FOR_MOMENTUM,
-        )
-
-
-def _tell_what_waits(config: DiLoCoConfig) -> None:
-    """No warning: smaller exchanges may be all that is wanted."""
-    if config.num_fragments > 1 and not config.delay:
-        logger.info(
-            "num_fragments %d without fragment_sync_delay: training waits for each exchange, in sum about as long as "
-            "with one fragment. With fragment_sync_delay it goes on meanwhile",
-            config.num_fragments,
         )

@@ -1,17 +1,22 @@
-"""What settings have in common: types, the environment, and the text of their errors."""
+"""What settings have in common: kinds of values, the environment, and the text of their errors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.methods.outer import METHODS
+from hf_diloco.methods.outer.base import is_auto
+from hf_diloco.utils.own_files import is_own
+from hf_diloco.utils.public_keys import parse_public
 from hf_diloco.utils.redact import redact
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import nearest
+from hf_diloco.utils.urls import check_specific
 
 ENV_ISLAND = "HF_DILOCO_ISLAND"
 ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
@@ -135,3 +140,69 @@ def _suggestion(key: str, block: type[BaseModel] | None) -> str:
     inside = [f"{name}.{key}" for name, inner in _blocks_in(block).items() if key in inner.model_fields]
     meant = f" (did you mean {' or '.join(inside)}?)" if inside else nearest(key, block.model_fields)
     return meant or f" (known: {', '.join(sorted(block.model_fields))})"
+
+
+# Kinds of values, besides plain ones
+
+
+def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if is_auto(value) else check(value)
+
+
+def tell_of_auto(schema: dict[str, Any]) -> None:
+    """Adds "auto" to the JSON schema of a number."""
+    number = {name: schema.pop(name) for name in [*schema] if name == "type" or "imum" in name.lower()}
+    schema["anyOf"] = [number, {"const": "auto"}]
+
+
+def _as_lists(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {island: [keys] if isinstance(keys, str) else keys for island, keys in value.items()}
+
+
+def _check_key(text: str) -> str:
+    parse_public(text)
+    return text.strip()
+
+
+OwnAddress = Annotated[str, AfterValidator(check_specific)]
+"""An address of this machine that others can reach."""
+
+PublicKey = Annotated[str, AfterValidator(_check_key)]
+Identities = Annotated[
+    dict[Annotated[int, Field(ge=0)], Annotated[list[PublicKey], Field(min_length=1)]], BeforeValidator(_as_lists)
+]
+"""Public keys by island, or by node."""
+
+# Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
+OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
+
+
+def _or_own(value: Any, check: Callable[[Any], Any]) -> Any:
+    if not (isinstance(value, str) and is_own(value)):
+        return check(value)
+    from hf_diloco.codecs import find_codec
+
+    find_codec(value)
+    return value
+
+
+def tell_of_own(schema: dict[str, Any]) -> None:
+    """Adds FILE.py:CLASS to the JSON schema of a name."""
+    known = {name: schema.pop(name) for name in [*schema] if name in ("type", "enum")}
+    schema["anyOf"] = [known, {"type": "string", "pattern": r"\.py:\w+$"}]
+
+
+def list_methods(schema: dict[str, Any]) -> None:
+    """Puts the names of all outer methods into a JSON schema."""
+    schema["enum"] = list(METHODS)
+    tell_of_own(schema)
+
+
+Payload = Annotated[
+    Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"],
+    WrapValidator(_or_own),
+    PlainSerializer(lambda value: value),
+]

@@ -9,13 +9,19 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hf_diloco.config import checks
-from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, Seconds, StrictModel, describe, from_env
-from hf_diloco.config.kinds import (
+from hf_diloco.config.base import (
+    ENV_ISLAND,
+    ENV_NUM_ISLANDS,
+    ENV_RENDEZVOUS,
     Identities,
     OuterMomentum,
     OuterRate,
     OwnAddress,
     Payload,
+    Seconds,
+    StrictModel,
+    describe,
+    from_env,
     list_methods,
     tell_of_auto,
     tell_of_own,
@@ -83,8 +89,7 @@ class DiLoCoConfig(StrictModel):
         "sequential (successive ones)",
     )
     fragment_patterns: list[str] = Field(
-        default=[],
-        description="regular expressions of parameter names, one a fragment, instead of fragment_order",
+        default=[], description="regular expressions of parameter names, one a fragment, instead of fragment_order"
     )
     fragment_sync_delay: int = Field(
         default=0,
@@ -163,8 +168,7 @@ class DiLoCoConfig(StrictModel):
         "encrypts",
     )
     encrypt_store: bool = Field(
-        default=False,
-        description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing",
+        default=False, description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
     identity_file: Path | None = Field(

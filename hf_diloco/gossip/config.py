@@ -16,7 +16,7 @@ from hf_diloco.config import (
     StrictModel,
     from_env,
 )
-from hf_diloco.config.kinds import Identities, OwnAddress
+from hf_diloco.config.base import Identities, OwnAddress
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import is_object_store, split_tcp_url

@@ -40,10 +40,9 @@ from hf_diloco.trainer.arguments import (
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
-from hf_diloco.trainer.outer_view import HasOuterWeights, OuterView
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.trainer.resumption import EXAMPLES, check_resumption, follow_schedule
-from hf_diloco.trainer.saving import ModelDescription
+from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule
+from hf_diloco.trainer.views import HasOuterWeights, OuterView
 
 logger = logging.getLogger("hf_diloco")
 
@@ -166,18 +165,17 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
         if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
-            self._sync_at_start(state, control)
+            try:
+                self._run_round(state, control)
+            except MissedRoundError as error:
+                self._on_missed(state, error)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step and runs the round that is due."""
         self._after_step(args, state, control)
         self._show_for_evaluation(state, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepares an evaluation at the end of an epoch."""
         self._show_for_evaluation(state, control)
 
@@ -186,7 +184,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.is_over:
             self._end_with_the_run(state, control)
             return
-        self._outer.count_step(self._step_weight(args, state))
+        weight = float(examples_per_step(args))
+        if self.config.weight_by == "tokens":
+            weight = float(state.num_input_tokens_seen - self._tokens_seen)
+            self._tokens_seen = state.num_input_tokens_seen
+        self._outer.count_step(weight)
         if session.is_due(is_last=state.global_step >= state.max_steps):
             self._sync(state, control)
         elif self._stop.agreed():
@@ -219,18 +221,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        position: dict[str, Any] = {
-            "epoch": state.epoch,
-            "tokens": state.num_input_tokens_seen,
-            "steps": state.global_step,
-        }
+        position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
         position[EXAMPLES] = self._examples
         self._description.complete(checkpoint, self._need_session().island)
         save_state(self._outer, checkpoint, state.global_step, position)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
@@ -353,12 +349,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         control.should_save = True
         control.should_training_stop = True
 
-    def _sync_at_start(self, state: TrainerState, control: TrainerControl) -> None:
-        try:
-            self._run_round(state, control)
-        except MissedRoundError as error:
-            self._on_missed(state, error)
-
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
         reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)
         self._unnoted = []
@@ -373,16 +363,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self.stopped = self._failure is None and not is_complete
         end_early(control)
 
-    def _step_weight(self, args: TrainingArguments, state: TrainerState) -> float:
-        if self.config.weight_by == "tokens":
-            before, self._tokens_seen = self._tokens_seen, state.num_input_tokens_seen
-            return float(self._tokens_seen - before)
-        return float(examples_per_step(args))
-
     def _open_record(
         self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool
     ) -> IslandRecord:
-        session, examples = self._need_session(), examples_per_step(args)
+        session, examples = self._need_session(), self._examples
         logger.info(
             "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
             self.config.island,

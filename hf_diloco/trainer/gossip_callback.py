@@ -31,10 +31,9 @@ from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import check_gossip_arguments, examples_per_step, floats, folder_of
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
-from hf_diloco.trainer.gossip_check import check_gossip
-from hf_diloco.trainer.gossip_mean_view import MeanView
-from hf_diloco.trainer.gossip_start import Beginning
+from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
+from hf_diloco.trainer.views import MeanView
 
 logger = logging.getLogger("hf_diloco")
 
@@ -201,10 +200,17 @@ class GossipCallback(RunCallback[NodeRecord]):
         move_before_trackers(self)
         self._num_evaluations = count_evaluations(trainer) or 1
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
-        self._check_optimizer(kwargs["optimizer"])
-        optimizer, model, node = self.optimizer, kwargs["model"], self.node
+        optimizer, given = self.optimizer, kwargs["optimizer"]
+        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
+        if inner is not optimizer:
+            raise UnsupportedError(
+                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
+                "optimizers=(callback.make_optimizer(model, args), None)"
+            )
+        model, node = kwargs["model"], self.node
         node.end.begin()
-        node.end.window = node.end.window if self._wish_takes_time else 1
+        if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
+            node.end.window = 1
         node.rekey()
         if state.global_step:
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
@@ -218,15 +224,11 @@ class GossipCallback(RunCallback[NodeRecord]):
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
         self.optimizer.begin_exchange()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reports lost neighbours, ends when all nodes do, and prepares an evaluation."""
         node, optimizer = self.node, self.optimizer
         node.current_step = state.global_step
@@ -244,9 +246,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             control.should_evaluate = True
         self._show_for_evaluation(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepares an evaluation at the end of an epoch."""
         self._show_for_evaluation(control)
 
@@ -296,27 +296,12 @@ class GossipCallback(RunCallback[NodeRecord]):
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         save_index(checkpoint, self._index(state), self._ranks)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._end()
         self._need_record().end(state.global_step)
 
     # Steps of the above
-
-    @property
-    def _wish_takes_time(self) -> bool:
-        """Whether a wish to end spreads over the graph, step by step."""
-        return self.optimizer.is_in_step and self.optimizer.num_vectors > 0
-
-    def _check_optimizer(self, given: Any) -> None:
-        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
-        if inner is not self.optimizer:
-            raise UnsupportedError(
-                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
-                "optimizers=(callback.make_optimizer(model, args), None)"
-            )
 
     def _index(self, state: TrainerState) -> GossipIndex:
         config = self.config

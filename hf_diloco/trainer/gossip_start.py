@@ -1,27 +1,66 @@
-"""How a node begins to train: from which checkpoint or whose mean, and that all nodes train the same thing."""
+"""How a node begins to train: settings that fit, the same on all nodes, and from which checkpoint or whose mean.
+
+Nodes that were lost before a run ended hold older checkpoints than the others, or none. All nodes are here when they
+agree on the step to resume from, so no two parts of them can choose differently.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from transformers import TrainerState
 
-from hf_diloco.errors import FingerprintError
+from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError
+from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.node import NodeNeighbours
-from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
+from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
-from hf_diloco.methods.gossip import GossipOptimizer
-from hf_diloco.methods.topology import Topology
+from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
+from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
+from hf_diloco.utils.text import numbers, plural
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from hf_diloco.gossip.node import NodeNeighbours
 
 logger = logging.getLogger("hf_diloco")
+
+
+def check_gossip(config: GossipConfig) -> Topology:
+    """The graph, if the method exists, has these settings, and converges on it.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    topology = make_topology(config.topology, config.num_nodes, config.topology_seed)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    node = MemoryGraph(topology).node(config.node)
+    optimizer = make_optimizer(config.method, [parameter], node, 0.1, slowmo=config.slowmo, **config.method_settings)
+    if config.payload != "fp32":
+        _check_payload(config.payload, topology, optimizer)
+    return topology
+
+
+def _check_payload(payload: str, topology: Topology, optimizer: GossipOptimizer) -> None:
+    if isinstance(optimizer, SwarmSGD):
+        raise ConfigError(
+            f"payload={payload}: {optimizer.name} has a code of its own; remove payload, and set options: "
+            "{quantization: lattice-8} or lattice-16 (not with blocking)"
+        )
+    if optimizer.num_vectors == 0:
+        raise ConfigError(
+            f"payload={payload}: {optimizer.name} averages gradients over all nodes, and knows no neighbours that "
+            "could keep replicas; remove payload, or choose another method"
+        )
+    check_static(topology, payload)
 
 
 class Beginning:
@@ -57,7 +96,10 @@ class Beginning:
             return mine[max(mine)] if mine else None
         records = self._node.share("checkpoints", {"steps": sorted(mine)})
         steps = [[int(step) for step in record["steps"]] for record in records]
-        self._resumption = self._choose(steps)
+        if self._optimizer.num_vectors == 0:
+            self._resumption = choose_common(steps, self._optimizer.name)
+        else:
+            self._resumption = choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
         if self._resumption is None:
             return None
         if self._resumption.late:
@@ -98,11 +140,6 @@ class Beginning:
         self._num_trainings += 1
         news, self._news, self._resumption = self._news, "", None
         return news
-
-    def _choose(self, steps: list[list[int]]) -> Resumption | None:
-        if self._optimizer.num_vectors == 0:
-            return choose_common(steps, self._optimizer.name)
-        return choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
 
     def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> None:
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
@@ -170,21 +207,19 @@ class Beginning:
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
     """What must be equal at any step, by the name that an error message gives it."""
+    if is_own(config.topology):
+        graph = identify(config.topology)  # the weights of a first step do not tell those of later ones
+    else:
+        graph = xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
     sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
     return {
         "method": identify(config.method),
         "settings of the method": str(sorted(config.method_settings.items())),
         "slowmo": str(config.slowmo or "none"),
         "payload": config.payload,
-        "topology": _identify_graph(config, topology),
+        "topology": graph,
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
     }
-
-
-def _identify_graph(config: GossipConfig, topology: Topology) -> str:
-    if is_own(config.topology):
-        return identify(config.topology)  # the weights of a first step do not tell those of later ones
-    return xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -194,3 +229,127 @@ def digest_of(model: torch.nn.Module) -> str:
         if parameter.requires_grad:
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+# The step to resume from
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What all nodes go on from.
+
+    Attributes:
+        step: optimizer steps before it.
+        holders: nodes that have a checkpoint to begin with.
+        late: all others, which enter with the holders' mean.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+    late: tuple[int, ...]
+
+    def describe(self, steps: Sequence[Collection[int]]) -> str:
+        """What happens, in words.
+
+        Args:
+            steps: of which each node holds whole checkpoints.
+        """
+        which = f"{plural('node', len(self.late))} {numbers(self.late)}"
+        return (
+            f"{which} {'lacks' if len(self.late) == 1 else 'lack'} the checkpoint of step {self.step}, from which "
+            f"{plural('node', len(self.holders))} {numbers(self.holders)} "
+            f"{'goes' if len(self.holders) == 1 else 'go'} on ({_listing(steps)}): {which} "
+            f"{'enters' if len(self.late) == 1 else 'enter'} with their mean, and without momentum"
+        )
+
+
+def choose_step(steps: Sequence[Collection[int]]) -> Resumption | None:
+    """The newest step that a majority of nodes holds; if no step has one, the newest that any node holds.
+
+    Args:
+        steps: of which each node holds whole checkpoints, in the order of the nodes.
+
+    Returns:
+        None if no node holds any.
+    """
+    known = sorted(set().union(*steps), reverse=True)
+    if not known:
+        return None
+    by_majority = (step for step in known if 2 * sum(step in held for held in steps) > len(steps))
+    step = next(by_majority, known[0])
+    return _resumption(step, [step in held for held in steps])
+
+
+def choose_own(steps: Sequence[Collection[int]]) -> Resumption | None:
+    """For a method whose nodes are not in step: each resumes from its newest; nodes without one at the largest step.
+
+    Args:
+        steps: see `choose_step`.
+    """
+    newest = [max(held) for held in steps if held]
+    return _resumption(max(newest), [bool(held) for held in steps]) if newest else None
+
+
+def choose_common(steps: Sequence[Collection[int]], method: str) -> Resumption | None:
+    """The newest step that all nodes hold, for a method whose nodes cannot enter without their state.
+
+    Args:
+        steps: see `choose_step`.
+        method: its name.
+
+    Raises:
+        CheckpointError: nodes hold checkpoints, but of no common step.
+    """
+    if common := set.intersection(*(set(held) for held in steps)):
+        return _resumption(max(common), [True] * len(steps))
+    if any(steps):
+        raise CheckpointError(
+            f"the nodes hold no checkpoint of a common step ({_listing(steps)}), and no node of {method} can begin "
+            "without the momentum that all hold: bring the missing checkpoints back, or start anew in another run "
+            "folder. Nodes of all other methods enter with the others' mean"
+        )
+    return None
+
+
+@torch.no_grad()
+def take_mean(node: Neighbours, vectors: Sequence[torch.Tensor], resumption: Resumption) -> None:
+    """Gives late nodes the mean of the holders' vectors; holders keep their own. Collective over all nodes.
+
+    Args:
+        node: this node's end of the graph.
+        vectors: of floats, of equal sizes on all nodes; overwritten on late nodes.
+        resumption: who gives and who takes.
+
+    Raises:
+        IslandLostError: no holder is left, or a node did not come in time.
+    """
+    first = vectors[0]
+    is_holder = node.node in resumption.holders
+    joint = torch.cat([*(vector.flatten().to(first) for vector in vectors), first.new_ones(1)])
+    if not is_holder:
+        joint.zero_()  # not a factor: what is there may be no number
+    node.average(joint)
+    share = float(joint[-1])  # of holders among those who came
+    if is_holder:
+        return
+    if share == 0:
+        raise IslandLostError(
+            f"no node that holds the checkpoint of step {resumption.step} came to give its parameters: start all "
+            "nodes again",
+            resumption.holders,
+        )
+    parts = joint[:-1].div_(share).split([vector.numel() for vector in vectors])
+    for vector, part in zip(vectors, parts, strict=True):
+        vector.copy_(part.view_as(vector))
+
+
+def _resumption(step: int, holds: Sequence[bool]) -> Resumption:
+    return Resumption(
+        step,
+        tuple(node for node, is_holder in enumerate(holds) if is_holder),
+        tuple(node for node, is_holder in enumerate(holds) if not is_holder),
+    )
+
+
+def _listing(steps: Sequence[Collection[int]]) -> str:
+    return "; ".join(f"node {node}: {', '.join(map(str, sorted(held))) or 'none'}" for node, held in enumerate(steps))

@@ -21,8 +21,8 @@ from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.rounds.open import open_session
-from hf_diloco.trainer.outer_view import HasOuterWeights
 from hf_diloco.trainer.refusals import refuse
+from hf_diloco.trainer.views import HasOuterWeights
 
 logger = logging.getLogger("hf_diloco")
 
@@ -101,25 +101,13 @@ class OuterLoop(HasOuterWeights):
         if self._resume_from is not None:
             self._global_step = read_index(self._resume_from).global_step
         if self._session.is_due():  # the checkpoint was written when this round could not take place
-            try:
-                self._advance()
-            except MissedRoundError as error:
-                logger.warning("%s", error)
-            except DiLoCoError:
-                self._session.leave(finished=False)
-                raise
+            self._advance_or_leave()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()
         if kind is None and session.is_due(is_last=True):
-            try:
-                self._advance(is_last=True)
-            except MissedRoundError as error:
-                logger.warning("%s", error)
-            except DiLoCoError:
-                session.leave(finished=False)
-                raise
+            self._advance_or_leave(is_last=True)
         if kind is None and not session.outer.on_boundary:
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
@@ -183,6 +171,16 @@ class OuterLoop(HasOuterWeights):
         save_state(
             self._need_session().outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False
         )
+
+    def _advance_or_leave(self, is_last: bool = False) -> None:
+        """A round before the first step or after the last: where it fails, the loop has no other end."""
+        try:
+            self._advance(is_last)
+        except MissedRoundError as error:
+            logger.warning("%s", error)
+        except DiLoCoError:
+            self._need_session().leave(finished=False)
+            raise
 
     def _advance(self, is_last: bool = False) -> SyncReport | None:
         reports = self._need_session().advance(is_last)

@@ -92,9 +92,7 @@ class RunFilesCallback(TrainerCallback):
         self._in_script = in_script
         self._times: deque[float] = deque(maxlen=_STEPS_OF_RATE + 1)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training begins."""
         self._times.append(time.monotonic())
         self._update(state, state="training", message="")
@@ -106,9 +104,7 @@ class RunFilesCallback(TrainerCallback):
         if self._sync_every and (state.global_step + 1) % self._sync_every == 0:
             self._update(state, state="syncing")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts, and lets training end with an evaluation."""
         if not self._in_script and state.global_step >= state.max_steps:
             control.should_evaluate = True
@@ -123,9 +119,7 @@ class RunFilesCallback(TrainerCallback):
         if "loss" in logs:
             self._update(state, loss=float(logs["loss"]))
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Evaluation has ended."""
         self._resume(state, "saving" if control.should_save else "training")
 
@@ -133,9 +127,7 @@ class RunFilesCallback(TrainerCallback):
         """A checkpoint is on disk."""
         self._resume(state, "training")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training has ended, and nobody else says when all is done."""
         if self._in_script:
             self._update(state, state="done")

@@ -102,46 +102,18 @@ class Record:
         return file
 
 
-class RunTotals:
-    """What the rounds since training began have cost."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        names = ("seconds_waiting", "seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
-        self._sums = dict.fromkeys(names, 0.0)
-
-    def add(self, report: SyncReport) -> None:
-        """Counts one more round."""
-        for name in self._sums:
-            self._sums[name] += getattr(report, name)
-
-    def as_event(self, rounds: int, steps_since_sync: int, on_boundary: bool) -> dict[str, Any]:
-        """The values of the record's "end" event."""
-        total = time.monotonic() - self._begin
-        idle = self._sums["seconds_waiting"] + self._sums["seconds_exchanging"] - self._sums["seconds_hidden"]
-        return {
-            "seconds_total": total,
-            "seconds_computing": total - idle,
-            "seconds_waiting": self._sums["seconds_waiting"],
-            "seconds_exchanging": self._sums["seconds_exchanging"],
-            "bytes_sent": int(self._sums["bytes_sent"]),
-            "bytes_received": int(self._sums["bytes_received"]),
-            "rounds": rounds,
-            "on_boundary": on_boundary,
-            "steps_since_sync": steps_since_sync,
-        }
-
-
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class IslandRecord(Record):
-    """That of an island."""
+    """That of an island, with what its rounds since training began have cost."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(folder)
-        self._totals = RunTotals()
+        self._began = time.monotonic()
+        names = ("seconds_waiting", "seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
+        self._sums = dict.fromkeys(names, 0.0)
         self._for_trackers: dict[str, float] = {}
 
     def start(
@@ -191,8 +163,9 @@ class IslandRecord(Record):
 
     def sync(self, report: SyncReport, step: int) -> None:
         """Appends a round, and counts it."""
-        self._totals.add(report)
         event = asdict(report)
+        for name in self._sums:
+            self._sums[name] += event[name]
         self._for_trackers.update({f"diloco/{name}": event[name] for name in LOGGED if event[name] is not None})
         self.write("sync", step, **event)
 
@@ -216,8 +189,21 @@ class IslandRecord(Record):
 
     def end(self, step: int, outer: OuterState, run_is_over: bool) -> None:
         """Appends the sums."""
-        totals = self._totals.as_event(outer.round, outer.steps, outer.on_boundary)
-        self.write("end", step, **totals, run_is_over=run_is_over)
+        total, sums = time.monotonic() - self._began, self._sums
+        self.write(
+            "end",
+            step,
+            seconds_total=total,
+            seconds_computing=total - (sums["seconds_waiting"] + sums["seconds_exchanging"] - sums["seconds_hidden"]),
+            seconds_waiting=sums["seconds_waiting"],
+            seconds_exchanging=sums["seconds_exchanging"],
+            bytes_sent=int(sums["bytes_sent"]),
+            bytes_received=int(sums["bytes_received"]),
+            rounds=outer.round,
+            on_boundary=outer.on_boundary,
+            steps_since_sync=outer.steps,
+            run_is_over=run_is_over,
+        )
 
 
 class NodeRecord(Record):

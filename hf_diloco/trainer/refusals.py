@@ -75,10 +75,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "every island would push its own model to one repository; set it to false, and upload the final model when "
         "training has ended (hf upload, or trainer.push_to_hub() on island 0; push_to_hub at the top of a run file)",
     ),
-    Refusal(
-        "save_only_model",
-        "it leaves out what resuming needs; set it to false",
-    ),
+    Refusal("save_only_model", "it leaves out what resuming needs; set it to false"),
     Refusal(
         "restore_callback_states_from_checkpoint",
         "it replaces this package's callback by an empty one, and the outer state is restored without it; set it to "

@@ -1,7 +1,8 @@
 """The checkpoints of a training: what they hold, those that cannot be written, how many stay, their replacement.
 
 No checkpoint goes before a newer one is whole, whatever the clock says. One that cannot be written, because the disk
-is full or fails, is told and removed; training goes on, and the next save tries again.
+is full or fails, is told and removed; training goes on, and the next save tries again. A training that resumes from
+one must have its optimizer in common with it, and had better have its batch.
 """
 
 from __future__ import annotations
@@ -22,15 +23,25 @@ from transformers import Trainer, TrainerState, TrainingArguments, trainer as tr
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.checkpoints import saved_kind
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.manifest import recover_replaced, set_aside_name
+from hf_diloco.outer.schedule import step_of
+from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import folder_of
 from hf_diloco.utils.files import is_write_failure, reason_of, telling
+from hf_diloco.utils.lr_schedule import move_schedule
 
 logger = logging.getLogger("hf_diloco")
 
+EXAMPLES = "examples_per_step"
+"""In a checkpoint's `data`: examples of this island in an optimizer step."""
+
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
 
 
 class Saving:
@@ -290,4 +301,58 @@ def _class_name(model: nn.Module) -> str:
     return next(name for name in names if not name.startswith("FSDP"))
 
 
-__all__ = ["ModelDescription", "Saving", "noting_failures"]
+# Resuming
+
+
+def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, examples: int, is_leader: bool) -> None:
+    """Refuses to go on without the inner optimizer's state; warns if the island's batch is another now.
+
+    Args:
+        checkpoint: of the Trainer, with outer state.
+        shards: how the island trains now.
+        uses_deepspeed: whether DeepSpeed does, whose stage 0 has whole parameters as plain training has.
+        examples: of the island in an optimizer step now.
+        is_leader: this rank warns.
+
+    Raises:
+        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word.
+    """
+    saved = saved_kind(checkpoint)
+    now = "ZeRO" if uses_deepspeed else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
+    if saved and saved != now:
+        raise CheckpointError(
+            f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
+            "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
+            "checkpoint export)"
+        )
+    before = read_index(checkpoint).data.get(EXAMPLES)
+    if is_leader and before not in (None, examples):
+        logger.warning(
+            "%s: this island took %d examples a step, and takes %d now: set per_device_train_batch_size or "
+            "gradient_accumulation_steps so that their product with the number of ranks stays the same",
+            checkpoint,
+            before,
+            examples,
+        )
+
+
+def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:
+    """Gives an island that joins, or comes back, the learning rate of the run, not of its own first steps.
+
+    Args:
+        session: joined.
+        state: the Trainer's.
+        scheduler: of the learning rate.
+    """
+    step = min(step_of(session.config, session.outer.round), state.max_steps)
+    if not session.has_common_end or step - state.global_step < session.config.sync_every:
+        return
+    if move_schedule(scheduler, step):
+        logger.info("the run is %d rounds old: its learning rate of step %d is taken", session.outer.round, step)
+    else:
+        logger.warning(
+            "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
+            session.outer.round,
+            type(getattr(scheduler, "scheduler", scheduler)).__name__,
+            state.global_step,
+        )

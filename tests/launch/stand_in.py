@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.island import IslandPlan
 from hf_diloco.cli.launch import Launcher
+from hf_diloco.cli.plan import IslandPlan
 
 PROGRAM = (sys.executable, "-m", "tests.launch.stand_in")
 STEP_SECONDS = 0.05

@@ -15,7 +15,7 @@ from benchmarks.chaos import run_file
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.gossip_start import check_gossip
 from tests.processes import ROOT, Processes, find_free_port, run
 
 METHOD, CODEC = "sign_momentum.py:SignMomentum", "grid.py:Grid"

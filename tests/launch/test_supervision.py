@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from hf_diloco.cli.guard import TERMINATE_GRACE
-from hf_diloco.cli.island import Island, IslandPlan
-from hf_diloco.cli.outcome import FINISHED, Outcome
+from hf_diloco.cli.launch import Island
+from hf_diloco.cli.log import FINISHED, Outcome
+from hf_diloco.cli.plan import IslandPlan
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_diloco import OneBitAdam, OneBitLamb
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
-from hf_diloco.optimizers.onebit.hook import average_gradients
+from hf_diloco.optimizers.onebit.optimizer import average_gradients
 
 FREEZE = 4
 BYTES_SENT = slice(200, 208)  # in struct tcp_info

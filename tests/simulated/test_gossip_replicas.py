@@ -20,8 +20,7 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import PeriodicTopology, Topology, make_topology
-from hf_diloco.trainer.gossip_check import check_gossip
-from hf_diloco.trainer.gossip_start import make_fingerprint
+from hf_diloco.trainer.gossip_start import check_gossip, make_fingerprint
 from hf_diloco.transport.base import Traffic
 from tests.clocks import LONG
 from tests.gossip_meshes import join, talk_together

@@ -12,9 +12,9 @@ from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError, IslandLostError
 from hf_diloco.gossip.checkpoint import GossipIndex, check_files, save_index, whole_checkpoints
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.trainer.gossip_start import Resumption, choose_common, choose_own, choose_step, take_mean
 from tests.islands import run_islands, try_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
 

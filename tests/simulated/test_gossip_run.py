@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.plan import LaunchOptions
-from hf_diloco.cli.simulate import run_simulation
+from hf_diloco.cli.run import run_simulation
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import whole_checkpoints
 from hf_diloco.gossip.choco import with_payload

@@ -18,8 +18,7 @@ from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import RandomMatching, make_topology
 from hf_diloco.report import load_run, summarise
 from hf_diloco.report.rows import overview
-from hf_diloco.trainer.gossip_check import check_gossip
-from hf_diloco.trainer.gossip_start import make_fingerprint
+from hf_diloco.trainer.gossip_start import check_gossip, make_fingerprint
 from hf_diloco.transport.base import Traffic
 from tests.gossip_reference import (
     NUM_NODES,

@@ -18,7 +18,7 @@ TRAINING = Progress("training", step=120, max_steps=200, round=6, loss=4.3121, t
 def test_plain_lines_hold_no_control_characters_and_come_seldom() -> None:
     out = io.StringIO()
     display = make_display(Console(file=out, width=40), [0, 1])
-    assert isinstance(display, LineDisplay)
+    assert type(display) is LineDisplay
     with display:
         display.update(0, Progress())  # nothing known yet: no line
         for step in range(1, 120):

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from hf_diloco.cli.ending import print_ending
 from hf_diloco.cli.launch import Result
-from hf_diloco.cli.outcome import Outcome
+from hf_diloco.cli.log import Outcome
 from hf_diloco.cli.plan import LaunchOptions, Plan, make_plan
+from hf_diloco.cli.run import print_ending
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.main import app
-from hf_diloco.cli.script import ScriptOptions, ScriptPlan, plan_script
+from hf_diloco.cli.script import ScriptPlan, plan_script
 from hf_diloco.config import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*command: str, **options: Any) -> ScriptPlan:
-    return plan_script(ScriptOptions(command, **options))
+    return plan_script(command, **options)
 
 
 def test_each_island_is_told_who_it_is(folder: Path) -> None:

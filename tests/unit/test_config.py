@@ -19,7 +19,7 @@ from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.methods.outer import METHODS
 from hf_diloco.methods.outer.overlap_local_sgd import OverlapOptions
-from hf_diloco.optimizers.settings import OptimizerBlock
+from hf_diloco.optimizers import OptimizerBlock
 from hf_diloco.utils.redact import redact_text
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import split_tcp_url

@@ -22,9 +22,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_diloco.cli.doctor import machine, network, peer, software, store
-from hf_diloco.cli.doctor.finding import Finding, run_checks
-from hf_diloco.cli.doctor.store import check_store
+from hf_diloco.cli.doctor import Finding, machine, network, run_checks
+from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.cli.validate import run_validate
@@ -78,10 +77,10 @@ def test_a_check_that_fails_leaves_the_others_alone() -> None:
 def test_versions_that_are_known_to_be_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
-        "hf_diloco.cli.doctor.software.version",
+        "hf_diloco.cli.doctor.machine.version",
         lambda name: {"deepspeed": "0.19.7", "rich": "12.0"}.get(name, real(name)),
     )
-    found = {one.check: one for one in software.check_versions()}
+    found = {one.check: one for one in machine.check_versions()}
     assert found["deepspeed"].level == "problem"
     assert "ZeRO-3" in found["deepspeed"].text
     assert found["rich"].level == "warning"
@@ -89,15 +88,15 @@ def test_versions_that_are_known_to_be_bad(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pytorch_for_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "cuda_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(machine, "cuda_devices", lambda: ["0", "1"])
     monkeypatch.setattr(torch.version, "cuda", None)
-    found = next(iter(software.check_torch()))
+    found = next(iter(machine.check_torch()))
     assert (found.level, "2 CUDA devices" in found.text) == ("problem", True)
 
 
 def test_what_deepspeed_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    (found,) = software.check_deepspeed_build()
+    (found,) = machine.check_deepspeed_build()
     assert found.level == "warning"
     assert "a C++ compiler and ninja" in found.text
 
@@ -117,12 +116,12 @@ def test_a_pytorch_for_gpus(
     found: dict[str, tuple[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(software, "cuda_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(machine, "cuda_devices", lambda: ["0", "1"])
     monkeypatch.setattr(torch.version, "cuda", built_for)
     for name, value in {"is_available": works, "device_count": 2, "get_device_name": "H100"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: in_hardware)
-    for one in software.check_torch():
+    for one in machine.check_torch():
         level, text = found[one.check]
         assert (one.level, text in one.text, bool(one.remedy)) == (level, True, level != "ok")
 
@@ -144,9 +143,9 @@ def test_what_processors_say_of_bf16(cpuinfo: str | None, told: str, monkeypatch
             raise FileNotFoundError(path)
         return io.StringIO(cpuinfo)
 
-    monkeypatch.setattr(software, "cuda_devices", list)
-    monkeypatch.setattr(software, "open", open_file, raising=False)
-    found = {one.check: one for one in software.check_torch()}["bf16"]
+    monkeypatch.setattr(machine, "cuda_devices", list)
+    monkeypatch.setattr(machine, "open", open_file, raising=False)
+    found = {one.check: one for one in machine.check_torch()}["bf16"]
     assert (found.level, told in found.text) == ("ok", True)
 
 
@@ -159,8 +158,8 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(software, "version", version)
-    found = {one.check: one for one in software.check_versions()}
+    monkeypatch.setattr(machine, "version", version)
+    found = {one.check: one for one in machine.check_versions()}
     assert (found["rich"].level, found["rich"].text) == ("problem", "not installed")
     assert found["rich"].remedy.startswith("pip install 'rich>=")
     assert "deepspeed" not in found
@@ -176,19 +175,19 @@ def test_a_cuda_toolkit_beside_pytorchs(
         program.write_text(f"#!/bin/sh\necho '{text}'\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(software, "cuda_devices", lambda: ["0"])
+    monkeypatch.setattr(machine, "cuda_devices", lambda: ["0"])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (found,) = software.check_deepspeed_build()
+    (found,) = machine.check_deepspeed_build()
     assert found.level == level
     assert ("nvcc is of CUDA 12.8, PyTorch of 13.0" in found.text) == (level == "warning")
     (tmp_path / "nvcc").unlink()
-    (found,) = software.check_deepspeed_build()
+    (found,) = machine.check_deepspeed_build()
     assert (found.level, "without nvcc" in found.text) == ("warning", True)
 
 
 def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "is_installed", lambda name: False)
-    (found,) = software.check_deepspeed_build()
+    monkeypatch.setattr(machine, "is_installed", lambda name: False)
+    (found,) = machine.check_deepspeed_build()
     assert found.level == "ok"
     assert 'pip install "hf-diloco[deepspeed]"' in found.text
 
@@ -308,7 +307,7 @@ def test_a_store_that_shows_what_was(get: Any, text: str, tmp_path: Path, monkey
 
 
 def test_a_store_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_FAR", 0.0)
+    monkeypatch.setattr(network, "_FAR", 0.0)
     found = list(check_store(f"file://{tmp_path}/store"))[-1]
     assert (found.level, "sync_every" in found.remedy) == ("warning", True)
 
@@ -330,7 +329,7 @@ def test_a_store_that_is_not_there() -> None:
 @pytest.mark.parametrize("longest", [10.0, 0.0005])
 def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a transfer is cut short, as it takes too long."""
-    monkeypatch.setattr(peer, "_LONGEST_SECONDS", longest)
+    monkeypatch.setattr(network, "_LONGEST_SECONDS", longest)
     port = find_free_port()
     with Processes() as processes:
         listener = processes.spawn([*PROGRAM, "doctor", "--listen", f"127.0.0.1:{port}"])
@@ -339,7 +338,7 @@ def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPa
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b"", "who speaks something else is let go"
-        (found,) = peer.check_peer("127.0.0.1", port)
+        (found,) = network.check_peer("127.0.0.1", port)
         listener.interrupt()
         listener.wait(60, expect=0)
     assert found.level == "ok"
@@ -353,15 +352,15 @@ REQUEST = struct.Struct("<8scI")
     ("sent", "answer"),
     [
         (
-            REQUEST.pack(peer.MAGIC, b"E", 0)
-            + REQUEST.pack(peer.MAGIC, b"S", 5)
+            REQUEST.pack(network.MAGIC, b"E", 0)
+            + REQUEST.pack(network.MAGIC, b"S", 5)
             + b"12345"
-            + REQUEST.pack(peer.MAGIC, b"R", 7),
+            + REQUEST.pack(network.MAGIC, b"R", 7),
             b"!!" + bytes(7),
         ),
         (b"GET / HTTP/1.1\r\n", b""),
-        (REQUEST.pack(peer.MAGIC, b"R", peer.MOST_BYTES + 1), b""),
-        (REQUEST.pack(peer.MAGIC, b"S", 5) + b"12", b""),  # it goes in the middle
+        (REQUEST.pack(network.MAGIC, b"R", network.MOST_BYTES + 1), b""),
+        (REQUEST.pack(network.MAGIC, b"S", 5) + b"12", b""),  # it goes in the middle
     ],
 )
 def test_only_requests_are_answered(sent: bytes, answer: bytes) -> None:
@@ -381,12 +380,12 @@ def test_only_requests_are_answered(sent: bytes, answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
         with pytest.raises(OSError, match="Invalid argument"):  # what ends it here
-            peer.serve(listener)
+            network.serve(listener)
         assert asked.result() == answer
 
 
 def test_another_machine_that_does_not_answer() -> None:
-    (found,) = peer.check_peer("127.0.0.1", find_free_port())
+    (found,) = network.check_peer("127.0.0.1", find_free_port())
     assert found.level == "problem"
     assert "--listen" in found.remedy
 
@@ -401,7 +400,7 @@ def test_another_program_that_answers() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        (found,) = peer.check_peer(*other.getsockname())
+        (found,) = network.check_peer(*other.getsockname())
         thread.join()
     assert found.level == "warning"
     assert "not as a doctor" in found.text
@@ -410,9 +409,9 @@ def test_another_program_that_answers() -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1", ":29400", "host:0", "host:99999", "host:http"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        peer.split_address(address, "--peer")
-    assert peer.split_address("tcp://10.0.0.1:29400", "--peer") == ("10.0.0.1", 29400)
-    assert peer.split_address("[::1]:29400", "--peer") == ("::1", 29400)
+        network.split_address(address, "--peer")
+    assert network.split_address("tcp://10.0.0.1:29400", "--peer") == ("10.0.0.1", 29400)
+    assert network.split_address("[::1]:29400", "--peer") == ("::1", 29400)
 
 
 @pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "expected HOST:PORT"), ("8.8.8.8", "is a public address")])
@@ -459,7 +458,7 @@ def test_env_of_a_machine_that_lacks_packages(monkeypatch: pytest.MonkeyPatch) -
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr("hf_diloco.cli.environment.version", version)
+    monkeypatch.setattr("hf_diloco.cli.planning.version", version)
     monkeypatch.setitem(sys.modules, "torch", None)
     facts = json.loads(CliRunner().invoke(app, ["env", "--json"], catch_exceptions=False).output)
     assert facts["deepspeed"] == "not installed"

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import xxhash
 
 from hf_diloco.rounds.measure import LaneStats, SyncReport
-from hf_diloco.trainer.record import Record, RunTotals
+from hf_diloco.trainer.record import IslandRecord, Record
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -86,11 +87,14 @@ def make_report(**values: Any) -> SyncReport:
     return SyncReport(**{**known, **values})
 
 
-def test_totals_add_up() -> None:
-    totals = RunTotals()
-    totals.add(make_report())
-    totals.add(make_report(seconds_waiting=1.0, bytes_sent=7))
-    event = totals.as_event(rounds=2, steps_since_sync=0, on_boundary=True)
+def test_totals_add_up(tmp_path: Path) -> None:
+    record = IslandRecord(tmp_path)
+    record.sync(make_report(), 10)
+    record.sync(make_report(seconds_waiting=1.0, bytes_sent=7), 20)
+    for steps in (0, 3):
+        outer: Any = SimpleNamespace(round=2, steps=steps, on_boundary=not steps)
+        record.end(20, outer, run_is_over=False)
+    *_, event, later = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert event["seconds_waiting"] == 1.25
     assert event["seconds_exchanging"] == 1.0
     assert event["bytes_sent"] == 107
@@ -98,7 +102,7 @@ def test_totals_add_up() -> None:
     assert isinstance(event["bytes_sent"], int)
     assert event["seconds_computing"] == pytest.approx(event["seconds_total"] - 2.25)
     assert (event["rounds"], event["on_boundary"], event["steps_since_sync"]) == (2, True, 0)
-    assert totals.as_event(rounds=2, steps_since_sync=3, on_boundary=False)["on_boundary"] is False
+    assert later["on_boundary"] is False
 
 
 def test_an_average_is_measured_as_it_passes() -> None:

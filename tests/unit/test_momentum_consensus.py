@@ -18,7 +18,7 @@ from hf_diloco.methods.gossip import MomentumConsensus, make_optimizer
 from hf_diloco.methods.topology import Topology, check_momentum_consensus, largest_stable_beta, make_topology
 from hf_diloco.methods.topology.matching import RandomMatching
 from hf_diloco.methods.topology.stability import growth
-from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.gossip_start import check_gossip
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,8 +21,8 @@ from hf_diloco.apps.common.arguments import deepspeed_config
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner import open_shards
+from hf_diloco.optimizers import OptimizerBlock
 from hf_diloco.optimizers.muon import split
-from hf_diloco.optimizers.settings import OptimizerBlock
 from tests.fixed_runs import Run
 from tests.islands import run_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -263,7 +263,7 @@ def run_file(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_run_file_names_its_settings(tmp_path: Path) -> None:
-    from hf_diloco.optimizers.make import make_optimizer
+    from hf_diloco.optimizers import make_optimizer
 
     block = load_run_file(
         run_file(tmp_path, optimizer={"name": "muon", "muon_lr": 0.02, "momentum": 0.9, "adjust_lr": "original"})

@@ -12,7 +12,8 @@ from rich.console import Console
 from hf_diloco import errors
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
-from hf_diloco.cli.island import Island, IslandPlan
+from hf_diloco.cli.launch import Island
+from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, IslandLostError
 from hf_diloco.report import load_run, print_report, summarise, write_html
 from hf_diloco.utils.redact import redact, redact_text

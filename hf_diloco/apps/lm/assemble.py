@@ -28,7 +28,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner.fsdp2 import is_fsdp2
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.optimizers.make import callbacks_of, make_optimizer
+from hf_diloco.optimizers import callbacks_of, make_optimizer
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback

@@ -18,7 +18,7 @@ from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.data.sources import DataBlock, open_documents, texts
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
 from hf_diloco.config.base import Count
-from hf_diloco.optimizers.settings import OptimizerBlock
+from hf_diloco.optimizers import OptimizerBlock
 from hf_diloco.trainer.refusals import find_refused
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import check_between_processes

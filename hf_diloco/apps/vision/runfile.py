@@ -267,7 +267,7 @@ class VisionRun(BaseRun):
 
     def check(self) -> None:
         """Raises `ConfigError` for a method or graph that does not exist, or a pair that does not converge."""
-        from hf_diloco.trainer.gossip_check import check_gossip
+        from hf_diloco.trainer.gossip_start import check_gossip
 
         check_gossip(self.gossip)
 

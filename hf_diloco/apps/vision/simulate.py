@@ -9,7 +9,7 @@ from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.gossip_check import check_gossip
+from hf_diloco.trainer.gossip_start import check_gossip
 
 
 class NodeSimulation(Simulation[VisionRun]):

@@ -1,18 +1,28 @@
-"""Memory, disk and limits of this machine."""
+"""This machine: versions that do not go together, what PyTorch and DeepSpeed lack, memory, disk and limits."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import psutil
 
-from hf_diloco.cli.devices import num_cores
-from hf_diloco.cli.doctor.finding import Finding
+from hf_diloco.cli.devices import cuda_devices, num_cores
+from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.utils import text
+from hf_diloco.utils.extras import EXTRAS, is_installed
+
+PACKAGE = "hf-diloco"
+KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before they have arrived"),)
+"""Name, versions, and what goes wrong with them."""
 
 LEAST_FILES = 4096
 """A process of an island holds a connection to each other island, its data, and checkpoints that it writes."""
@@ -23,6 +33,136 @@ LEAST_SHARED = 64 << 20
 _SHARED = Path("/dev/shm")
 
 
+def check_versions() -> Iterator[Finding]:
+    """All packages that hf_diloco needs, and of its extras those that are there, by the versions that were tested."""
+    from packaging.requirements import Requirement
+
+    found = f"Python {sys.version.split()[0]}"
+    num_right = 0
+    for line in requires(PACKAGE) or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        is_core = marker is None or marker.evaluate({"extra": ""})
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *EXTRAS.values())):
+            continue
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            if not is_core:
+                continue
+            yield Finding(requirement.name, "problem", "not installed", f"pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(installed, prereleases=True):
+            num_right += 1
+        else:
+            yield _wrong_version(requirement.name, installed, str(requirement))
+    yield Finding("versions", "ok", f"{found}, and {num_right} packages of versions that were tested")
+
+
+def _wrong_version(name: str, installed: str, wanted: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    for bad, versions, why in KNOWN_BAD:
+        if bad == name and SpecifierSet(versions).contains(installed, prereleases=True):
+            return Finding(name, "problem", f"{installed}: {why}", f"pip install '{wanted}'")
+    return Finding(name, "warning", f"{installed} was not tested; {wanted} was", f"pip install '{wanted}'")
+
+
+def check_torch() -> Iterator[Finding]:
+    """Whether PyTorch sees the accelerators of the machine, and computes in bf16."""
+    import torch
+
+    devices = cuda_devices()
+    cuda = torch.version.cuda
+    if devices and cuda is None:
+        yield Finding(
+            "torch",
+            "problem",
+            f"{torch.__version__} is built for CPUs, and the machine has {len(devices)} CUDA devices",
+            "install PyTorch for CUDA: https://pytorch.org/get-started/locally",
+        )
+    elif devices and not torch.cuda.is_available():
+        yield Finding(
+            "torch",
+            "problem",
+            f"{torch.__version__} for CUDA {cuda} cannot use the {len(devices)} CUDA devices",
+            "update the NVIDIA driver, or install a PyTorch for an older CUDA",
+        )
+    elif devices:
+        names = sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())})
+        yield Finding(
+            "torch", "ok", f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices: {', '.join(names)}"
+        )
+    else:
+        yield Finding("torch", "ok", f"{torch.__version__}, no CUDA device: training is on the CPU")
+    yield _bf16(bool(devices) and torch.cuda.is_available())
+
+
+def _bf16(on_cuda: bool) -> Finding:
+    import torch
+
+    if on_cuda:
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Finding("bf16", "ok", "the CUDA devices compute in bf16")
+        return Finding(
+            "bf16", "warning", "the CUDA devices only emulate bf16", "train in fp16 or fp32 (training.bf16)"
+        )
+    if re.search(r"avx512_bf16|amx_bf16|\bbf16\b", _cpu_flags()):
+        return Finding("bf16", "ok", "the processor computes in bf16")
+    return Finding("bf16", "ok", "the processor only emulates bf16: fp32 is as fast")
+
+
+def _cpu_flags() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def check_deepspeed_build() -> Iterator[Finding]:
+    """What DeepSpeed compiles its own operations with, when they are first used."""
+    if not is_installed("deepspeed"):
+        yield Finding("deepspeed", "ok", f'not installed; runs with ZeRO need it: pip install "{PACKAGE}[deepspeed]"')
+        return
+    wanted = {"a C++ compiler": ("g++", "c++", "clang++"), "ninja": ("ninja",)}
+    missing = [name for name, programs in wanted.items() if not any(map(shutil.which, programs))]
+    if cuda_devices() and shutil.which("nvcc") is None:
+        missing.append("nvcc")
+    if missing:
+        yield Finding(
+            "deepspeed",
+            "warning",
+            f"it cannot compile its operations without {' and '.join(missing)}; only its own optimizers need them, as "
+            "with an optimizer that is offloaded to the CPU",
+            "install them (apt install g++ ninja-build; nvcc comes with the CUDA toolkit), or set "
+            "zero_force_ds_cpu_optimizer: false in the DeepSpeed configuration",
+        )
+    elif (wrong := _other_cuda()) is not None:
+        yield wrong
+    else:
+        yield Finding("deepspeed", "ok", f"{version('deepspeed')} can compile its operations")
+
+
+def _other_cuda() -> Finding | None:
+    """DeepSpeed refuses to compile for a CUDA that is not PyTorch's."""
+    import torch
+
+    compiler = shutil.which("nvcc")
+    if compiler is None or torch.version.cuda is None:
+        return None
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    match = re.search(r"release (\d+)\.(\d+)", told)
+    if match is None or match[1] == torch.version.cuda.partition(".")[0]:
+        return None
+    return Finding(
+        "deepspeed",
+        "warning",
+        f"nvcc is of CUDA {match[1]}.{match[2]}, PyTorch of {torch.version.cuda}: operations are not compiled",
+        f"install the CUDA toolkit {torch.version.cuda}, or set CUDA_HOME to it",
+    )
+
+
 def check_memory() -> Iterator[Finding]:
     """Cores and main memory."""
     memory = psutil.virtual_memory()
@@ -31,12 +171,8 @@ def check_memory() -> Iterator[Finding]:
     total = min(memory.total, limit or memory.total)
     free = min(memory.available, total)
     found = f"{text.size(free)} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
-    if free < LEAST_MEMORY:
-        yield Finding(
-            "memory", "warning", found, "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
-        )
-    else:
-        yield Finding("memory", "ok", found)
+    remedy = "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
+    yield judge("memory", free >= LEAST_MEMORY, found, remedy)
 
 
 def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
@@ -56,14 +192,8 @@ def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
         )
         return
     free = psutil.disk_usage(str(there)).free
-    found = f"{text.size(free)} are free in {there}"
-    if free < needed:
-        remedy = (
-            f"make room for {text.size(needed)}, or set output to another folder, or lower training.save_total_limit"
-        )
-        yield Finding("disk", "warning", found, remedy)
-    else:
-        yield Finding("disk", "ok", found)
+    remedy = f"make room for {text.size(needed)}, or set output to another folder, or lower training.save_total_limit"
+    yield judge("disk", free >= needed, f"{text.size(free)} are free in {there}", remedy)
     if _SHARED.is_dir() and (shared := psutil.disk_usage(str(_SHARED)).free) < LEAST_SHARED:
         yield Finding(
             "shared memory",
@@ -77,10 +207,8 @@ def check_files() -> Iterator[Finding]:
     """How many files a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"a process may open {_number(soft)} (at most {_number(hard)})"
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding("open files", "warning", found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE of the service")
-    else:
-        yield Finding("open files", "ok", found)
+    is_fine = soft == resource.RLIM_INFINITY or soft >= LEAST_FILES
+    yield judge("open files", is_fine, found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE of the service")
 
 
 def _number(limit: int) -> str:

@@ -1,18 +1,60 @@
-"""Names, interfaces and ports of this machine."""
+"""Names, interfaces and ports of this machine; how far another is, or the store, and how much the way carries.
+
+The way to another machine is measured between two that run `hf-diloco doctor`. The one that was asked to listen
+answers one client at a time. A request is 13 bytes: a magic word, one letter, and a number of bytes. E: echo one byte.
+S: so many bytes follow, then answer with one. R: send so many bytes. What is sent means nothing and is thrown away.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 import socket
-from collections.abc import Iterator
+import statistics
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import psutil
 
-from hf_diloco.cli.doctor.finding import Finding
-from hf_diloco.utils.urls import is_loopback, is_public
+from hf_diloco.cli.doctor import Finding, judge
+from hf_diloco.errors import ConfigError, DiLoCoError, RendezvousError
+from hf_diloco.planning.quantities import bit_rate, duration
+from hf_diloco.utils import text
+from hf_diloco.utils.urls import is_loopback, is_public, split_tcp_url
+
+if TYPE_CHECKING:
+    from hf_diloco.store.objects import ObjectStore
 
 _GLOO = "GLOO_SOCKET_IFNAME"
+
+MAGIC = b"hfdoctr1"
+MOST_BYTES = 1 << 30
+_REQUEST = struct.Struct("<8scI")
+_BLOCK = bytes(1 << 16)
+_TIMEOUT = 20.0
+_SECONDS = 1.5
+"""That a measurement should take, once slow start is over."""
+
+_LONGEST_SECONDS = 10.0
+"""Of one transfer: what has been moved by then tells the rate too."""
+
+_FIRST_BYTES = 1 << 18
+_NUM_ECHOES = 7
+
+NUM_WRITERS = 8
+NUM_CONTESTS = 4
+_STORE_TIMEOUT = 15.0
+_NUM_TRIPS = 5
+_PROBE = 8 << 20
+"""Bytes that are written and read, to see how fast that is."""
+
+_FAR = 0.5  # seconds
 
 
 def check_host_name() -> Iterator[Finding]:
@@ -90,3 +132,235 @@ def check_port(port: int) -> Iterator[Finding]:
             yield Finding("port", "problem", f"{port} cannot be listened on ({error.strerror})", remedy)
             return
     yield Finding("port", "ok", f"{port} is free; whether a firewall lets others in, --peer shows from there")
+
+
+# Another machine
+
+
+def split_address(text: str, option: str) -> tuple[str, int]:
+    """Host and port.
+
+    Raises:
+        ConfigError: it is no HOST:PORT, naming the option.
+    """
+    try:
+        return split_tcp_url(f"tcp://{text.removeprefix('tcp://')}")
+    except ValueError:
+        raise ConfigError(f"{option} {text}: give HOST:PORT, as 10.0.0.1:29400") from None
+
+
+def serve(listener: socket.socket) -> None:
+    """Answers clients, one after the other, until the process ends."""
+    while True:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError, ValueError):
+            client.settimeout(_TIMEOUT)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _answer(client)
+
+
+def _answer(client: socket.socket) -> None:
+    """All requests of a client, until it goes; raises ValueError if it speaks something else."""
+    while request := _read_request(client):
+        magic, kind, num_bytes = _REQUEST.unpack(request)
+        if magic != MAGIC or num_bytes > MOST_BYTES:
+            raise ValueError("no request")
+        if kind == b"S":
+            _skip(client, num_bytes)
+        if kind == b"R":
+            _send(client, num_bytes)
+        else:
+            client.sendall(b"!")
+
+
+def check_peer(host: str, port: int) -> Iterator[Finding]:
+    """Connects, and measures if the other end answers `hf-diloco doctor --listen`."""
+    begin = time.perf_counter()
+    try:
+        connection = _connect(host, port)
+    except OSError as error:
+        yield Finding(
+            "peer",
+            "problem",
+            f"{host}:{port} cannot be reached ({error.strerror or error})",
+            f"run `hf-diloco doctor --listen {host}:{port}` there, and let firewalls pass that port",
+        )
+        return
+    trip = time.perf_counter() - begin
+    try:
+        with connection:
+            trip = min(trip, statistics.median(_timed(connection, b"E", 0)[1] for _ in range(_NUM_ECHOES)))
+            there = _rate(connection, b"S", trip)
+        with _connect(host, port) as connection:
+            back = _rate(connection, b"R", trip)
+    except (OSError, ValueError):
+        yield Finding(
+            "peer",
+            "warning",
+            f"{host}:{port} answers after {duration(trip)}, but not as a doctor: its rate was not measured",
+            f"run `hf-diloco doctor --listen {host}:{port}` there",
+        )
+        return
+    yield Finding(
+        "peer",
+        "ok",
+        f"{host}:{port}: {duration(trip)} there and back, {bit_rate(there)} there, {bit_rate(back)} back, by one "
+        "connection",
+    )
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=_TIMEOUT)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _rate(connection: socket.socket, kind: bytes, trip: float) -> float:
+    """Bits a second: of more and more bytes, until they take long enough to tell. The connection is then used up."""
+    num_bytes = _FIRST_BYTES
+    while True:
+        moved, seconds = _timed(connection, kind, num_bytes)
+        seconds = max(seconds - trip, 1e-6)
+        if moved < num_bytes or seconds >= _SECONDS / 3 or num_bytes >= MOST_BYTES // 4:
+            return 8 * moved / seconds
+        num_bytes = min(MOST_BYTES // 4, max(2 * num_bytes, round(num_bytes * _SECONDS / (seconds + trip))))
+
+
+def _timed(connection: socket.socket, kind: bytes, num_bytes: int) -> tuple[int, float]:
+    """Bytes moved, and the seconds they took; fewer than asked for where `_LONGEST_SECONDS` are over.
+
+    Raises:
+        ValueError: the other end gave no answer.
+    """
+    begin = time.perf_counter()
+    until = begin + _LONGEST_SECONDS
+    connection.sendall(_REQUEST.pack(MAGIC, kind, num_bytes))
+    moved = _send(connection, num_bytes, until) if kind == b"S" else num_bytes
+    if kind == b"R":
+        moved = num_bytes - _skip(connection, num_bytes, until)
+    elif moved == num_bytes:
+        _skip(connection, 1)
+    return moved, time.perf_counter() - begin
+
+
+def _send(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
+    """Sends so many bytes; returns how many it has, where time is over before."""
+    for start in range(0, num_bytes, len(_BLOCK)):
+        if time.perf_counter() >= until:
+            return start
+        connection.sendall(_BLOCK[: num_bytes - start])
+    return num_bytes
+
+
+def _skip(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
+    """Receives so many bytes and forgets them; returns how many are left, where time is over before.
+
+    Raises:
+        ValueError: the other end has gone.
+    """
+    while num_bytes and time.perf_counter() < until:
+        received = len(connection.recv(min(num_bytes, len(_BLOCK))))
+        if not received:
+            raise ValueError("no answer")
+        num_bytes -= received
+    return num_bytes
+
+
+def _read_request(client: socket.socket) -> bytes:
+    """The next request; nothing if the client has gone."""
+    request = b""
+    while len(request) < _REQUEST.size and (more := client.recv(_REQUEST.size - len(request))):
+        request += more
+    return request if len(request) == _REQUEST.size else b""
+
+
+# The store in which islands meet
+
+
+def check_store(url: str) -> Iterator[Finding]:
+    """Writes, reads, lists and deletes a few objects below `checks/`, which other islands pass over.
+
+    Args:
+        url: of the store.
+    """
+    from hf_diloco.store.objects import open_object_store
+
+    try:
+        store = open_object_store(url, _STORE_TIMEOUT)
+    except RendezvousError as error:
+        yield Finding("store", "problem", str(error), "see docs/launching.md and docs/security.md (rights)")
+        return
+    name = f"checks/doctor-{uuid.uuid4().hex}"
+    try:
+        yield from _rights(store, name)
+        yield _contests(store, name)
+        yield _speed(store, name)
+    except DiLoCoError as error:
+        yield Finding("store", "problem", str(error), "give this machine the right to read, write, list and delete")
+    finally:
+        _clear(store, name)
+
+
+def _rights(store: ObjectStore, name: str) -> Iterator[Finding]:
+    store.check_creation()  # raises, with its own remedy, if a second creation overwrites
+    path = f"{name}-rights"
+    store.put(path, b"first")
+    store.put(path, b"second")
+    if store.get(path, 100) != b"second" or path not in {entry.path for entry in store.entries("checks")}:
+        yield Finding(
+            "store", "problem", f"{store.url} does not show what was just written", "use a store that is consistent"
+        )
+        return
+    store.delete([path])
+    if store.get(path, 100) is not None:
+        yield Finding("store", "problem", f"{store.url} still shows what was deleted", "give the right to delete")
+        return
+    yield Finding("store", "ok", f"{store.url} can be read, written, listed and cleared")
+
+
+def _contests(store: ObjectStore, name: str) -> Finding:
+    """Several create the same object at once, again and again: one of them must win, and what it wrote stay."""
+    for contest in range(NUM_CONTESTS):
+        path = f"{name}-contest-{contest}"
+
+        def create(writer: int, path: str = path) -> bool:
+            return store.create(path, f"writer {writer}".encode())
+
+        with ThreadPoolExecutor(NUM_WRITERS) as pool:
+            won = [writer for writer, wins in enumerate(pool.map(create, range(NUM_WRITERS))) if wins]
+        kept = store.get(path, 100)
+        if len(won) != 1 or kept != f"writer {won[0]}".encode():
+            return Finding(
+                "create if absent",
+                "problem",
+                f"of {NUM_WRITERS} that created one object at once, {len(won)} were told that they had",
+                "islands cannot agree there: use another store, or a newer version of this one",
+            )
+    return Finding(
+        "create if absent", "ok", f"of {NUM_WRITERS} at once exactly one wins, {NUM_CONTESTS} times of {NUM_CONTESTS}"
+    )
+
+
+def _speed(store: ObjectStore, name: str) -> Finding:
+    trip = statistics.median(_seconds(lambda: store.get(f"{name}-none", 100)) for _ in range(_NUM_TRIPS))
+    values = memoryview(uuid.uuid4().bytes * (_PROBE // 16))
+    writing = _seconds(lambda: store.put(f"{name}-probe", values))
+    reading = _seconds(lambda: store.get(f"{name}-probe", _PROBE))
+    found = (
+        f"a request takes {duration(trip)}; {text.size(_PROBE)} are written at {bit_rate(8 * _PROBE / writing)}, "
+        f"read at {bit_rate(8 * _PROBE / reading)}"
+    )
+    return judge("speed of the store", trip < _FAR, found, "use a store nearer by, or a larger diloco.sync_every")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def _clear(store: ObjectStore, name: str) -> None:
+    with contextlib.suppress(DiLoCoError):  # what it may not delete was said
+        store.delete(
+            [f"{name}-{what}" for what in ("rights", "probe", *(f"contest-{n}" for n in range(NUM_CONTESTS)))]
+        )

@@ -1,6 +1,7 @@
-"""What 1-bit LAMB and 1-bit Adam share: two stages, the exchange of momentum, and what a checkpoint holds."""
+"""What 1-bit LAMB and 1-bit Adam share: two stages, the exchange of momentum, checkpoints, and DDP's hook.
 
-from __future__ import annotations
+DDP compares the hook's annotations with types: in this module they must not be text.
+"""
 
 import logging
 from abc import abstractmethod
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.optim import Optimizer
 
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
+from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce, rank_in
 
 logger = logging.getLogger("hf_diloco")
 
@@ -79,11 +81,10 @@ class OneBitOptimizer(Optimizer):
                 f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 15 % of "
                 "all steps, or null for no compression"
             )
-        _check_range("lr", defaults["lr"], 0.0)
-        _check_range("eps", defaults["eps"], 0.0)
-        _check_range("weight_decay", defaults["weight_decay"], 0.0)
+        for name in ("lr", "eps", "weight_decay"):
+            _check_range(name, defaults[name])
         for number, beta in enumerate(defaults["betas"], 1):
-            _check_range(f"beta {number}", beta, 0.0, 1.0)
+            _check_range(f"beta {number}", beta, below=1.0)
         super().__init__(params, defaults)
         self.freeze_step = freeze_step
         self.bias_correction = bias_correction
@@ -271,9 +272,7 @@ class OneBitOptimizer(Optimizer):
         self._load_errors_of(state_dict.get(ERRORS) or {})
 
     def _load_errors_of(self, errors: dict[str, Any]) -> None:
-        in_world = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank(self.process_group) if in_world else 0
-        num_ranks = dist.get_world_size(self.process_group) if in_world else 1
+        rank, num_ranks = rank_in(self.process_group)
         if not errors:
             self.lose_errors("the checkpoint holds none")
         elif errors["num_ranks"] != num_ranks:
@@ -303,9 +302,34 @@ class OneBitOptimizer(Optimizer):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
 
-def _check_range(name: str, value: float, least: float, below: float = float("inf")) -> None:
-    if not least <= value < below:
-        raise ConfigError(f"{name}={value}: must be at least {least:g}" + (f" and below {below:g}" * (below < 1e9)))
+def _check_range(name: str, value: float, below: float = float("inf")) -> None:
+    if not 0 <= value < below:
+        raise ConfigError(f"{name}={value}: must be at least 0" + (f" and below {below:g}" * (below < 1e9)))
 
 
-__all__ = ["OneBitOptimizer", "Tensor"]
+# DDP's communication hook
+
+
+def average_gradients(optimizer: OneBitOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages gradients in the warm-up; afterwards they stay on their rank, and DDP sends nothing.
+
+    ddp.register_comm_hook(optimizer, average_gradients)
+    """
+    return _kept(bucket) if optimizer.is_compressed else allreduce_hook(_group(optimizer), bucket)
+
+
+def average_gradients_in_fp16(
+    optimizer: OneBitOptimizer, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """As `average_gradients`, but gradients are averaged in fp16 in the warm-up, which sends half as much."""
+    return _kept(bucket) if optimizer.is_compressed else fp16_compress_hook(_group(optimizer), bucket)
+
+
+def _kept(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _group(optimizer: OneBitOptimizer) -> dist.ProcessGroup:
+    return optimizer.process_group  # type: ignore[return-value]  # None is the world

@@ -17,9 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner import unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
-from hf_diloco.optimizers.onebit.hook import average_gradients, average_gradients_in_fp16
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
-from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer
+from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
 from hf_diloco.trainer.arguments import folder_of
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.refusals import refuse
