@@ -15,7 +15,7 @@ from rich.text import Text
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
-from hf_diloco.status.models import ISLAND_COLUMNS, ROUND_COLUMNS, RunStatus, figures, island_row, round_row
+from hf_diloco.status.models import ROUND_COLUMNS, RunStatus, figures, island_columns, island_row, round_row
 from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import open_object_store
@@ -26,7 +26,6 @@ from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_stor
 _TIMEOUT = 15.0  # seconds without an answer after which a person is told
 MAX_FAILURES = 3
 """Looks one after the other at a store that island 0 keeps, until that counts as gone."""
-_LIFE = ISLAND_COLUMNS.index("life")
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
 _LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 _KIND_STYLES = {
@@ -68,10 +67,13 @@ def _rendezvous_of(run: str) -> str:
         return run
     from hf_diloco.report import load_run
 
-    settings = load_run(run).settings.get("diloco") or {}
-    if not (url := settings.get("rendezvous")):
-        raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
-    return str(url)
+    found = load_run(run).settings
+    for block in ("diloco", "gossip"):
+        if url := (found.get(block) or {}).get("rendezvous"):
+            return str(url)
+    if not found:
+        raise ConfigError(f"{run} does not say yet where its islands meet: look again in a moment")
+    raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
 
 
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
@@ -135,19 +137,22 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
 
 def render(status: RunStatus) -> Group:
     """The run's figures, a row for each island and each of the last rounds, and what was refused."""
-    islands, rounds = _table(ISLAND_COLUMNS), _table(ROUND_COLUMNS)
+    columns = island_columns(status)
+    islands, rounds = _table(columns), _table(ROUND_COLUMNS)
     for island in status.islands:
         cells = [plain(cell) for cell in island_row(status, island)]
-        cells[_LIFE] = Text(cells[_LIFE].plain, style=_LIFE_STYLES[island.presence])
+        life = columns.index("life")
+        cells[life] = Text(cells[life].plain, style=_LIFE_STYLES[island.presence])
         islands.add_row(*cells)
     for entry in status.rounds:
         rounds.add_row(*map(plain, round_row(entry)))
     refused = [warning(f"refused {path}: {reason}") for path, reason in status.refused.items()]
     for island in status.islands:
         refused += [
-            warning(f"island {island.island} refuses island {name}: {why}") for name, why in island.refuses.items()
+            warning(f"{status.unit} {island.island} refuses {status.unit} {name}: {why}")
+            for name, why in island.refuses.items()
         ]
-    tables = (fact_table(figures(status)), islands, rounds)
+    tables = (fact_table(figures(status)), islands, *([rounds] if status.unit == "island" else []))
     return Group(*(part for table in tables for part in (table, plain(""))), *refused)
 
 

@@ -151,12 +151,14 @@ def _now_row(look: Look, number: int, now: Now) -> tuple[str, ...]:
 
 def _of_store(status: RunStatus) -> dict[str, Any]:
     """What the page shows of a store, by the names that the template has for it."""
+    numbers = [island.island for island in status.islands]
     return {
-        "subtitle": f"{text.plural('island', len(status.islands))} {text.numbers(i.island for i in status.islands)}",
+        "subtitle": f"{text.plural(status.unit, len(numbers))} {text.numbers(numbers)}",
+        "unit": status.unit,
         "tiles": tiles(status),
         "plots": plots(status),
         "figures": models.figures(status),
-        "island_columns": models.ISLAND_COLUMNS,
+        "island_columns": models.island_columns(status),
         "island_rows": [_printable(models.island_row(status, island)) for island in status.islands],
         "round_columns": models.ROUND_COLUMNS,
         "round_rows": [_printable(models.round_row(entry)) for entry in status.rounds],
@@ -176,15 +178,19 @@ def tiles(status: RunStatus) -> list[Tile]:
     sent = sum(entry.payload_bytes or 0 for entry in status.rounds)
     of_all = f"of {status.num_rounds:,}" if status.num_rounds is not None else "committed"
     took = text.seconds(status.seconds_per_round)
+    who = Tile(f"{status.unit.capitalize()}s", f"{len(alive)} alive", f"silent: {text.numbers(silent) or 'none'}")
+    refused = Tile("Refused", text.count(len(status.refused)), text.plural("object", len(status.refused)))
+    if status.unit == "node":
+        furthest = max((node.steps or 0 for node in status.islands), default=0)
+        return [who, Tile("Steps", text.count(furthest), "of the furthest node"), refused]
+    rounds = f"in the last {len(status.rounds)} {text.plural('round', len(status.rounds))}"
     return [
         Tile("Rounds", text.count(status.round), of_all),
         Tile("A round takes", took, f"median of the last {len(status.rounds)}"),
-        Tile("Islands", f"{len(alive)} alive", f"silent: {text.numbers(silent) or 'none'}"),
+        who,
         Tile("Tokens/s", text.rate(speed or None), "of the islands that are alive"),
-        Tile(
-            "Offered", text.size(sent), f"in the last {len(status.rounds)} {text.plural('round', len(status.rounds))}"
-        ),
-        Tile("Refused", text.count(len(status.refused)), text.plural("object", len(status.refused))),
+        *([] if status.waits_for_all else [Tile("Offered", text.size(sent), rounds)]),
+        refused,
     ]
 
 
@@ -193,10 +199,10 @@ def plots(status: RunStatus) -> list[Plot]:
     rounds = sorted(status.rounds, key=lambda entry: entry.round)
     payload = [(float(entry.round), float(entry.payload_bytes)) for entry in rounds if entry.payload_bytes is not None]
     took = [(float(entry.round), entry.seconds) for entry in rounds if entry.seconds is not None]
-    return [
-        _bars("Traffic of each round", "pseudo-gradients offered", payload, 0),
-        _bars("Time of each round", "from the commit of the round before", took, 2),
-    ]
+    if status.unit == "node":
+        return []
+    traffic = [] if status.waits_for_all else [_bars("Traffic of each round", "pseudo-gradients offered", payload, 0)]
+    return [*traffic, _bars("Time of each round", "from the commit of the round before", took, 2)]
 
 
 def _bars(title: str, label: str, points: list[tuple[float, float]], number: int) -> Plot:

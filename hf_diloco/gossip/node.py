@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,16 +14,20 @@ import torch.distributed as dist
 
 from hf_diloco.config import need_number
 from hf_diloco.config.advice import tell_who_is_alone
+from hf_diloco.errors import StoreError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.store import store_is_gone
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.history import RunHistory
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
@@ -123,6 +128,7 @@ class NodeNeighbours(Neighbours):
         node: this node's number.
         island: the ranks of this node.
         turns: whether nodes are threads of one process, one of which computes at a time.
+        members: by which the leader gives signs of life, until `close`. Default: it gives none.
 
     Attributes:
         end: when this node ends, if it was asked to.
@@ -133,7 +139,13 @@ class NodeNeighbours(Neighbours):
     """
 
     def __init__(
-        self, inner: Neighbours | None, topology: Topology, node: int, island: IslandGroup, turns: Turns | None = None
+        self,
+        inner: Neighbours | None,
+        topology: Topology,
+        node: int,
+        island: IslandGroup,
+        turns: Turns | None = None,
+        members: Members | None = None,
     ) -> None:
         self._leaders = inner
         self._ahead = Ahead()
@@ -150,6 +162,20 @@ class NodeNeighbours(Neighbours):
         self.seconds_hidden = 0.0
         self.total = Traffic()
         self.is_returning = island.on_leader(lambda: inner is not None and inner.is_returning)
+        self._members = members
+        if members:
+            members.standing.num_ranks = island.size
+            members.start_heartbeats(self._refresh)
+
+    def _refresh(self) -> None:
+        assert self._members is not None
+        self._members.standing.steps = self.current_step
+
+    def stand(self, phase: Phase) -> None:
+        """What this node's signs of life say from now on."""
+        if self._members:
+            self._members.standing.phase = phase
+            self._members.nudge()
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
         inner = self._inner
@@ -243,6 +269,9 @@ class NodeNeighbours(Neighbours):
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
+        if self._members:
+            members, self._members = self._members, None
+            members.leave("finished" if members.standing.phase == "finished" else "left")
         if self._leaders is not None:
             self._leaders.close()  # which ends what is under way
         self._ahead.close()
@@ -329,25 +358,30 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
     """
     need_number(config, config.num_nodes, "node")
     inner: Neighbours | None = None
+    members: Members | None = None
 
     def connect() -> None:
-        nonlocal inner
-        inner = with_payload(_connect(config, topology), config.payload)
+        nonlocal inner, members
+        found, members = _connect(config, topology)
+        inner = with_payload(found, config.payload)
 
     island.on_leader(connect)
-    return NodeNeighbours(inner, topology, config.node, island)
+    return NodeNeighbours(inner, topology, config.node, island, members=members)
 
 
-def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
+def _connect(config: GossipConfig, topology: Topology) -> tuple[Neighbours, Members | None]:
     tell_who_is_alone(config, "node")
     if config.num_nodes == 1:
-        return MemoryGraph(topology).node(0)
+        return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
     store, key, address = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
     if not credentials.key:
         warn_if_exposed(address)
-    return MeshNeighbours(
+    if is_host:
+        settings = config.model_dump(include={"method", "topology", "num_nodes", "payload"})
+        RunHistory(store.log).begin(None, settings, unit="node")
+    mesh = MeshNeighbours(
         store,
         topology,
         config.node,
@@ -358,3 +392,10 @@ def _connect(config: GossipConfig, topology: Topology) -> Neighbours:
         notes=notes,
         key=key,
     )
+    members = Members(store.log, config.node, str(Path.cwd()))
+    try:
+        members.register(mesh.start)
+    except StoreError:
+        mesh.close()
+        raise store_is_gone() from None
+    return mesh, members

@@ -1,4 +1,4 @@
-"""Who is there: processes claim an island's number, and give signs of life.
+"""Who is there: processes claim an island's number, and give signs of life. Nodes of a graph do so for people alone.
 
 No clock of another machine is ever read: an island lives as long as its heartbeat *changes*, by this machine's own
 clock.
@@ -154,15 +154,7 @@ class Members:
                     f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
                     "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
                 )
-            record = IncarnationRecord(
-                host=socket.gethostname(),
-                machine=_machine(),
-                pid=os.getpid(),
-                folder=self._folder,
-                identities=self._log.seal.identities,
-                nonce=secrets.token_hex(8),
-            )
-            number = newest + 1
+            record, number = self._record(), newest + 1
             while not self._log.create(path := incarnation_path(self.island, number), record):
                 if self._is_incarnation(path):  # another process was faster
                     break
@@ -170,6 +162,21 @@ class Members:
             else:
                 self.incarnation = number
                 return number
+
+    def register(self, number: int) -> None:
+        """Says that this is the `number`-th process of a node, as nodes count by themselves."""
+        self.incarnation = number
+        self._log.put(incarnation_path(self.island, number), self._record())
+
+    def _record(self) -> IncarnationRecord:
+        return IncarnationRecord(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            folder=self._folder,
+            identities=self._log.seal.identities,
+            nonce=secrets.token_hex(8),
+        )
 
     def check_welcome(self) -> None:
         """Where islands have identities: makes sure that those that are there list this island's.
@@ -240,8 +247,9 @@ class Members:
                     refresh()
                     self.heartbeat()
                 except StoreError as error:
+                    if not self._is_cut_off:
+                        logger.info("no sign of life could be given: %s", error)
                     self._is_cut_off = True
-                    logger.info("no sign of life could be given: %s", error)
                     continue
                 if self._is_cut_off:
                     self._reached_at = self._clock.now()

@@ -10,6 +10,7 @@ No island needs it. Island 0, which is next to the store, writes it behind every
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 from hf_diloco.errors import StoreError
 from hf_diloco.membership.facts import Facts
@@ -23,7 +24,7 @@ KEPT_ROUNDS = 64
 
 
 class RunHistory:
-    """The history of one run; used by island 0's leader only.
+    """The history of one run; used by the leader of island 0, or node 0, only.
 
     Args:
         log: of the run.
@@ -33,12 +34,13 @@ class RunHistory:
         self._log = log
         self._kept: deque[list[str]] = deque()
 
-    def begin(self, num_rounds: int | None, fingerprint: Facts) -> None:
+    def begin(self, num_rounds: int | None, fingerprint: Facts, unit: Literal["island", "node"] = "island") -> None:
         """The run begins.
 
         Args:
             num_rounds: after which it is over; None: unknown.
             fingerprint: what all islands have in common.
+            unit: what the run calls one that takes part.
         """
         record = RunRecord(
             run=self._log.seal.run_id,
@@ -47,6 +49,7 @@ class RunHistory:
             num_rounds=num_rounds,
             fingerprint=dict(fingerprint),
             waits_for_all=True,
+            unit=unit,
         )
         names_run = RunLog(self._log.store, self._log.seal.of(NO_RUN))
         call_behind(lambda: names_run.put(PATH, record), StoreError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import Literal
 
 from pydantic import Field
 
@@ -29,6 +30,7 @@ class RunRecord(Record):
         num_rounds: rounds after which the run is over; None: each island ends by itself.
         fingerprint: what must be equal on all islands.
         waits_for_all: membership is fixed: each round needs all islands.
+        unit: what the run calls one that takes part.
     """
 
     run: str = Field(pattern="^[0-9a-f]{32}$")
@@ -37,6 +39,7 @@ class RunRecord(Record):
     num_rounds: int | None = Field(ge=0)
     fingerprint: dict[str, str | int | float | bool | None]
     waits_for_all: bool = False
+    unit: Literal["island", "node"] = "island"
 
 
 def enter_run(
@@ -130,7 +133,7 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
     log = RunLog(store, Seal(key, NO_RUN))
     found = find_run(log)
     if found is None and store.get(MEETING, MAX_RECORD_BYTES) is not None:
-        raise RendezvousError(f"the run at {store.url} has just begun, or is one of nodes: look again in a moment")
+        raise RendezvousError(f"the run at {store.url} has just begun: look again in a moment")
     found = found or _find_again(log, clock)
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")

@@ -17,6 +17,7 @@ Presence = Literal["alive", "silent", "ended", "unknown"]
 RoundState = Literal["committed", "planned", "gathering"]
 
 ISLAND_COLUMNS = ("island", "host", "phase", "life", "round", "lag", "steps", "tokens/s", "ranks", "starts")
+_NOT_OF_NODES = ("round", "lag", "tokens/s")
 ROUND_COLUMNS = ("round", "state", "attempts", "islands", "left out", "payload", "took")
 
 
@@ -114,6 +115,7 @@ class RunStatus(_Status):
         begun_by, begun_on: the island that began it, and its host ("" if unknown).
         has_key: whether what islands write is authenticated.
         settings: what all islands share.
+        unit: what the run calls one that takes part: island, or node where they average with their neighbours.
         waits_for_all: membership is fixed: each round needs all islands, and values go directly between them.
         num_rounds: rounds after which the run is over; None: each island ends by itself.
         round: rounds committed.
@@ -132,6 +134,7 @@ class RunStatus(_Status):
     begun_on: str
     has_key: bool
     settings: dict[str, str | int | float | bool | None]
+    unit: Literal["island", "node"]
     waits_for_all: bool
     num_rounds: int | None
     round: int
@@ -147,10 +150,10 @@ class RunStatus(_Status):
 def figures(status: RunStatus) -> list[tuple[str, str]]:
     """The run's figures, one a row."""
     host = f" ({status.begun_on})" if status.begun_on else ""
-    keys = ("none: whoever can write to the store is believed", "yes: what islands write is authenticated")
+    keys = ("none: whoever can write to the store is believed", f"yes: what {status.unit}s write is authenticated")
     rows = [
-        ("run", f"{status.run[:12]} at {status.url}, begun by island {status.begun_by}{host}"),
-        ("rounds", _progress(status)),
+        ("run", f"{status.run[:12]} at {status.url}, begun by {status.unit} {status.begun_by}{host}"),
+        (("rounds", _progress(status)) if status.unit == "island" else ("nodes", _nodes(status))),
         ("key", keys[status.has_key]),
     ]
     if status.waits_for_all:
@@ -170,6 +173,12 @@ def figures(status: RunStatus) -> list[tuple[str, str]]:
     ]
 
 
+def _nodes(status: RunStatus) -> str:
+    settings = status.settings
+    graph = f"{settings.get('num_nodes')} in a graph ({settings.get('topology')}), by {settings.get('method')}"
+    return f"{graph}: the run is over" if status.is_over else graph
+
+
 def _progress(status: RunStatus) -> str:
     of_all = f" of {status.num_rounds:,}" if status.num_rounds is not None else ""
     progress = f"{status.round:,}{of_all} committed"
@@ -183,22 +192,30 @@ def _progress(status: RunStatus) -> str:
     return f"{progress}, {text.seconds((status.num_rounds - status.round) * status.seconds_per_round)} to go"
 
 
+def island_columns(status: RunStatus) -> tuple[str, ...]:
+    """What there is to say of an island, or of a node."""
+    if status.unit == "island":
+        return ISLAND_COLUMNS
+    return ("node", *(name for name in ISLAND_COLUMNS[1:] if name not in _NOT_OF_NODES))
+
+
 def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
-    """One island, in the order of `ISLAND_COLUMNS`."""
+    """One island, or node, in the order of `island_columns`."""
     sync_every = status.settings.get("sync_every")
     steps = text.count(island.steps)
-    return (
-        str(island.island),
-        island.host or text.MISSING,
-        island.phase or text.MISSING,
-        _sign_of_life(island),
-        text.count(island.round),
-        text.count(island.lag),
-        f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
-        text.count(island.tokens_per_second or None),
-        text.count(island.num_ranks),
-        str(island.incarnation),
-    )
+    cells = {
+        status.unit: str(island.island),
+        "host": island.host or text.MISSING,
+        "phase": island.phase or text.MISSING,
+        "life": _sign_of_life(island),
+        "round": text.count(island.round),
+        "lag": text.count(island.lag),
+        "steps": f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
+        "tokens/s": text.count(island.tokens_per_second or None),
+        "ranks": text.count(island.num_ranks),
+        "starts": str(island.incarnation),
+    }
+    return tuple(cells[name] for name in island_columns(status))
 
 
 def round_row(entry: RoundStatus) -> tuple[str, ...]:

@@ -137,6 +137,7 @@ class Observer:
             begun_on=begun.host if begun else "",
             has_key=self._has_key,
             settings=self._run.fingerprint,
+            unit=self._run.unit,
             waits_for_all=self._run.waits_for_all,
             num_rounds=num_rounds,
             round=newest,
@@ -343,8 +344,8 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Obs
         store = open_object_store(url_of(rendezvous), timeout, read_only=True, gone_after=GONE_SECONDS)
     except RendezvousError as error:
         raise RendezvousError(
-            f"no run can be seen at {rendezvous} ({error}): island 0, which keeps its store, has not started, has "
-            "ended, or cannot be reached from this machine"
+            f"no run can be seen at {rendezvous} ({error}): island 0, or node 0, which keeps its store, has not "
+            "started, has ended, or cannot be reached from this machine"
         ) from None
     return Observer(store, key, num_rounds, url=rendezvous)
 

@@ -223,6 +223,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._open_record(args, state, optimizer)
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
+        node.stand("training")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
@@ -300,6 +301,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._end()
         self._need_record().end(state.global_step)
+        self.node.stand("left" if self.stopped else "finished")
 
     # Steps of the above
 

@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import history
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
+from hf_diloco.methods.topology import make_topology
 from hf_diloco.status.models import IslandStatus, RunStatus, figures
 from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.log import MAX_RECORD_BYTES
@@ -363,10 +368,12 @@ def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting
 def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Path) -> None:
     run_islands(2, lambda island: meeting.island(island).train(4).leave())
     folder = write_run(tmp_path / "demo")
-    assert re.search(
-        r"error: \S+demo has no islands that meet anywhere; see `hf-diloco report", status(folder, expect=2).output
-    )
-    (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
+    settings = folder / "run.json"
+    settings.unlink(missing_ok=True)
+    assert "demo does not say yet where its islands meet: look again" in status(folder, expect=2).output
+    settings.write_text(json.dumps({"diloco": None, "model": {}}))
+    assert "demo has no islands that meet anywhere; see `hf-diloco report" in status(folder, expect=2).output
+    settings.write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
     assert "2 committed" in status(folder).output
 
 
@@ -455,7 +462,7 @@ def test_a_run_that_waits_for_its_islands(tmp_path: Path, free_port: int) -> Non
     """Before all have come it shows who is there; and before it has begun, that."""
     url = f"tcp://127.0.0.1:{free_port}"
     transport = MeshTransport(DiLoCoConfig(num_islands=2, island=0, rendezvous=url), is_leader=True)
-    with pytest.raises(RendezvousError, match="has just begun, or is one of nodes: look again in a moment"):
+    with pytest.raises(RendezvousError, match="has just begun: look again in a moment"):
         observe_tcp(url)
     del transport
     gc.collect()
@@ -501,6 +508,38 @@ def test_watching_a_run_ends_where_island_0_is_gone(
     told = capsys.readouterr()
     assert (told.err.count("warning: nobody listens there\n"), len(told.out.splitlines())) == (3, 2)
     run_islands(2, lambda island: islands[island].leave())
+
+
+def test_a_run_of_nodes(tmp_path: Path, free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    topology = make_topology("ring", 3)
+
+    def begin(number: int) -> NodeNeighbours:
+        node = open_node(GossipConfig(num_nodes=3, node=number, rendezvous=url), topology, IslandGroup())
+        vector = torch.full((1000,), float(number))
+        for step in range(2):
+            node.mix([vector], [vector], step)
+        node.current_step = 2
+        node.stand("training")
+        return node
+
+    nodes = run_islands(3, begin)
+    observer = observe_tcp(url)
+    found = look_until(observer, lambda status: [node.steps for node in status.islands] == [2, 2, 2])
+    assert (found.unit, found.round, found.rounds, found.is_over) == ("node", 0, [], False)
+    assert {node.presence for node in observer.settle().islands} == {"alive"}
+    table = shown(found)
+    assert re.search(r"^nodes +3 in a graph \(ring\), by decentlam *$", table, re.MULTILINE), table
+    assert re.search(r"^ +2 +\S+ +training +\S.* 2 +1 +1 *$", table, re.MULTILINE), table
+    assert "round" not in table
+    nodes[2].stand("finished")
+    nodes[2].close()
+    found = look_until(observer, lambda status: status.islands[2].presence == "ended")
+    assert found.islands[2].phase == "finished"
+    nodes[1].close()
+    assert look_until(observer, lambda status: status.islands[1].presence == "ended").islands[1].phase == "left"
+    nodes[0].close()
+    assert observer.look().is_over
 
 
 def test_a_run_over_tcp_whose_islands_come_and_go(tmp_path: Path, free_port: int) -> None:

@@ -62,6 +62,7 @@ class MeshNeighbours(Neighbours):
         peers: the nodes that it mixes with at one step or another.
         lost: the nodes that this one has lost, each with the reason in words.
         averaged_over: the nodes in the last `average`, in order.
+        start: which of this node's starts this is, from 1.
 
     Raises:
         ConfigError: the graph has no such node.
@@ -106,7 +107,8 @@ class MeshNeighbours(Neighbours):
         self._is_closed = False
         self.peers = edge_peers(topology, node)
         self._joining = Joining(self._endpoint, self._board, self.peers, connect_timeout, self._notes)
-        self.is_returning = self._joining.start > 1
+        self.start = self._joining.start
+        self.is_returning = self.start > 1
         self._edges = self._joining.meet()
         self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._reception = Reception(self._joining, self.num_nodes, self._straggler_timeout)
