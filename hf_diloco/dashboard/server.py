@@ -21,7 +21,7 @@ from hf_diloco.report.rows import Tile
 from hf_diloco.status import models
 from hf_diloco.status.models import RunStatus
 from hf_diloco.utils import text
-from hf_diloco.utils.addresses import is_loopback
+from hf_diloco.utils.urls import is_loopback
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

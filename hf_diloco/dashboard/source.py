@@ -12,8 +12,7 @@ from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.report.read import METRICS
 from hf_diloco.status.models import RunStatus
-from hf_diloco.status.observer import Observer
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.status.observer import Observer, observe
 from hf_diloco.utils.urls import is_object_store
 
 PROGRESS = "progress.json"
@@ -56,7 +55,7 @@ class Source:
 
     Args:
         folder: the run folder; None to look at the store alone.
-        url: the object store where the islands meet; None if there is none.
+        url: where the islands meet; None if nothing can be seen there.
         key: the run's; empty for none.
     """
 
@@ -96,19 +95,19 @@ class Source:
         if self._url is None:
             return
         if self._observer is None:
-            self._observer = Observer(open_object_store(self._url, TIMEOUT, read_only=True), self._key, NUM_ROUNDS)
+            self._observer = observe(self._url, self._key, NUM_ROUNDS, TIMEOUT)
         self._last = replace(self._last, status=self._observer.look())
 
 
 def open_source(where: str, key: bytes) -> Source:
-    """Looks for the first time at a run folder, or at the object store where islands meet, which must be readable.
+    """Looks for the first time at a run folder, or at the place where islands meet, which must be readable.
 
     Raises:
         ConfigError: the folder is no run folder.
         RendezvousError: there is no run in the store, or it has another key.
         StoreError: the store does not answer.
     """
-    if is_object_store(where):
+    if "://" in where:
         source = Source(None, where, key)
         source.read_store()
     else:

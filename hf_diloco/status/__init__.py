@@ -1,1 +1,1 @@
-"""A run in an object store, seen from outside: its islands, its rounds, what it keeps there. Imports no torch."""
+"""A run where its islands meet, seen from outside: its islands, its rounds, what it keeps there. Imports no torch."""

@@ -9,7 +9,7 @@ import torch
 from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh.swapping import Buffers
 from hf_diloco.gossip.pieces import Piece
-from hf_diloco.transport.chunks import CHUNK_VALUES
+from hf_diloco.transport.transfers import CHUNK_VALUES
 
 OWN = -1
 """Whose buffers are this node's own: no neighbour has that number."""
