@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.membership.heartbeats import Phase
+from hf_diloco.store.objects import Entry
 from hf_diloco.utils import text
 
 Presence = Literal["alive", "silent", "ended", "unknown"]
@@ -104,6 +106,15 @@ class StoredBytes(_Status):
     payloads: int
     snapshots: int
     records: int
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> StoredBytes:
+        """By the first part of their paths."""
+        sizes = {"payloads": 0, "snapshots": 0, "records": 0}
+        for entry in entries:
+            kind = entry.path.partition("/")[0]
+            sizes[kind if kind in ("payloads", "snapshots") else "records"] += entry.size
+        return cls(**sizes)
 
 
 class RunStatus(_Status):

@@ -74,12 +74,7 @@ class Observer:
     """
 
     def __init__(
-        self,
-        store: ObjectStore,
-        key: bytes,
-        num_rounds: int = 10,
-        clock: Clock = REAL,
-        url: str = "",
+        self, store: ObjectStore, key: bytes, num_rounds: int = 10, clock: Clock = REAL, url: str = ""
     ) -> None:
         self._store = store
         self._url = url or store.url
@@ -146,7 +141,7 @@ class Observer:
             islands=islands,
             rounds=rounds[: self._num_rounds],
             snapshot=snapshot,
-            stored=_stored(entries),
+            stored=StoredBytes.of(entries),
             refused=dict(sorted(self._refused.items())),
         )
 
@@ -223,7 +218,12 @@ class Observer:
         found = (self._round(number, rounds[number]) for number in sorted(rounds, reverse=True))
         wanted = max(self._num_rounds, _USUAL_ROUNDS)
         last = list(islice((status for status in found if status is not None), wanted))
-        return [status.model_copy(update={"seconds": _seconds(status, rounds)}) for status in last]
+        for number, status in enumerate(last):
+            before = _decided_at(rounds[status.round - 1]) if status.round - 1 in rounds else None
+            if status.committed_at and before:
+                seconds = (status.committed_at - before).total_seconds()
+                last[number] = status.model_copy(update={"seconds": seconds})
+        return last
 
     def _round(self, number: int, attempts: Attempts) -> RoundStatus | None:
         num_objects = sum(map(len, attempts.values()))
@@ -357,20 +357,6 @@ def _by_folder(entries: Sequence[Entry]) -> ByIsland:
         if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
             found.setdefault(int(match[1]), {})[int(match[2])] = entry
     return found
-
-
-def _seconds(status: RoundStatus, rounds: Mapping[int, Attempts]) -> float | None:
-    """From the commit of the round before to that of this one."""
-    before = _decided_at(rounds[status.round - 1]) if status.round - 1 in rounds else None
-    return (status.committed_at - before).total_seconds() if status.committed_at and before else None
-
-
-def _stored(entries: Sequence[Entry]) -> StoredBytes:
-    sizes = {"payloads": 0, "snapshots": 0, "records": 0}
-    for entry in entries:
-        kind = entry.path.partition("/")[0]
-        sizes[kind if kind in ("payloads", "snapshots") else "records"] += entry.size
-    return StoredBytes(**sizes)
 
 
 def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entry]]]:
