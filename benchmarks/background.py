@@ -124,7 +124,7 @@ def run_island(order: dict[str, Any]) -> None:
     from hf_diloco import DiLoCoConfig
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
-    from hf_diloco.rounds import open_session
+    from hf_diloco.rounds.open import open_session
 
     torch.set_num_threads(1)
     wait_for_link()

@@ -76,7 +76,7 @@ def _train(island: int, folder: str, num_rounds: int, pause: float, width: int, 
     from hf_diloco.errors import DiLoCoError, MissedRoundError
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
-    from hf_diloco.rounds import open_session
+    from hf_diloco.rounds.open import open_session
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(width, width)

@@ -95,7 +95,7 @@ def _work(args: argparse.Namespace) -> None:
     from hf_diloco.config import DiLoCoConfig
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
-    from hf_diloco.rounds import open_session
+    from hf_diloco.rounds.open import open_session
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

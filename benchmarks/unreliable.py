@@ -210,7 +210,7 @@ def run_island(argv: list[str]) -> None:
     from hf_diloco.errors import MissedRoundError
     from hf_diloco.membership.candidates import Candidates
     from hf_diloco.rounds.elastic import ElasticSession
-    from hf_diloco.rounds.pace import Pace
+    from hf_diloco.rounds.joining import Pace
 
     plan = json.loads(os.environ[_ENV])
     join, sync = ElasticSession.join, ElasticSession.sync

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_diloco.transport.gloo_addresses import GlooAddresses
+from hf_diloco.transport.handshake import GlooAddresses
 
 PROXY, ADDRESSES = "127.0.0.1", ["127.0.0.5", "127.0.0.7", "127.0.0.9"]
 """Of two ends the one with the higher address connects: it must find that of the proxy lower than its own."""

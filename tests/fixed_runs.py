@@ -15,7 +15,7 @@ from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork
@@ -47,6 +47,29 @@ class Run:
         session = self.session(island, **more)
         session.join(open_shards(model, None), self.folder / str(island))
         return session
+
+
+class FixedIsland:
+    """An island over a real rendezvous, which trains a small model."""
+
+    def __init__(self, folder: Path, url: str, island: int, num_rounds: int | None = None, **settings: Any) -> None:
+        self.config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, sync_every=2, **settings)
+        self.session = FixedSession(self.config, IslandGroup(), folder=folder / str(island))
+        self.session.num_rounds = num_rounds
+        self.session.tokens_per_step = 32
+        self._model = make_model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05)
+        self.session.join(open_shards(self._model, self._optimizer, 1), folder / str(island))
+
+    def train(self, num_steps: int) -> FixedIsland:
+        for batch in batches(self.config.island, num_steps):
+            take_step(self._model, self._optimizer, batch)
+            if self.session.outer.count_step(weight=4.0):
+                self.session.sync()
+        return self
+
+    def leave(self) -> None:
+        self.session.leave(finished=True)
 
 
 class FaultyExchange(Exchange):

@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import GONE_SECONDS, StoreHost, url_of
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.tcp_store import GONE_SECONDS, Rendezvous, meet
+from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from tests.clocks import LONG
 from tests.processes import find_free_port

@@ -19,7 +19,7 @@ from hf_diloco.inner import AlignedPartition, open_shards
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS
-from hf_diloco.rounds import open_session
+from hf_diloco.rounds.open import open_session
 from tests.processes import ROOT
 
 

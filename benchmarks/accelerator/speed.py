@@ -20,7 +20,7 @@ from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.cli.devices import free_ports
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.rounds import open_session
+from hf_diloco.rounds.open import open_session
 from tests.processes import Processes
 
 NUM_FRAGMENTS = 3

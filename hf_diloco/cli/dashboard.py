@@ -21,7 +21,7 @@ def dashboard(
         typer.Argument(
             metavar="RUN|RENDEZVOUS",
             envvar=ENV_RENDEZVOUS,
-            help="a run folder, such as runs/quickstart, or the object store where the islands meet",
+            help="a run folder, such as runs/quickstart, or the rendezvous of its islands",
             show_default=False,
         ),
     ],
@@ -51,6 +51,8 @@ def dashboard(
 
     [cyan]hf-diloco dashboard s3://bucket/my-run[/cyan]
 
+    [cyan]hf-diloco dashboard tcp://10.0.0.1:29400[/cyan]
+
     [cyan]hf-diloco dashboard runs/quickstart --listen 10.0.0.1:29480 --prometheus[/cyan]
     """
     from aiohttp import web
@@ -60,12 +62,12 @@ def dashboard(
     from hf_diloco.dashboard import Dashboard, open_source
     from hf_diloco.dashboard.prometheus import check_installed
     from hf_diloco.store.credentials import load_key
-    from hf_diloco.utils.addresses import is_loopback
     from hf_diloco.utils.extras import need
+    from hf_diloco.utils.urls import is_loopback
 
     need("the page of a run", "matplotlib")
     if "://" in run:
-        check_url(run, "dashboard")
+        check_url(run, "dashboard", may_be_tcp=True)
     if prometheus:
         check_installed()
     source = open_source(run, load_key(key_file))

@@ -6,8 +6,7 @@ import errno
 import socket
 
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.utils.addresses import is_public
-from hf_diloco.utils.urls import split_tcp_url
+from hf_diloco.utils.urls import is_public, split_tcp_url
 
 
 def listen(address: str, readers: str, allow_public_address: bool | None = None) -> socket.socket:

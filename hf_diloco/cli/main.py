@@ -206,7 +206,16 @@ def report(
 
 @app.command()
 def status(
-    rendezvous: StoreArgument,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|RENDEZVOUS",
+            envvar=ENV_RENDEZVOUS,
+            help="a run folder, such as runs/quickstart; or where the islands meet: tcp://HOST:PORT, "
+            "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME",
+            show_default=False,
+        ),
+    ],
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again and again, until Ctrl-C or the run's end.")
     ] = False,
@@ -219,11 +228,15 @@ def status(
     num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How many of the last rounds.")] = 10,
     key_file: KeyFileOption = None,
 ) -> None:
-    """Show where the islands of a run stand that meet in an object store, and what became of the last rounds.
+    """Show where the islands of a run stand, and what became of the last rounds.
 
     It only reads. Which islands live shows in whether their signs of life change, so it takes a few seconds.
 
     [bold]Examples[/bold]
+
+    [cyan]hf-diloco status runs/quickstart[/cyan]
+
+    [cyan]hf-diloco status tcp://10.0.0.1:29400[/cyan]
 
     [cyan]hf-diloco status s3://bucket/my-run[/cyan]
 
@@ -233,7 +246,7 @@ def status(
     """
     from hf_diloco.cli.status import run_status
 
-    run_status(rendezvous, key_file, interval if watch else None, num_rounds, as_json)
+    run_status(run, key_file, interval if watch else None, num_rounds, as_json)
 
 
 @app.command()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hf_diloco.cli.listening import listen, url_of
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.addresses import is_loopback
 from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.urls import is_loopback
 
 logger = logging.getLogger("hf_diloco")
 

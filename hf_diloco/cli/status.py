@@ -1,4 +1,4 @@
-"""`hf-diloco status`: look at a run in an object store, once or again and again."""
+"""`hf-diloco status`: look at a run where its islands meet, once or again and again."""
 
 from __future__ import annotations
 
@@ -14,56 +14,79 @@ from rich.text import Text
 
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
-from hf_diloco.status import Observer, RunStatus
+from hf_diloco.status import Observer, RunStatus, observe
 from hf_diloco.status.rows import ISLAND_COLUMNS, ROUND_COLUMNS, figures, island_row, round_row
 from hf_diloco.store.credentials import load_key
-from hf_diloco.store.objects import open_object_store
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
-from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store
+from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
 TIMEOUT = 15.0  # seconds without an answer after which a person is told
+MAX_FAILURES = 3
+"""Looks one after the other at a store that island 0 keeps, until that counts as gone."""
 _LIFE = ISLAND_COLUMNS.index("life")
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
 _STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 
 
-def run_status(url: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
+def run_status(run: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
     """Runs `hf-diloco status`.
 
     Args:
-        url: where the islands meet.
+        run: its folder, or where its islands meet.
         key_file: see `hf_diloco.store.signing.load_key`.
         interval: seconds between two looks; None: once.
         num_rounds: how many of the last rounds to show.
         as_json: for programs.
 
     Raises:
-        ConfigError: the URL or the key cannot be one.
+        ConfigError: there is no such folder, or the URL or the key cannot be one.
         RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
-        StoreError: the store does not answer; once it has, watching goes on regardless.
+        StoreError: the store does not answer; once it has, watching goes on regardless, unless island 0 keeps it.
     """
-    check_url(url, "status")
+    url = _rendezvous_of(run)
+    check_url(url, "status", may_be_tcp=True)
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
-        store = open_object_store(url, TIMEOUT, read_only=True)
-        observer = Observer(store, key, num_rounds)
+        observer = observe(url, key, num_rounds, TIMEOUT)
         if interval is None:
             _show_once(observer.settle(), as_json)
         else:
             _watch(observer, interval, as_json)
 
 
-def check_url(url: str, command: str) -> None:
-    """Raises `ConfigError` unless a run's islands can meet there in a store that a command can look at."""
-    if not is_object_store(url):
-        raise ConfigError(
-            f"rendezvous {url!r}: {command} needs an object store that the run's islands meet in ({VALID_URLS}); what "
-            "other runs do is in the launcher's output and in `hf-diloco report RUN`"
-        )
-    check_between_processes(url)
+def _rendezvous_of(run: str) -> str:
+    """Where the islands of a run meet."""
+    if ":" in run.partition("/")[0]:
+        return run
+    from hf_diloco.report import load_run
+
+    settings = load_run(run).settings.get("diloco") or {}
+    if not (url := settings.get("rendezvous")):
+        raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
+    return str(url)
+
+
+def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
+    """Raises `ConfigError` unless a run's islands can meet there in a store that a command can look at.
+
+    Args:
+        url: the rendezvous.
+        command: that looks, for messages.
+        may_be_tcp: it looks at what island 0 keeps at tcp://HOST:PORT, too.
+    """
     try:
+        if may_be_tcp and url.startswith("tcp:"):
+            split_tcp_url(url)
+            return
+        if not is_object_store(url):
+            where = f"{'tcp://HOST:PORT, ' if may_be_tcp else ''}{VALID_URLS}"
+            raise ConfigError(
+                f"rendezvous {url!r}: {command} needs the place where the run's islands leave records ({where}); what "
+                "other runs do is in the launcher's output and in `hf-diloco report RUN`"
+            )
+        check_between_processes(url)
         check_store_url(url)
-    except RendezvousError as error:
+    except (RendezvousError, ValueError) as error:
         raise ConfigError(str(error)) from None
 
 
@@ -75,15 +98,20 @@ def _show_once(status: RunStatus, as_json: bool) -> None:
 
 
 def _watch(observer: Observer, interval: float, as_json: bool) -> None:
-    """Shows one look after the other until the run is over."""
+    """Shows one look after the other until the run is over; at tcp:// its store ends with it."""
+    num_failures = 0
     with _display(as_json) as show:
         while True:
             begun = time.monotonic()
             try:
                 status = observer.look()
             except StoreError as error:  # the run goes on without the store for a while, and so does this
+                num_failures += 1
+                if observer.is_of_tcp and num_failures >= MAX_FAILURES:
+                    raise
                 print(f"warning: {error}", file=sys.stderr)
             else:
+                num_failures = 0
                 show(status)
                 if status.is_over:
                     return

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator
 
 from hf_diloco.methods.outer import METHODS
-from hf_diloco.utils.addresses import check_specific
 from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.public_keys import parse_public
+from hf_diloco.utils.urls import check_specific
 
 AUTO = "auto"
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from hf_diloco.dashboard import prometheus
 from hf_diloco.dashboard.page import render_live, render_page
 from hf_diloco.dashboard.source import Look, Source
-from hf_diloco.utils.addresses import is_loopback
+from hf_diloco.utils.urls import is_loopback
 
 HEADERS = {
     "Cache-Control": "no-store",

@@ -11,8 +11,7 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.report.read import METRICS
-from hf_diloco.status import Observer, RunStatus
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.status import Observer, RunStatus, observe
 from hf_diloco.utils.urls import is_object_store
 
 PROGRESS = "progress.json"
@@ -55,7 +54,7 @@ class Source:
 
     Args:
         folder: the run folder; None to look at the store alone.
-        url: the object store where the islands meet; None if there is none.
+        url: where the islands meet; None if nothing can be seen there.
         key: the run's; empty for none.
     """
 
@@ -107,17 +106,17 @@ class Source:
         if self._url is None:
             return
         if self._observer is None:
-            self._observer = Observer(open_object_store(self._url, TIMEOUT, read_only=True), self._key, NUM_ROUNDS)
+            self._observer = observe(self._url, self._key, NUM_ROUNDS, TIMEOUT)
         self._last = replace(self._last, status=self._observer.look())
 
 
 def open_source(where: str, key: bytes) -> Source:
-    """Looks for the first time at a run folder, or at the object store where islands meet.
+    """Looks for the first time at a run folder, or at the place where islands meet.
 
     Raises:
         ConfigError, RendezvousError, StoreError: as `Source.check` says.
     """
-    source = Source(None, where, key) if is_object_store(where) else Source(Path(where), None, key)
+    source = Source(None, where, key) if "://" in where else Source(Path(where), None, key)
     source.check()
     return source
 

@@ -132,14 +132,23 @@ class Members:
 
     # This island
 
-    def enter(self) -> int:
+    def enter(self, may_return: bool = True) -> int:
         """Claims this island's number for this process; returns how often it has been claimed.
 
+        Args:
+            may_return: an earlier process of this island may have ended; otherwise there must have been none.
+
         Raises:
-            DuplicateIslandError: the process that claimed it before is alive.
+            DuplicateIslandError: the process that claimed it before is alive; or has been.
         """
         while True:
             newest = self.newest_incarnation(self.island)
+            if newest and not may_return:
+                raise DuplicateIslandError(
+                    f"another process has already joined this run as island {self.island} ({self._where(newest)}): "
+                    "give every island its own number (island, --island or HF_DILOCO_ISLAND); if that process has "
+                    "ended, start all islands again"
+                )
             if newest and self._lives(newest):
                 raise DuplicateIslandError(
                     f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "

@@ -23,16 +23,15 @@ up waiting writes "abort", and if "commit" was there first, reads that and commi
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistStoreError
 
-from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.threads import call_behind
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
 Record = dict[str, Any]
@@ -85,6 +84,9 @@ class Ledger:
         where: islands meet, for messages.
         clock: by which it waits.
         links: of which the first carries messages; may be filled later. Without one, the store carries all.
+
+    Attributes:
+        is_lost: the store has not answered, and is not asked any more.
     """
 
     def __init__(
@@ -108,20 +110,8 @@ class Ledger:
         self._links = links
         self._news = clock.event()
         self._notes = WaitNotes(island, clock=clock)
-        self._is_lost = False
+        self.is_lost = False
         self._tries: dict[int, int] = {}
-
-    def claim(self) -> None:
-        """Takes this island's number.
-
-        Raises:
-            DuplicateIslandError: another process has it.
-        """
-        if self._guard(lambda: self._store.add(f"claim/{self.island}", 1)) > 1:
-            raise DuplicateIslandError(
-                f"another process has already joined this run as island {self.island}: give every island its own "
-                "number (island, --island or HF_DILOCO_ISLAND)"
-            )
 
     def share(self, topic: str, record: Mapping[str, Any], timeout: float, interruptible: bool = True) -> list[Record]:
         """Posts this island's record under `topic` and returns those of all islands, in order.
@@ -171,17 +161,7 @@ class Ledger:
         keys = [f"{topic}/{kind}/{self.island}" for topic in topics for kind in ("arrived", "vote")]
         if self.island == 0:
             keys += [f"{topic}/outcome" for topic in topics]
-        self._in_background(lambda: self._guard(lambda: self._store.forget(keys)))
-
-    @staticmethod
-    def _in_background(call: Callable[[], object]) -> None:
-        """Does what nobody waits for."""
-
-        def run() -> None:
-            with suppress(IslandLostError):  # which is met where the store is needed
-                call()
-
-        threading.Thread(target=run, name="hf-diloco-post", daemon=True).start()
+        call_behind(lambda: self._guard(lambda: self._store.forget(keys)), IslandLostError)
 
     def check_plan(self, round_number: int, timeout: float, silent: Collection[int] | None = None) -> None:
         """After a round that failed: whether an island had given it up while this one went on.
@@ -299,7 +279,7 @@ class Ledger:
         links = self._links[0] if self._links else None
         message = json.dumps({"topic": topic, "record": dict(record)}).encode()
         if links and links.send_message(message, self._news.set):
-            self._in_background(lambda: self._post(key, record))
+            call_behind(lambda: self._post(key, record), IslandLostError)  # which is met where the store is needed
             return links
         self._post(key, record)
         return None
@@ -383,17 +363,22 @@ class Ledger:
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:
-            if self._is_lost:  # it may take long to say so again
+            if self.is_lost:  # it may take long to say so again
                 raise DistStoreError("no answer the last time")
             return call()
         except DistStoreError as error:
-            self._is_lost = True
-            reason = (str(error).strip().splitlines() or ["no answer"])[0]
-            raise IslandLostError(
-                f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be "
-                "reached. Start all islands again: the run resumes from the newest round that all hold",
-                [0],
-            ) from None
+            self.is_lost = True
+            raise store_lost(error) from None
+
+
+def store_lost(error: Exception) -> IslandLostError:
+    """The error for a store that does not answer."""
+    reason = (str(error).strip().splitlines() or ["no answer"])[0]
+    return IslandLostError(
+        f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be reached. "
+        "Start all islands again: the run resumes from the newest round that all hold",
+        [0],
+    )
 
 
 def _is_failure(vote: Mapping[str, Any]) -> bool:

@@ -25,14 +25,13 @@ from functools import partial
 from typing import Any
 
 from hf_diloco.errors import ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
-from hf_diloco.membership.candidates import Candidates, Rules, offer_path
+from hf_diloco.membership.candidates import Candidates, Rules, find_fault, offer_path
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.plan_faults import find_fault
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.sight import Watch
+from hf_diloco.store.question import Watch
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 

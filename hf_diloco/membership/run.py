@@ -8,10 +8,9 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
-from hf_diloco.store.authors import MEETING, RUN_PATH
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 
 PATH = RUN_PATH
@@ -29,6 +28,7 @@ class RunRecord(Record):
         parent: the run that its first state comes from; "" if it began from fresh weights or another rendezvous.
         num_rounds: rounds after which the run is over; None: each island ends by itself.
         fingerprint: what must be equal on all islands.
+        waits_for_all: membership is fixed: each round needs all islands.
     """
 
     run: str = Field(pattern="^[0-9a-f]{32}$")
@@ -36,6 +36,7 @@ class RunRecord(Record):
     parent: str
     num_rounds: int | None = Field(ge=0)
     fingerprint: dict[str, str | int | float | bool | None]
+    waits_for_all: bool = False
 
 
 def enter_run(
@@ -62,12 +63,12 @@ def enter_run(
         run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
     )
     found = find_run(log) or _find_again(log, clock)
+    if found.waits_for_all if found else store.get(MEETING, MAX_RECORD_BYTES) is not None:
+        raise RendezvousError(
+            f"the islands of the run at {store.url} wait for each other, and this one may come and go: give all the "
+            "same settings (min_islands, max_islands, exchange)"
+        )
     if found is None:
-        if store.get(MEETING, MAX_RECORD_BYTES) is not None:
-            raise RendezvousError(
-                f"the islands of the run at {store.url} wait for each other, and this one may come and go: give all "
-                "the same settings (min_islands, max_islands, exchange)"
-            )
         store.check_creation()
         try:
             found = log.decide(PATH, mine)
@@ -127,7 +128,10 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
         RendezvousError: there is none, or it was begun with another key.
     """
     log = RunLog(store, Seal(key, NO_RUN))
-    found = find_run(log) or _find_again(log, clock)
+    found = find_run(log)
+    if found is None and store.get(MEETING, MAX_RECORD_BYTES) is not None:
+        raise RendezvousError(f"the run at {store.url} has just begun, or is one of nodes: look again in a moment")
+    found = found or _find_again(log, clock)
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
     return found, open_log(store, log.seal, found)

@@ -40,9 +40,8 @@ from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.object_info import ObjectInfo, read_info
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import Lane, RateLimit
+from hf_diloco.transport.objects import ObjectInfo, read_info
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges
 from hf_diloco.utils.waiting import WaitNotes
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,7 +26,7 @@ from hf_diloco.inner.partition import LanePartition, check_cover
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import make_fingerprint
-from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import author_of
 from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
@@ -38,23 +37,20 @@ from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.joining import LOOK_SECONDS, Joining
+from hf_diloco.rounds.joining import LOOK_SECONDS, Joining, Pace
 from hf_diloco.rounds.measure import SyncClock, SyncReport
-from hf_diloco.rounds.pace import Pace
-from hf_diloco.rounds.presence import Presence
 from hf_diloco.rounds.round import Contribution, RoundPassed
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.sealing.blocks import BlockSeal
+from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.host import StoreHost
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.rendezvous import warn_if_exposed
-from hf_diloco.store.sight import looking_once
+from hf_diloco.store.question import looking_once
+from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import RateLimit
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.urls import split_server_url
 from hf_diloco.utils.waiting import WaitNotes
@@ -83,15 +79,12 @@ class ElasticSession(BaseSession):
         store: where the islands meet.
         rounds: offers and carries them out; this and the next since `join`.
         engines: how values get from island to island, one a fragment.
-        quorum: decides rounds; this and the next on the leader.
-        members: the islands.
+        quorum: decides rounds; on the leader.
     """
 
     rounds: ElasticRounds
     engines: list[Engine]
     quorum: Quorum | None = None
-    members: Members | None = None
-    _presence: Presence | None = None
     _log: RunLog | None = None  # the leader's: its signs of life say what it refuses there
     _run: RunRecord
     _pace: Pace
@@ -194,9 +187,8 @@ class ElasticSession(BaseSession):
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             self.members.check_welcome()
             self.members.enter()
-            self._presence = Presence(self.members, self.outer, self.island.size, self.tokens_per_step or 0)
-            self._presence.refresh()
-            self.members.start_heartbeats(self._presence.refresh)
+            self._show_standing()
+            self._give_heartbeats(self.members)
             self.quorum = Quorum(
                 log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
             )
@@ -284,16 +276,6 @@ class ElasticSession(BaseSession):
             return report
         finally:
             self._stand("training")
-
-    def _go_on(self) -> None:
-        """Training goes on."""
-        self._background.last_end = time.monotonic()
-        if self._presence:
-            self._presence.go_on()
-
-    def _stand(self, phase: Phase) -> None:
-        if self._presence:
-            self._presence.stand(phase)
 
     def _sync(self) -> SyncReport:
         clock = SyncClock(self._background.last_end)

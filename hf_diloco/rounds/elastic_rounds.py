@@ -21,14 +21,12 @@ from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, I
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
-from hf_diloco.rounds.archive import Archive
-from hf_diloco.rounds.catch_up import Recovery
+from hf_diloco.rounds.catch_up import Archive, Recovery
 from hf_diloco.rounds.context import RoundContext
-from hf_diloco.rounds.doubts import Doubts
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
 from hf_diloco.rounds.offers import Offers
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
-from hf_diloco.rounds.round_plan import PlannedRound, Plans
+from hf_diloco.rounds.round_plan import Doubts, PlannedRound, Plans
 
 logger = logging.getLogger("hf_diloco")
 

@@ -13,7 +13,7 @@ from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.object_info import ObjectInfo, read_info
+from hf_diloco.transport.objects import ObjectInfo, read_info
 
 
 class Engine(ABC):

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError
+from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError, StoreError
 from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
-from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.history import RunHistory
+from hf_diloco.membership.ledger import Ledger, store_lost
 from hf_diloco.membership.records import (
     JoinRecord,
     LayoutRecord,
     StateRecord,
     parse_records,
+    states_are_equal,
 )
-from hf_diloco.membership.verdicts import states_are_equal
 from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
@@ -57,6 +59,7 @@ class FixedSession(BaseSession):
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         transport: how to reach the other islands; default: what `config.rendezvous` calls for.
         clock: by which it waits for them.
+        folder: where this island writes, for people; default: the current folder.
 
     Raises:
         RendezvousError: the rendezvous cannot be reached.
@@ -70,6 +73,7 @@ class FixedSession(BaseSession):
         should_stop: Callable[[], bool] = lambda: False,
         transport: Transport | None = None,
         clock: Clock = REAL,
+        folder: Path | None = None,
     ) -> None:
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
@@ -85,14 +89,27 @@ class FixedSession(BaseSession):
             clock=clock,
             links=self._exchanges,
         )
-        self._rounds = FixedRounds(config, self.outer, self._talk, self._ledger, self._exchanges)
+        self._history: RunHistory | None = None
+        island.on_leader(lambda: self._enter(clock, folder or Path()))
+        self._rounds = FixedRounds(config, self.outer, self._talk, self._ledger, self._exchanges, self._history)
         self._eager = EagerRounds(island, self._rounds, self._background) if config.anticipates else None
-        island.on_leader(self._ledger.claim)
 
     @property
     def transport(self) -> Transport:
         """This rank's access to the other islands; for another training it may be had `again`."""
         return self._transport
+
+    def _enter(self, clock: Clock, folder: Path) -> None:
+        """Takes this island's number."""
+        try:
+            log = self._transport.log
+            self.members = Members(log, self.config.island, os.path.realpath(folder), clock=clock)
+            self.members.enter(may_return=False)
+            self._give_heartbeats(self.members)
+        except StoreError as error:
+            raise store_lost(error) from None
+        if self.config.island == 0:
+            self._history = RunHistory(log)
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -129,6 +146,7 @@ class FixedSession(BaseSession):
                 shards,
                 [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
             )
+            self._show_standing()
             self.island.on_all(self._open_lanes)
             if self.outer.buffers == "average":
                 self._rounds.buffers = [
@@ -140,7 +158,8 @@ class FixedSession(BaseSession):
             else:
                 self.outer.begin()
             replaced = self._agree_on_start(resumed=checkpoint is not None)
-        self._background.last_end = time.monotonic()
+        self._stand("training")
+        self._go_on()
         return replaced
 
     def _meet(self, shards: Shards, folder: Path, facts: Facts) -> list[JoinRecord]:
@@ -150,6 +169,8 @@ class FixedSession(BaseSession):
             fingerprint=make_fingerprint(self.config, shards, {**self._steps_fact(), **facts}),
             layout=LayoutRecord.model_validate(layout_of(shards, self.island)),
         )
+        if self._history:
+            self._history.begin(self.num_rounds, record.fingerprint)
         records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
         check_fingerprints(records)
         check_folders(records)
@@ -209,15 +230,19 @@ class FixedSession(BaseSession):
                         return self._take_reports()
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        return self._rounds.carry_out(own)
+        self._stand("syncing")
+        try:
+            return self._rounds.carry_out(own)
+        finally:
+            self._stand("training")
 
     def sync(self) -> SyncReport:
         while True:
             try:
-                report = self._rounds.carry_out(capture(self.outer, SyncClock(self._background.last_end)))
+                report = self._carry_out(capture(self.outer, SyncClock(self._background.last_end)))
             except RoundRepeated:
                 continue
-            self._background.last_end = time.monotonic()
+            self._go_on()
             return report
 
     # Leaving
@@ -231,6 +256,8 @@ class FixedSession(BaseSession):
         def farewell() -> None:
             try:
                 self._ledger.leave(self.outer.round + 1, finished)
+                if self.members:
+                    self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
                 others = self._ledger.share("done", goodbye, patience, interruptible=False)
@@ -244,6 +271,8 @@ class FixedSession(BaseSession):
         self.close()
 
     def close(self) -> None:
+        if self.members:
+            self.members.stop_heartbeats()
         for exchange in self._exchanges:
             exchange.close()
         self._exchanges.clear()

@@ -16,9 +16,18 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
+from hf_diloco.membership.history import RunHistory
 from hf_diloco.membership.ledger import Ledger
-from hf_diloco.membership.records import ArrivalRecord, VoteRecord, parse_records, parse_some
-from hf_diloco.membership.verdicts import agree_on_rates, weigh, why_aborted
+from hf_diloco.membership.records import (
+    ArrivalRecord,
+    VoteRecord,
+    agree_on_rates,
+    parse_records,
+    parse_some,
+    weigh,
+    why_aborted,
+)
+from hf_diloco.membership.round_records import Attempt, Participant, PlanRecord
 from hf_diloco.outer.digests import combine_digests
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import LaneStats, SyncReport
@@ -27,6 +36,8 @@ from hf_diloco.transport.base import Exchange, Traffic
 
 logger = logging.getLogger("hf_diloco")
 
+_LEFT_OUT = "not finite, or no examples behind it"
+
 
 @dataclass(frozen=True)
 class ArrivedRound:
@@ -34,11 +45,13 @@ class ArrivedRound:
 
     Attributes:
         number: of the round.
+        arrivals: what each island has said.
         weights: of all islands; 0 for those that are left out.
         rates: the inner learning rates agreed on.
     """
 
     number: int
+    arrivals: list[ArrivalRecord]
     weights: list[float]
     rates: list[float]
 
@@ -46,6 +59,17 @@ class ArrivedRound:
     def participants(self) -> dict[int, float]:
         """The islands that are not left out, with their weights."""
         return {island: weight for island, weight in enumerate(self.weights) if weight > 0}
+
+    def describe(self) -> PlanRecord:
+        """What is kept of it."""
+        participants = [
+            Participant(offer="", island=island, weight=weight, norm=self.arrivals[island].norm)
+            for island, weight in self.participants.items()
+        ]
+        left_out = {str(island): _LEFT_OUT for island, weight in enumerate(self.weights) if not weight}
+        return PlanRecord(
+            by=0, state=self.arrivals[0].digest, participants=participants, left_out=left_out, rates=self.rates
+        )
 
 
 class FixedRounds(Rounds[ArrivedRound]):
@@ -55,6 +79,7 @@ class FixedRounds(Rounds[ArrivedRound]):
         config, outer, island: see `Rounds`.
         ledger: where the islands' leaders meet.
         exchanges: of this rank's lanes, in their order; may be filled later.
+        history: is told of each round, on island 0's leader.
 
     Attributes:
         buffers: of the inner optimizer that are averaged in each round for which training waits.
@@ -67,9 +92,11 @@ class FixedRounds(Rounds[ArrivedRound]):
         island: IslandGroup,
         ledger: Ledger,
         exchanges: Sequence[Exchange],
+        history: RunHistory | None = None,
     ) -> None:
         super().__init__(config, outer, island)
         self._ledger = ledger
+        self._history = history
         self._exchanges = exchanges
         self.buffers: list[Partition] = []
 
@@ -104,7 +131,10 @@ class FixedRounds(Rounds[ArrivedRound]):
         for exchange, part in self._lanes(own.fragment.partition, own.delta):
             exchange.prepare(part, self.outer.codec)
         record = ArrivalRecord(
-            weight=own.weight if own.is_finite else 0.0, digest=self.outer.outer_hash, rates=list(own.rates)
+            weight=own.weight if own.is_finite else 0.0,
+            norm=own.norm if own.is_finite else 0.0,
+            digest=self.outer.outer_hash,
+            rates=list(own.rates),
         )
         raw = self.island.on_leader(
             lambda: self._ledger.arrive(own.number, record.model_dump(), self.config.sync_timeout)
@@ -120,7 +150,7 @@ class FixedRounds(Rounds[ArrivedRound]):
                 left_out,
             )
         rates = agree_on_rates([record.rates for record in records if record.weight > 0])
-        return ArrivedRound(own.number, weights, rates)
+        return ArrivedRound(own.number, records, weights, rates)
 
     def average(self, plan: ArrivedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
         """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""
@@ -161,6 +191,9 @@ class FixedRounds(Rounds[ArrivedRound]):
         with own.clock.counts("waiting"):
             committed, raw, is_repeated = self.island.on_leader(lambda: self._settle(plan.number, vote))
         if committed:
+            if self._history:
+                attempt = Attempt(plan.number, self._ledger.tries(plan.number))
+                self._history.note(attempt.path, plan.describe(), digest)
             return True
         votes = parse_some(VoteRecord, raw)
         if not is_repeated:

@@ -15,7 +15,7 @@ from hf_diloco.rounds.session import BaseSession
 from hf_diloco.utils.waiting import WaitNotes
 
 if TYPE_CHECKING:
-    from hf_diloco.store.host import StoreHost
+    from hf_diloco.store.rendezvous import StoreHost
 
 _LINGER_SECONDS = 0.25
 """How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
@@ -57,14 +57,14 @@ def open_session(
             config = next_training(config, after.config)
         return ElasticSession(config, island, should_stop, host=host, linger=linger)
     transport = after.transport.again() if isinstance(after, FixedSession) else None
-    return FixedSession(config, island, should_stop, transport)
+    return FixedSession(config, island, should_stop, transport, folder=folder)
 
 
 def _meet_at_island_0(
     config: DiLoCoConfig, island: IslandGroup, folder: Path
 ) -> tuple[DiLoCoConfig, StoreHost | None]:
     """The settings with the address of the store that island 0 keeps; and, on its leader, what keeps it."""
-    from hf_diloco.store.host import StoreHost, address_towards, find_store, url_of
+    from hf_diloco.store.rendezvous import StoreHost, address_towards, find_store, url_of
 
     hosts: list[StoreHost] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS, Facts
+from hf_diloco.membership.heartbeats import Members, Phase
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState
@@ -22,6 +24,47 @@ from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.rounds.round import Contribution
 
 logger = logging.getLogger("hf_diloco")
+
+
+class Presence:
+    """Brings this island's next sign of life up to date; used by its leader only.
+
+    Args:
+        members: the islands.
+        outer: this rank's outer state, which is open.
+        tokens_per_step: of the whole island; 0 if unknown.
+    """
+
+    def __init__(self, members: Members, outer: OuterState, tokens_per_step: int) -> None:
+        self._standing = members.standing
+        self._nudge = members.nudge
+        self._outer = outer
+        self._tokens_per_step = tokens_per_step
+        self._last_speed = 0.0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Training goes on after a round."""
+        self._went_on = time.monotonic(), self._outer.num_steps
+
+    def stand(self, phase: Phase) -> None:
+        """What the next sign of life says; it is given at once, because others may wait to hear it."""
+        self.refresh()  # how fast it was until now
+        self._standing.phase = phase
+        self._nudge()
+
+    def refresh(self) -> None:
+        """Called before each sign of life."""
+        self._standing.round, self._standing.steps = self._outer.round, self._outer.steps
+        self._standing.tokens_per_second = self._speed()
+
+    def _speed(self) -> float:
+        """Tokens a second since the last round; before the first step after it, and in a round, as it was before."""
+        since, num_steps = self._went_on
+        elapsed, taken = time.monotonic() - since, self._outer.num_steps - num_steps
+        if taken and elapsed > 0 and self._standing.phase != "syncing":
+            self._last_speed = taken * self._tokens_per_step / elapsed
+        return self._last_speed
 
 
 class BaseSession(ABC):
@@ -38,10 +81,14 @@ class BaseSession(ABC):
         outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
         chosen: what `join` took for settings that are "auto", and where that comes from.
         has_left: `leave` was called; figures stay readable.
+        members: this island's signs of life, and those of others; on the island's leader, once it has entered.
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
         tokens_per_step: of the whole island, if known; set before `join`.
     """
+
+    members: Members | None = None
+    _presence: Presence | None = None
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
@@ -101,6 +148,27 @@ class BaseSession(ABC):
         Raises:
             FingerprintError, RendezvousError, CheckpointError, IslandLostError.
         """
+
+    def _show_standing(self) -> None:
+        """From now on this island's signs of life say where it stands."""
+        if self.members:
+            self._presence = Presence(self.members, self.outer, self.tokens_per_step or 0)
+            self._presence.refresh()
+
+    def _give_heartbeats(self, members: Members) -> None:
+        """From now on this island's leader gives signs of life."""
+        members.standing.num_ranks = self.island.size
+        members.start_heartbeats(lambda: self._presence.refresh() if self._presence else None)
+
+    def _stand(self, phase: Phase) -> None:
+        if self._presence:
+            self._presence.stand(phase)
+
+    def _go_on(self) -> None:
+        """Training goes on."""
+        self._background.last_end = time.monotonic()
+        if self._presence:
+            self._presence.go_on()
 
     @property
     def _pulls(self) -> bool:

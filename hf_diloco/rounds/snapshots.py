@@ -22,11 +22,11 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
 from hf_diloco.membership.heartbeats import IncarnationRecord, incarnation_path
-from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
+from hf_diloco.membership.round_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import Entry
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.object_info import read_info
+from hf_diloco.transport.objects import read_info
 
 logger = logging.getLogger("hf_diloco")
 

@@ -1,12 +1,10 @@
 """What is secret between the islands of a run, and who says what: key agreement, sealed messages and records,
 identities. No sockets here."""
 
-from hf_diloco.sealing.agreement import Agreement
-from hf_diloco.sealing.channel import OVERHEAD, Channel
+from hf_diloco.sealing.channel import ISLANDS, OVERHEAD, Agreement, Channel, Parties
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey, derive
-from hf_diloco.sealing.parties import ISLANDS, Parties
-from hf_diloco.sealing.values import ValueSeal
+from hf_diloco.sealing.stored import ValueSeal
 
 __all__ = [
     "ISLANDS",

@@ -26,9 +26,16 @@ from pydantic import BaseModel
 from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.decisions import is_outcome
 from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import (
+    OfferRecord,
+    OutcomeRecord,
+    PlanRecord,
+    SnapshotRecord,
+    StartRecord,
+    assemble,
+    round_of,
+)
 from hf_diloco.membership.run import PATH as RUN_PATH, open_run
-from hf_diloco.membership.snapshot_records import SnapshotRecord, StartRecord, assemble, round_of
 from hf_diloco.membership.voting import VoteRecord
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import Entry, ObjectStore
@@ -332,7 +339,7 @@ class _Check:
                 self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
 
     def _check_digests(self) -> None:
-        from hf_diloco.transport.object_info import read_info
+        from hf_diloco.transport.objects import read_info
 
         for path, raw in sorted(self._read.named.items()):
             if path not in self._entries or path in self._found:

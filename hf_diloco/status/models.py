@@ -107,10 +107,11 @@ class RunStatus(_Status):
         begun_by, begun_on: the island that began it, and its host ("" if unknown).
         has_key: whether what islands write is authenticated.
         settings: what all islands share.
+        waits_for_all: membership is fixed: each round needs all islands, and values go directly between them.
         num_rounds: rounds after which the run is over; None: each island ends by itself.
         round: rounds committed.
         seconds_per_round: median of the rounds shown, by the store's clock.
-        is_over: all rounds are committed, and no island is there any more.
+        is_over: all rounds are committed, and no island is there any more; or all have ended, and none may come back.
         islands: in the order of their numbers.
         rounds: the last ones, the newest first.
         snapshot: None if none is whole.
@@ -124,6 +125,7 @@ class RunStatus(_Status):
     begun_on: str
     has_key: bool
     settings: dict[str, str | int | float | bool | None]
+    waits_for_all: bool
     num_rounds: int | None
     round: int
     seconds_per_round: float | None

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from hf_diloco.errors import ForgedError, PayloadError
+from hf_diloco.errors import ForgedError, PayloadError, RendezvousError
 from hf_diloco.membership import heartbeats as members
 from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
+from hf_diloco.membership.round_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.membership.run import open_run
-from hf_diloco.membership.snapshot_records import Snapshot, SnapshotRecord, assemble, round_of
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.status.rounds import Attempts, decided_at, group_rounds, read_round
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
-from hf_diloco.store.objects import Entry, ObjectStore
+from hf_diloco.store.objects import Entry, ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import GONE_SECONDS, url_of
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
@@ -45,6 +46,10 @@ class Observer:
         key: the run's; empty for none.
         num_rounds: how many of the last rounds to describe.
         clock: by which it waits.
+        url: what people call the store; default: its own address.
+
+    Attributes:
+        is_of_tcp: island 0 keeps the store, for as long as it takes part.
 
     Raises:
         RendezvousError: there is no run, or it was begun with another key.
@@ -57,8 +62,11 @@ class Observer:
         key: bytes,
         num_rounds: int = 10,
         clock: Clock = REAL,
+        url: str = "",
     ) -> None:
         self._store = store
+        self._url = url or store.url
+        self.is_of_tcp = self._url.startswith("tcp:")
         self._has_key = bool(key)
         self._num_rounds = num_rounds
         self._clock = clock
@@ -105,24 +113,30 @@ class Observer:
         begun = self._incarnation(incarnations.get(self._run.by, {}).get(1))
         num_rounds = self._run.num_rounds
         return RunStatus(
-            url=self._store.url,
+            url=self._url,
             run=self._run.run,
             begun_by=self._run.by,
             begun_on=begun.host if begun else "",
             has_key=self._has_key,
             settings=self._run.fingerprint,
+            waits_for_all=self._run.waits_for_all,
             num_rounds=num_rounds,
             round=newest,
             seconds_per_round=_median([status.seconds for status in rounds]),
-            is_over=num_rounds is not None
-            and newest >= num_rounds
-            and all(island.presence in ("ended", "silent") for island in islands),
+            is_over=self._is_over(islands, newest),
             islands=islands,
             rounds=rounds[: self._num_rounds],
             snapshot=snapshot,
             stored=_stored(entries),
             refused=dict(sorted(self._refused.items())),
         )
+
+    def _is_over(self, islands: Sequence[IslandStatus], newest_round: int) -> bool:
+        presences = {island.presence for island in islands}
+        if self._run.waits_for_all and presences == {"ended"}:
+            return True
+        num_rounds = self._run.num_rounds
+        return num_rounds is not None and newest_round >= num_rounds and presences <= {"ended", "silent"}
 
     # Islands
 
@@ -249,6 +263,30 @@ class Observer:
         except ForgedError as error:
             self._refused[entry.path] = str(error)
             return None
+
+
+def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Observer:
+    """Looks at the run whose islands meet somewhere: in an object store, or at tcp://HOST:PORT.
+
+    Args:
+        rendezvous: that was checked.
+        key, num_rounds: see `Observer`.
+        timeout: seconds without an answer after which the store counts as lost.
+
+    Raises:
+        RendezvousError: it cannot be opened; or see `Observer`.
+        StoreError: it does not answer.
+    """
+    if not rendezvous.startswith("tcp:"):
+        return Observer(open_object_store(rendezvous, timeout, read_only=True), key, num_rounds)
+    try:
+        store = open_object_store(url_of(rendezvous), timeout, read_only=True, gone_after=GONE_SECONDS)
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"no run can be seen at {rendezvous} ({error}): island 0, which keeps its store, has not started, has "
+            "ended, or cannot be reached from this machine"
+        ) from None
+    return Observer(store, key, num_rounds, url=rendezvous)
 
 
 def _by_folder(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:

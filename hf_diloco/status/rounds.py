@@ -107,7 +107,7 @@ def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]
 def _payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
     """Bytes of all objects; one that is offered again in another attempt counts once. None if there are none."""
     objects = [info for offer in offers for info in offer.objects]
-    if objects and all("path" not in info for info in objects):
+    if all("path" not in info for info in objects):
         return None
     sizes = {str(info.get("path")): info.get("num_bytes") for info in objects}
     return sum(size for size in sizes.values() if isinstance(size, int) and size >= 0)

@@ -13,7 +13,7 @@ def figures(status: RunStatus) -> list[tuple[str, str]]:
     """The run's figures, one a row."""
     host = f" ({status.begun_on})" if status.begun_on else ""
     stored = status.stored
-    return [
+    rows = [
         ("run", f"{status.run[:12]} at {status.url}, begun by island {status.begun_by}{host}"),
         ("rounds", _progress(status)),
         (
@@ -22,6 +22,11 @@ def figures(status: RunStatus) -> list[tuple[str, str]]:
             if status.has_key
             else "none: whoever can write to the store is believed",
         ),
+    ]
+    if status.waits_for_all:
+        return rows
+    return [
+        *rows,
         ("snapshot", _snapshot(status)),
         (
             "in the store",

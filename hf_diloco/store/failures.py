@@ -1,16 +1,22 @@
-"""What an object store's refusals and silences mean: whether to ask again, and what a person can do about it."""
+"""Asking an object store until it answers: what its refusals and silences mean, and what people can do about them."""
 
 from __future__ import annotations
 
 import errno
+import random
 import re
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
-from hf_diloco.errors import StoreError
+from hf_diloco.errors import StoreError, StoreFullError
 from hf_diloco.store.backends import ENVIRONMENT_PREFIX, lacks_bucket
+from hf_diloco.store.folder import NoFileError
 from hf_diloco.utils.urls import MAX_PATH, is_object_path
+
+T = TypeVar("T")
 
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL)",
@@ -36,27 +42,75 @@ class UnreadableError(StoreError):
     """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
 
 
-@dataclass(frozen=True)
-class Failures:
-    """Reads the errors of one store.
+class AbsentError(Exception):
+    """There is no such object."""
 
-    Attributes:
-        scheme: of its URL.
+
+class UnsettledError(Exception):
+    """The store says that the object exists, but does not show it yet."""
+
+
+class Retries:
+    """Asks one store, again and again where that may help.
+
+    Args:
+        url: of the store.
         timeout: seconds after which it counts as lost.
         read_only: nothing is to be written there.
-        is_kept_by_peer: an island or a node keeps it, for as long as it takes part.
+        gone_after: an island or a node keeps it, for as long as it takes part; see `ObjectStore`.
     """
 
-    scheme: str
-    timeout: float
-    read_only: bool
-    is_kept_by_peer: bool = False
+    def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None = None) -> None:
+        self.gone_after = gone_after
+        self._url = url
+        self._scheme = url.partition(":")[0]
+        self._timeout = timeout
+        self._read_only = read_only
+        self._patience = 0.6 * timeout
+        self._patience_if_refused = self._patience if gone_after is None else gone_after
 
-    def may_pass(self, error: Exception) -> bool:
+    def ask(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
+        """What an attempt returns, once it does.
+
+        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
+        second half begins here.
+
+        Raises:
+            AbsentError: the answer is that there is no such object.
+            StoreError: there is no answer, or it is a refusal.
+        """
+        begun = time.monotonic()
+        pause = 0.05
+        while True:
+            try:
+                return attempt()
+            except FileNotFoundError as error:
+                if self._scheme != "file" and lacks_bucket(error):
+                    raise self._failure(verb, path, error) from None
+                raise AbsentError from None
+            except NoFileError as error:
+                raise UnreadableError(f"{self._url}: {error.filename} {error.strerror}: remove it") from None
+            except (BaseError, OSError, UnsettledError) as error:
+                is_refused = isinstance(error, ConnectionRefusedError)
+                patience = self._patience_if_refused if is_refused else self._patience
+                if not self._may_pass(error) or time.monotonic() - begun >= patience:
+                    raise self._failure(verb, path, error) from None
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
+            pause = min(2 * pause, 1.0, 0.05 * self._timeout)
+
+    def _failure(self, verb: str, path: str, error: Exception) -> StoreError:
+        is_unsettled = isinstance(error, UnsettledError)
+        reason = "it says that the object exists, but does not show it" if is_unsettled else reason_of(error)
+        kind = StoreFullError if is_full(error) else StoreError
+        return kind(f"{self._url} does not {verb} {path or 'its objects'} ({reason}): {self.remedy(error)}")
+
+    def _may_pass(self, error: Exception) -> bool:
         """Whether asking again may help."""
-        if self.scheme == "file" and isinstance(error, OSError) and error.errno in _PASSING:
+        if isinstance(error, UnsettledError):
             return True
-        if self.scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        if self._scheme == "file" and isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        if self._scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return False
         if "builder error" in str(error):  # http where only https is allowed
             return False
@@ -66,26 +120,26 @@ class Failures:
     def remedy(self, error: Exception | None = None) -> str:
         """What a person can do; without an error, where the store could not even be opened."""
         text = str(error)
-        if self.scheme in ("file", "memory") and self.read_only:
+        if self._scheme in ("file", "memory") and self._read_only:
             return "give the rendezvous of a run, on a machine that can read it"
-        if self.scheme in ("file", "memory"):
+        if self._scheme in ("file", "memory"):
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
         if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
-        if self.is_kept_by_peer:
+        if self.gone_after is not None:
             return "who keeps it has ended, or cannot be reached"
-        if self.scheme in ("http", "https") and (error is None or self.may_pass(error)):
+        if self._scheme in ("http", "https") and (error is None or self._may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if "builder error" in text:
-            return f"set {ENVIRONMENT_PREFIX[self.scheme]}_ALLOW_HTTP=true for an endpoint without TLS, or use https"
+            return f"set {ENVIRONMENT_PREFIX[self._scheme]}_ALLOW_HTTP=true for an endpoint without TLS, or use https"
         if error is None or _is_denied(error):
             return (
                 "give this machine credentials that may list, read, write and delete there; they come from the "
-                f"environment: {_CREDENTIALS[self.scheme]}, or from the machine's own identity"
+                f"environment: {_CREDENTIALS[self._scheme]}, or from the machine's own identity"
             )
-        if not self.may_pass(error):
+        if not self._may_pass(error):
             return "it refuses what the islands need: it must offer conditional writes, range reads and lists"
-        return f"no success within {self.timeout:g} s; check the network, the endpoint and the store's state"
+        return f"no success within {self._timeout:g} s; check the network, the endpoint and the store's state"
 
 
 def is_full(error: Exception) -> bool:

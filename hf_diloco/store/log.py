@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
-from hf_diloco.store.question import Awaited
-from hf_diloco.store.sight import Watch
+from hf_diloco.store.question import Awaited, Watch
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import Clock
 
@@ -64,6 +63,10 @@ class RunLog:
         self.refused_islands: dict[int, str] = {}
         """Islands that are not believed though they hold the run's key, with the last reason."""
         self._newly_refused: dict[int, str] = {}
+
+    def below(self, name: str) -> RunLog:
+        """Another log of the same run, for what lies below a path."""
+        return RunLog(self.store.below(name), self.seal)
 
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless there is one; whether this one is there now."""

@@ -9,9 +9,7 @@ A reader sees an object whole or not at all, and it stays when the power fails; 
 from __future__ import annotations
 
 import bisect
-import random
 import re
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,22 +17,21 @@ from typing import Any, TypeVar
 
 from obstore.exceptions import BaseError
 
-from hf_diloco.errors import RendezvousError, StoreError, StoreFullError
-from hf_diloco.store.backends import PART_BYTES, Cloud, Server, lacks_bucket, open_backend
+from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.store.backends import PART_BYTES, Cloud, Server, open_backend
 from hf_diloco.store.failures import (
+    AbsentError,
     CutShortError,
-    Failures,
+    Retries,
     TooLargeError,
     UnreadableError,
+    UnsettledError,
     check_path,
-    is_full,
     reason_of,
 )
 from hf_diloco.store.folder import Entry, NoFileError
-from hf_diloco.store.question import Answer, Question
-from hf_diloco.store.sight import Sights
-from hf_diloco.utils.ranges import join_ranges
-from hf_diloco.utils.together import ask_together
+from hf_diloco.store.question import Answer, Question, Sights
+from hf_diloco.utils.threads import ask_together
 from hf_diloco.utils.urls import check_store_url, is_object_path
 
 T = TypeVar("T")
@@ -43,14 +40,6 @@ _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid rang
 
 NEAR = frozenset({"memory", "file"})
 """Schemes of stores that answer in less time than it takes to begin a thread."""
-
-
-class _Absent(Exception):
-    """There is no such object."""
-
-
-class _Unsettled(Exception):
-    """The store says that the object exists, but does not show it yet."""
 
 
 class ObjectStore:
@@ -77,23 +66,25 @@ class ObjectStore:
     ) -> None:
         self.url = check_store_url(url)
         self.timeout = timeout
-        self._patience = 0.6 * timeout
-        self._patience_if_refused = self._patience if gone_after is None else gone_after
         self._scheme = self.url.partition(":")[0]
         self.sights = Sights()
-        self._failures = Failures(self._scheme, timeout, read_only, is_kept_by_peer=gone_after is not None)
+        self._retries = Retries(self.url, timeout, read_only, gone_after)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
-            self._call("list", "checks", self._backend.greet)
+            self._retries.ask("list", "checks", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:
             raise RendezvousError(
-                f"the rendezvous {self.url} cannot be opened ({reason_of(error)}): {self._failures.remedy()}"
+                f"the rendezvous {self.url} cannot be opened ({reason_of(error)}): {self._retries.remedy()}"
             ) from None
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
+
+    def below(self, name: str) -> ObjectStore:
+        """The same store, for what lies below a path."""
+        return ObjectStore(f"{self.url}/{name}", self.timeout, gone_after=self._retries.gone_after)
 
     def check_creation(self) -> None:
         """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.
@@ -150,7 +141,7 @@ class ObjectStore:
             try:
                 return self._backend.read(path, limit)
             except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
-                raise _Unsettled from None
+                raise UnsettledError from None
             except NoFileError:
                 return b""
 
@@ -168,8 +159,8 @@ class ObjectStore:
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
-            return self._call("read", path, lambda: backend.read_tagged(path, limit))
-        except _Absent:
+            return self._retries.ask("read", path, lambda: backend.read_tagged(path, limit))
+        except AbsentError:
             return None
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
@@ -247,8 +238,8 @@ class ObjectStore:
         if sight and (seen := sight.objects[path]) is not None and len(seen) <= limit:
             return seen
         try:
-            return self._call("read", path, lambda: self._backend.read(path, limit))
-        except _Absent:
+            return self._retries.ask("read", path, lambda: self._backend.read(path, limit))
+        except AbsentError:
             return None
         except OverflowError as size:
             raise self._too_large(path, size, limit) from None
@@ -265,7 +256,7 @@ class ObjectStore:
         pairs = list(zip(starts, ends, strict=True))
         if wrong := [pair for pair in pairs if not 0 <= pair[0] < pair[1]]:
             raise ValueError(f"no range of bytes: {wrong[0]}")
-        runs = {first: self._get_run(path, first, last) for first, last in join_ranges(pairs)}
+        runs = {first: self._get_run(path, first, last) for first, last in _join(pairs)}
         firsts = sorted(runs)
         found = [firsts[bisect.bisect_right(firsts, start) - 1] for start, _ in pairs]
         return [runs[first][start - first : end - first] for first, (start, end) in zip(found, pairs, strict=True)]
@@ -273,8 +264,8 @@ class ObjectStore:
     def _get_run(self, path: str, start: int, end: int) -> memoryview:
         """One range; obstore's own function for several ends the process if the object is shorter than expected."""
         try:
-            run = memoryview(self._call("read", path, lambda: self._backend.read_range(path, start, end)))
-        except _Absent:
+            run = memoryview(self._retries.ask("read", path, lambda: self._backend.read_range(path, start, end)))
+        except AbsentError:
             raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
         except UnreadableError as error:
             raise CutShortError(str(error)) from None
@@ -308,8 +299,8 @@ class ObjectStore:
         if prefix:
             check_path(prefix)
         try:
-            found = self._call("list", prefix, lambda: self._backend.find(prefix))
-        except _Absent:  # a folder that was removed meanwhile
+            found = self._retries.ask("list", prefix, lambda: self._backend.find(prefix))
+        except AbsentError:  # a folder that was removed meanwhile
             return []
         return sorted(entry for entry in found if is_object_path(entry.path))
 
@@ -326,16 +317,16 @@ class ObjectStore:
 
     def unfinished(self) -> Sequence[Entry]:
         """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /)."""
-        return sorted(self._call("list", "", self._backend.unfinished))
+        return sorted(self._retries.ask("list", "", self._backend.unfinished))
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes what `unfinished` has returned; nobody may be writing it any more."""
         for entry in unfinished:
-            self._call("delete", entry.path, lambda: self._backend.drop(entry.path))  # noqa: B023 - called at once
+            self._retries.ask("delete", entry.path, lambda: self._backend.drop(entry.path))  # noqa: B023 - called at once
 
     def links(self) -> Sequence[str]:
         """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
-        return self._call("list", "", self._backend.links)
+        return self._retries.ask("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
         """Gives an object another path; a link is moved, not followed.
@@ -349,51 +340,24 @@ class ObjectStore:
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
         self.sights.current = None  # what was seen before may be no more
         try:
-            return self._call(verb, path, attempt)
+            return self._retries.ask(verb, path, attempt)
         except UnreadableError as error:
             raise StoreError(str(error)) from None
-        except _Absent:
+        except AbsentError:
             raise StoreError(
                 f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
             ) from None
 
-    def _call(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
-        """Asks until there is an answer.
 
-        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
-        second half begins here.
-
-        Raises:
-            _Absent: the answer is that there is no such object.
-            StoreError: there is no answer, or it is a refusal.
-        """
-        begun = time.monotonic()
-        pause = 0.05
-        while True:
-            try:
-                return attempt()
-            except FileNotFoundError as error:
-                if self._scheme != "file" and lacks_bucket(error):
-                    raise self._failure(verb, path, error) from None
-                raise _Absent from None
-            except NoFileError as error:
-                raise UnreadableError(f"{self.url}: {error.filename} {error.strerror}: remove it") from None
-            except (BaseError, OSError, _Unsettled) as error:
-                is_refused = isinstance(error, ConnectionRefusedError)
-                patience = self._patience_if_refused if is_refused else self._patience
-                if not self._may_pass(error) or time.monotonic() - begun >= patience:
-                    raise self._failure(verb, path, error) from None
-            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
-            pause = min(2 * pause, 1.0, 0.05 * self.timeout)
-
-    def _may_pass(self, error: Exception) -> bool:
-        return isinstance(error, _Unsettled) or self._failures.may_pass(error)
-
-    def _failure(self, verb: str, path: str, error: Exception) -> StoreError:
-        reason = "it says that the object exists, but does not show it" if isinstance(error, _Unsettled) else None
-        what = f"{self.url} does not {verb} {path}" if path else f"{self.url} does not {verb} its objects"
-        kind = StoreFullError if is_full(error) else StoreError
-        return kind(f"{what} ({reason or reason_of(error)}): {self._failures.remedy(error)}")
+def _join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in order, those that touch or overlap made one."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        else:
+            runs.append((start, end))
+    return runs
 
 
 def open_object_store(

@@ -14,15 +14,25 @@ is there, or after `linger` seconds: one answer then brings both.
 
 DATA is in base64 (RFC 4648, of URLs), TAG a digest (xxh3_64) of it. Left out (null) are data that the island knows,
 and what is too large or cannot be read.
+
+Any other store answers questions one by one, and who waits asks it again and again. A `Watch` hides the difference.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.urls import is_object_path
+
+if TYPE_CHECKING:
+    from hf_diloco.store.objects import ObjectStore
 
 MAX_WAIT_SECONDS = 30.0
 MAX_DATA_BYTES = 4 << 20
@@ -78,3 +88,165 @@ class Answer(_Message):
 
     created: dict[Path, bytes | None]
     objects: dict[Path, tuple[str, bytes | None]]
+
+
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.5
+
+
+@dataclass(frozen=True)
+class Sight:
+    """All objects below some prefixes at one moment.
+
+    Attributes:
+        prefixes: where was looked.
+        paths: likewise.
+        objects: their data by path; None for what was not told, as it is too large or cannot be read.
+        tags: tell versions of an object apart.
+        created: what lies where something was to be created; None if that was not told.
+    """
+
+    prefixes: tuple[str, ...] = ()
+    objects: Mapping[str, bytes | None] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    created: Mapping[str, bytes | None] = field(default_factory=dict)
+    paths: frozenset[str] = frozenset()
+
+    def covers(self, path: str) -> bool:
+        """Whether it shows what lies at a path, or below it."""
+        return path in self.paths or any(path == prefix or path.startswith(f"{prefix}/") for prefix in self.prefixes)
+
+    def below(self, prefix: str) -> list[tuple[str, int]]:
+        """Paths below a prefix that it covers, and sizes, where they were told; in order."""
+        found = (item for item in self.objects.items() if item[0].startswith(f"{prefix}/"))
+        return sorted((path, len(data or b"")) for path, data in found)
+
+
+class Sights(threading.local):
+    """From which sight this thread's questions are answered, until it writes something."""
+
+    current: Sight | None = None
+
+    @contextmanager
+    def answer_from(self, sight: Sight) -> Iterator[None]:
+        """What this thread asks is answered from a sight, as far as that covers it."""
+        self.current = sight
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def covering(self, path: str) -> Sight | None:
+        """The sight, if it covers a path."""
+        return self.current if self.current and self.current.covers(path) else None
+
+
+def look(
+    store: ObjectStore,
+    prefixes: Sequence[str],
+    before: Sight | None = None,
+    seconds: float = 0.0,
+    create: Mapping[str, bytes] | None = None,
+    awaited: Awaited | None = None,
+    paths: Collection[str] = (),
+) -> Sight:
+    """All objects below some prefixes, in one request, as soon as there is something new.
+
+    Args:
+        store: one that `tells_changes`.
+        prefixes: where to look.
+        before: what was seen the last time; None: this does not wait.
+        seconds: to wait at most for anything else than that.
+        create: objects to create before, unless they exist.
+        awaited: an object below one of the prefixes that other news wait for.
+        paths: further objects.
+
+    Raises:
+        StoreError: no answer, or a refusal.
+    """
+    known = None if before is None else dict(before.tags)
+    answer = store.ask(
+        Question(
+            create=dict(create or {}),
+            prefixes=list(prefixes),
+            paths=list(paths),
+            known=known,
+            seconds=seconds,
+            awaited=awaited,
+        )
+    )
+    seen = before.objects if before else {}
+    return Sight(
+        tuple(prefixes),
+        {path: seen.get(path) if data is None else data for path, (_, data) in answer.objects.items()},
+        {path: tag for path, (tag, _) in answer.objects.items()},
+        answer.created,
+        frozenset(paths),
+    )
+
+
+@contextmanager
+def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
+    """What this thread asks of some places, before it writes, is answered by one request if the store can."""
+    if not store.tells_changes:
+        yield
+        return
+    with store.sights.answer_from(look(store, prefixes, paths=paths)):
+        yield
+
+
+class Watch:
+    """Asks the same questions again and again, each time once there may be another answer.
+
+    Args:
+        store: that is asked.
+        prefixes: below which the answers lie.
+        clock: by which it waits.
+        create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
+        when_taken: called if there was something else.
+        awaited: see `look`; ignored where the store is asked again and again.
+        paths: where the answers lie beside that.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        prefixes: Sequence[str],
+        clock: Clock,
+        create: Mapping[str, bytes] | None = None,
+        when_taken: Callable[[], None] = lambda: None,
+        awaited: Awaited | None = None,
+        paths: Collection[str] = (),
+    ) -> None:
+        self._store = store
+        self._paths = paths
+        self._prefixes = prefixes
+        self._clock = clock
+        self._create = dict(create or {})
+        self._when_taken = when_taken
+        self._awaited = awaited
+        self._sight: Sight | None = None
+        self._pause = 0.0
+
+    def ask(self, *questions: Callable[[], Any]) -> list[Any]:
+        """The answers. From the second time on this waits before: at most half a second, less if there is news."""
+        if self._store.tells_changes:
+            return self._ask_at_once(questions)
+        self._rest()
+        return self._store.ask_together(*questions)
+
+    def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
+        before, begun = self._sight, self._clock.now()
+        self._sight = look(
+            self._store, self._prefixes, before, MAX_PAUSE_SECONDS, self._create, self._awaited, self._paths
+        )
+        if before and before.tags == self._sight.tags and self._clock.now() - begun < MAX_PAUSE_SECONDS / 2:
+            self._rest()  # the server has too many that wait, and did not
+        if self._create and dict(self._sight.created) != self._create:
+            self._when_taken()
+        self._create = {}
+        with self._store.sights.answer_from(self._sight):
+            return [question() for question in questions]
+
+    def _rest(self) -> None:
+        self._clock.sleep(self._pause)
+        self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 1.3 * self._pause))

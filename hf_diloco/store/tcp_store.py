@@ -17,23 +17,19 @@ from typing import NamedTuple
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
 from hf_diloco.sealing import LinkKey, Roster
-from hf_diloco.store.authors import MEETING, RUN_PATH
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.host import StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.rendezvous import Place
-from hf_diloco.store.signing import ENV_KEY, Seal
+from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
+from hf_diloco.store.signing import ENV_KEY, MEETING, RUN_PATH, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 
 MARK = MEETING
 MARK_SECONDS = 20.0
 """How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
-GONE_SECONDS = 1.0
-"""How long nobody may listen at the port until who keeps the store counts as gone."""
 _GREETING_SECONDS = 20.0
-_VERSION = 3
+_VERSION = 4
 _NO_RUN = "-"  # what seals the mark
 _POLL_SECONDS = 0.05
 

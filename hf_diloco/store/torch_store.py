@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import secrets
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,11 +16,10 @@ from typing import Self, TypeVar
 from torch.distributed import DistStoreError, Store
 
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
-from hf_diloco.store.authors import VALUES
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import open_object_store
-from hf_diloco.store.sight import Watch, looking_once
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.question import Watch, looking_once
+from hf_diloco.store.signing import VALUES, Seal
 from hf_diloco.utils.clock import REAL
 
 T = TypeVar("T")
@@ -50,12 +48,12 @@ class RecordStore(Store):
 
     def __init__(self, log: RunLog, patience: float, should_give_up: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._log = log
+        self.log = log
         self._patience = patience
         self._should_give_up = should_give_up
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._log.put(self._path(key), _record(value))
+        self.log.put(self._path(key), _record(value))
 
     def get(self, key: str) -> bytes:
         (value,) = self.multi_get([key])
@@ -91,7 +89,7 @@ class RecordStore(Store):
     def _await(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all keys are there before so many seconds are over."""
         begun = REAL.now()
-        watch = Watch(self._log.store, (), REAL, paths=[self._path(key) for key in keys])
+        watch = Watch(self.log.store, (), REAL, paths=[self._path(key) for key in keys])
         while not watch.ask(lambda: self.check(keys))[0]:
             if REAL.now() - begun >= seconds or self._should_give_up():
                 return False
@@ -102,10 +100,10 @@ class RecordStore(Store):
         if not keys:
             return {}
         paths = {self._path(key): key for key in keys}
-        store = self._log.store
+        store = self.log.store
         is_seen = store.tells_changes and all(store.sights.covering(path) for path in paths)
         with nullcontext() if is_seen else looking_once(store, (), paths):
-            records = {path: self._log.read_or_refuse(path, BytesRecord, self._max_bytes) for path in paths}
+            records = {path: self.log.read_or_refuse(path, BytesRecord, self._max_bytes) for path in paths}
         return {paths[path]: value for path, record in records.items() if (value := _value(record)) is not None}
 
     def _path(self, key: str) -> str:
@@ -143,20 +141,21 @@ class ValueStore(RecordStore):
     @classmethod
     def in_memory(cls) -> Self:
         """One of this process alone."""
-        return cls(RunLog(open_object_store(f"memory://{uuid.uuid4().hex}"), Seal(b"", "here")), 60.0)
+        name = secrets.token_hex(16)
+        return cls(RunLog(open_object_store(f"memory://{name}"), Seal(b"", name)), 60.0)
 
     def below(self, prefix: str) -> Self:
         """The same store, with keys of its own."""
-        return type(self)(self._log, self._patience, self._should_give_up, f"{self._prefix}{prefix}/")
+        return type(self)(self.log, self._patience, self._should_give_up, f"{self._prefix}{prefix}/")
 
     def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
         """The same store, for who waits in another way; see `RecordStore`."""
-        return type(self)(self._log, patience, should_give_up, self._prefix)
+        return type(self)(self.log, patience, should_give_up, self._prefix)
 
     def news(self, prefix: str) -> Callable[[], None]:
         """What waits until something below a prefix is written after its last call, or half a second is over. The
         first call returns at once."""
-        watch = Watch(self._log.store, [f"{self._folder}{prefix}"], REAL)
+        watch = Watch(self.log.store, [f"{self._folder}{prefix}"], REAL)
 
         def wait() -> None:
             self._ask(watch.ask)
@@ -178,11 +177,11 @@ class ValueStore(RecordStore):
 
         def create() -> bytes:
             try:
-                value = _value(self._log.decide(path, record))
+                value = _value(self.log.decide(path, record))
                 if value is not None:
                     return value
             except ForgedError as error:
-                self._log.refuse(path, error)
+                self.log.refuse(path, error)
             return self._change(key, lambda found: _bytes(desired) if found is None else found)
 
         return self._ask(create)
@@ -196,24 +195,24 @@ class ValueStore(RecordStore):
 
     def delete_key(self, key: str) -> bool:
         """Leaves word that it is gone: `compare_set` and `add` must not take it for what a stranger has deleted."""
-        self._ask(lambda: self._log.put(self._path(key), BytesRecord(value=None)))
+        self._ask(lambda: self.log.put(self._path(key), BytesRecord(value=None)))
         return True
 
     def forget(self, keys: Sequence[str]) -> None:
         """Deletes what nobody asks for any more."""
-        self._ask(lambda: self._log.store.delete([self._path(key) for key in keys]))
+        self._ask(lambda: self.log.store.delete([self._path(key) for key in keys]))
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
         """Puts what `change` makes of a value in its place; returns that."""
         path = self._path(key)
         for _ in range(_MAX_ATTEMPTS):
-            read = self._log.read_tagged(path, BytesRecord)
+            read = self.log.read_tagged(path, BytesRecord)
             found = _value(read[1]) if read else None
             wish = change(found)
             if wish == found:
                 return wish
             record = _record(wish)
-            if self._log.replace(path, read[0], record) if read else self._log.create(path, record):
+            if self.log.replace(path, read[0], record) if read else self.log.create(path, record):
                 return wish
         raise StoreError(f"{path} is overwritten again and again: keep others away from the rendezvous")
 

@@ -27,8 +27,9 @@ from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds import BaseSession, open_session
 from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.open import open_session
+from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,
     examples_per_step,

@@ -15,8 +15,8 @@ import torch
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds import BaseSession
 from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.session import BaseSession
 
 
 class OuterView:

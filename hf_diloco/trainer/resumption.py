@@ -13,7 +13,7 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.checkpoints import SavedKind, saved_kind
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.schedule import step_of
-from hf_diloco.rounds import BaseSession
+from hf_diloco.rounds.session import BaseSession
 from hf_diloco.utils.lr_schedule import move_schedule
 
 logger = logging.getLogger("hf_diloco")

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
-from hf_diloco.sealing.blocks import BLOCK_OVERHEAD, BlockSeal
+from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.objects import PART_BYTES, ObjectStore
 from hf_diloco.transport.base import BLOCK_VALUES, Observer, Traffic, weighted_mean
-from hf_diloco.transport.block_reader import BlockReader, LoadedBlock, digest_of
-from hf_diloco.transport.object_info import ObjectInfo, find_cover
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.objects import BlockReader, LoadedBlock, ObjectInfo, digest_of, find_cover
 
 OBJECT_BLOCK_VALUES = 1 << 20
 """Values a block of an object, the least that can be read and checked by itself: 4 MiB of fp32, enough to outweigh a

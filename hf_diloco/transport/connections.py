@@ -9,7 +9,7 @@ A TCP connection sends no more in a round trip than its buffers hold, and one th
 Where links are long, several connections between two islands, each a group of its own, carry more than one.
 
 Ends find each other in a `Meeting`; with a key they prove there that they hold it, and all that goes over their
-connections is sealed: see `sealing`.
+connections is sealed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from queue import Empty
 
 import torch
@@ -27,15 +29,17 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.sealing import Channel
+from hf_diloco.sealing import OVERHEAD, Channel
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
 from hf_diloco.utils.listening import GlooListener
-from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.threads import call_within
+
+_MIN_KEPT_BYTES = 1 << 12
+
 
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
@@ -294,3 +298,76 @@ def _not_connected(error: Exception, lane: Lane) -> IslandLostError:
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),
     )
+
+
+class Sealer:
+    """Seals what one end sends, and opens what comes. Any number of threads may use it.
+
+    A message is sealed from the caller's tensor into memory of its own, from which it is sent, and opened from where
+    it was received into the caller's tensor: one pass over memory each, as the checksum without a key is. That memory
+    is used again. A message that is only authenticated is sent as it lies, and its signature behind it.
+
+    Args:
+        channels: of all connections.
+    """
+
+    def __init__(self, channels: Mapping[End, Channel]) -> None:
+        self._channels = channels
+        self._staging = _Staging()
+
+    def channel(self, end: End) -> Channel:
+        """The keys of one connection."""
+        return self._channels[end]
+
+    def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        """What to send, in this order."""
+        channel, place = self._channels[end], (tag, transfers.number("send", end.peer, tag))
+        if not channel.encrypts:
+            return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
+        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
+        transfers.when_done(give_back)
+        channel.seal_into(place, _bytes(part), _bytes(sealed))
+        return [sealed]
+
+    def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        """What to receive, in this order. `part` is whole once the transfers were waited for and checked."""
+        channel, place = self._channels[end], (tag, transfers.number("recv", end.peer, tag))
+        if not channel.encrypts:
+            signature = torch.empty(OVERHEAD, dtype=torch.uint8)
+            check = partial(_verify, channel, place, part, signature)
+            transfers.expect(part, check, end.peer)
+            return [part, signature]
+        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
+        transfers.expect(part, partial(channel.open_into, place, _bytes(sealed), _bytes(part)), end.peer)
+        transfers.when_done(give_back)
+        return [sealed]
+
+
+class _Staging:
+    """Host memory, used again for whatever fits: fresh memory costs eight times what used memory does.
+
+    Each piece has the next power of two of bytes. What nobody has written to takes no memory, and the last chunk of
+    every fragment has a length of its own.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """So many bytes, and what gives them back: not to be called while a transfer may still use them."""
+        size = 1 << (num_bytes - 1).bit_length()
+        free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
+        try:
+            taken = free.pop()
+        except IndexError:
+            taken = torch.empty(size, dtype=torch.uint8)
+        return taken[:num_bytes], partial(free.append, taken)
+
+
+def _verify(channel: Channel, place: tuple[int, int], part: torch.Tensor, signature: torch.Tensor) -> bool:
+    return channel.verify(place, _bytes(part), bytes(signature.numpy()))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a 1-D host tensor (no copy)."""
+    return tensor.detach().view(torch.uint8).numpy().data

@@ -1,11 +1,35 @@
-"""Who is on the other end of each connection, before anything else goes over it; see `sealing.agreement`."""
+"""What the two ends of a connection tell each other before values go over it: who they are, and where Gloo listens.
+
+message   length (4 bytes, big-endian), then as many bytes; once there are keys these are sealed for their number
+
+The proofs are those of `sealing.channel`; `meeting` says in which order all this happens.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
+from torch.distributed import Store
+
+from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError
 from hf_diloco.sealing import Agreement, Channel, LinkKey, Parties
+from hf_diloco.transport.transfers import Deadline
+
+MAX_GREETING_BYTES = 1 << 14
+"""Of a message from who has proved nothing."""
+
+MAX_BYTES = 1 << 20
+"""Of a message from an end of the run."""
+
+PLACE = 1 << 29
+"""Tells what is sealed here from the transfers that go over the same connection later; those have lower tags."""
+
+_LENGTH_BYTES = 4
 
 
 class End(NamedTuple):
@@ -40,3 +64,145 @@ async def agree(
     heard = await swap({end: part.public for end, part in parts.items()})
     answers = await swap({end: part.confirm(heard[end]) for end, part in parts.items()})
     return {end: part.finish(answers[end]) for end, part in parts.items()}
+
+
+class Line:
+    """One end of a connection.
+
+    Args:
+        reader: what comes.
+        writer: what goes.
+
+    Attributes:
+        host: numeric address of the other end.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._channel: Channel | None = None
+        self._max_bytes = MAX_GREETING_BYTES
+        self._num_sent = self._num_received = 0
+        self.host = str(writer.get_extra_info("peername")[0])
+
+    def trust(self, channel: Channel | None) -> None:
+        """The other end has proved who it is: longer messages may come, and all are sealed if there is a channel."""
+        self._channel = channel
+        self._max_bytes = MAX_BYTES
+
+    def send(self, message: bytes) -> None:
+        """Sends a message, behind what was sent before."""
+        if self._channel:
+            message = self._channel.seal((PLACE, self._num_sent), message)
+            self._num_sent += 1
+        self._writer.write(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+
+    async def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            ForgedError: it is not what the other end has sealed.
+            ValueError: it is too long.
+            OSError, EOFError: the other end is gone.
+        """
+        length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+        if length > self._max_bytes:
+            raise ValueError(f"a message of {length:,} bytes, where at most {self._max_bytes:,} may come")
+        message = await self._reader.readexactly(length)
+        if self._channel is None:
+            return message
+        opened = self._channel.open((PLACE, self._num_received), message)
+        self._num_received += 1
+        if opened is None:
+            raise ForgedError(
+                "a message was altered on its way, or sent before: see who sits between the two machines"
+            )
+        return opened
+
+    def send_parts(self, parts: Sequence[bytes]) -> None:
+        """Sends several in one message."""
+        self.send(b"".join(len(part).to_bytes(_LENGTH_BYTES, "big") + part for part in parts))
+
+    async def receive_parts(self, number: int) -> list[bytes]:
+        """So many that were sent in one message; raises as `receive`."""
+        rest, parts = await self.receive(), []
+        while rest:
+            length = int.from_bytes(rest[:_LENGTH_BYTES], "big")
+            part, rest = rest[_LENGTH_BYTES : _LENGTH_BYTES + length], rest[_LENGTH_BYTES + length :]
+            if len(part) != length:
+                break
+            parts.append(part)
+        if rest or len(parts) != number:
+            raise ValueError(f"not {number} parts")
+        return parts
+
+    def end(self) -> None:
+        """Nothing more is sent; what was is delivered."""
+        self._writer.write_eof()
+
+    def close(self) -> None:
+        """Closes the socket; may be called more than once."""
+        self._writer.close()
+
+
+class GlooAddresses(Store):
+    """As much of a store as Gloo needs to tell its addresses. Any number of threads may use it.
+
+    Args:
+        tell: sends a value to all other ends.
+        deadline: until when values are waited for.
+    """
+
+    def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:
+        super().__init__()
+        self._tell = tell
+        self._deadline = deadline
+        self._values: dict[str, bytes] = {}
+        self._num_heard: dict[int, int] = {}
+        self._failure: DiLoCoError | None = None
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        value = value.encode() if isinstance(value, str) else value
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+        self._tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns once all keys are there; raises `IslandLostError` if they do not come."""
+        wanted = set(keys)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or wanted <= self._values.keys(), self._deadline.remaining().total_seconds()
+            )
+        if not wanted <= self._values.keys():
+            raise self._failure or IslandLostError("the others did not all say where Gloo listens")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return set(keys) <= self._values.keys()
+
+    def hear(self, peer: int, message: bytes) -> None:
+        """Takes what another end tells; raises `ValueError` if that makes no sense."""
+        try:
+            key, value = json.loads(message)
+            with self._changed:
+                self._values.setdefault(str(key), bytes.fromhex(value))
+                self._num_heard[peer] = self.num_heard(peer) + 1
+                self._changed.notify_all()
+        except (TypeError, RecursionError):
+            raise ValueError(f"no address: {message[:80]!r}") from None
+
+    def num_heard(self, peer: int) -> int:
+        """How many values an end has told."""
+        return self._num_heard.get(peer, 0)
+
+    def fail(self, error: DiLoCoError) -> None:
+        """Nothing more comes: whoever waits is told so."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

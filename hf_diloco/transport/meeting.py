@@ -4,7 +4,7 @@ Gloo takes whoever connects to its port for a peer, and aborts the process over 
 port is opened only when all ends have met elsewhere, is told to nobody else, and answers their machines only.
 
     store            mesh/NAME/at/END      where an end listens, and in which way it proves itself
-    high -> low end  who is calling whom in which lane; with a key `sealing.agreement` follows, both ways
+    high -> low end  who is calling whom in which lane; with a key `sealing.channel` follows, both ways
     both ways        from which address this end will connect, then Gloo's addresses; sealed, with a key
 
 Strangers reach a port of this kind while ends meet. What one says is limited in size and time, and so is the number
@@ -32,10 +32,8 @@ from torch.distributed import Store
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing import Channel, LinkKey
 from hf_diloco.store.rendezvous import local_address
-from hf_diloco.transport.gloo_addresses import GlooAddresses
-from hf_diloco.transport.handshake import End, agree
+from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, agree
 from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.line import MAX_GREETING_BYTES, Line
 from hf_diloco.transport.transfers import Deadline
 
 logger = logging.getLogger("hf_diloco")

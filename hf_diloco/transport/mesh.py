@@ -24,8 +24,14 @@ from hf_diloco.transport.base import (
     cut_into_pieces,
     weighted_mean,
 )
-from hf_diloco.transport.chunks import (
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.messages import Messages
+from hf_diloco.transport.transfers import (
     Chunk,
+    Deadline,
+    LossNotes,
+    Transfers,
     blocks,
     bytes_to_send,
     chunk_values,
@@ -34,11 +40,6 @@ from hf_diloco.transport.chunks import (
     length,
     num_chunks_in_flight,
 )
-from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.messages import Messages
-from hf_diloco.transport.peer_failures import LossNotes
-from hf_diloco.transport.transfers import Deadline, Transfers
 
 Watch = Callable[[], Callable[[], None]]
 

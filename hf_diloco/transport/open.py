@@ -8,14 +8,14 @@ from typing import Self
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 SILENT_SECONDS = 60.0
@@ -37,6 +37,11 @@ class Transport(ABC):
     def records(self) -> ValueStore:
         """The store, with the keys of this training alone."""
         return self.store if self.training == 1 else self.store.below(f"training-{self.training}")
+
+    @property
+    def log(self) -> RunLog:
+        """What else there is to say of this training."""
+        return self.store.log if self.training == 1 else self.store.log.below(f"training-{self.training}")
 
     def again(self) -> Self:
         """The same access for another training, which sees nothing of the last."""

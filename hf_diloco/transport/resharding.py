@@ -19,7 +19,7 @@ from hf_diloco.errors import DamagedTransferError, ExchangeError, PayloadError
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.mesh import MeshExchange, Watch
-from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 
 NOTE_PATIENCE = 0.5
 """See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""

@@ -1,4 +1,6 @@
-"""The text of an object store's address. Looks at nothing but the text, and imports nothing that takes time.
+"""Addresses: hosts on which islands and nodes may listen, and the text of where they meet.
+
+Looks at nothing but the text, and imports nothing that takes time. Object stores:
 
 file:///DIR            a folder, such as a network file system that all islands mount
 s3://BUCKET/PREFIX     Amazon S3 and what speaks its protocol (AWS_ENDPOINT_URL)
@@ -10,11 +12,12 @@ memory://NAME          this process alone; for tests
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from urllib.parse import unquote, urlsplit
 
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.utils.addresses import check_specific
 
 STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
 VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or http://HOST:PORT/NAME"
@@ -29,7 +32,51 @@ _CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT
 _SERVER_URL = re.compile(
     rf"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{{1,5}}))?/({OBJECT_PATH.pattern})/?"
 )
-_MEMORY_URL = re.compile(r"memory://[A-Za-z0-9._-]+/?")
+_MEMORY_URL = re.compile(rf"memory://{OBJECT_PATH.pattern}/?")
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parse_address(host: str) -> Address | None:
+    """A numeric address, in any form that the system takes (0, 127.1, ::ffff:10.0.0.1); None for a name."""
+    try:
+        address: Address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))
+        except (OSError, ValueError):
+            return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def check_specific(host: str) -> str:
+    """Returns `host`.
+
+    Raises:
+        ValueError: it stands for all interfaces of a machine, public ones included, and is no address to reach.
+    """
+    address = parse_address(host)
+    if address is not None and address.is_unspecified:
+        raise ValueError(
+            f"{host} stands for every interface of the machine, public ones included, and leads nowhere from another "
+            "machine: give the one address that the others reach, in a private network or a VPN; on one machine "
+            "127.0.0.1"
+        )
+    return host
+
+
+def is_public(numeric: str) -> bool:
+    """Whether an address is one of the internet."""
+    address = parse_address(numeric)
+    return address is not None and address.is_global
+
+
+def is_loopback(numeric: str) -> bool:
+    """Whether an address reaches this machine alone."""
+    address = parse_address(numeric)
+    return address is not None and address.is_loopback
 
 
 def is_object_path(path: str) -> bool:

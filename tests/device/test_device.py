@@ -21,7 +21,7 @@ from hf_diloco.inner.device_copies import LEAST_LOCKED_BYTES, copy_all, page_loc
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import METHODS, make_optimizer
 from hf_diloco.optimizers.onebit.feedback import SignFeedback, num_bit_bytes, unpack
-from hf_diloco.rounds import open_session
+from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
 
 DEVICE = torch.device(os.environ.get("HF_DILOCO_TEST_DEVICE", "cpu"))

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import yaml
 
+from hf_diloco.status import RunStatus
 from tests.clocks import AT_ONCE, LONG
-from tests.processes import Process, Processes
+from tests.processes import Process, Processes, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # two launches in a test, on few and busy cores
 
@@ -151,6 +152,13 @@ def test_a_run_from_start_to_table(launches: Launches, deepspeed: bool, num_proc
 def test_ctrl_c_and_resume(launches: Launches) -> None:
     launched = launches.start(400)
     launches.wait_for_step(launched, 6)
+    told = run([*PROGRAM[:-1], "status", launches.run, "--json"], timeout=60).output
+    seen = RunStatus.model_validate_json(told)
+    assert [(island.island, island.presence, island.num_ranks) for island in seen.islands] == [
+        (0, "alive", 1),
+        (1, "alive", 1),
+    ]
+    assert seen.round >= 1
     launched.interrupt()
     output = launched.wait(timeout=60, expect=3).output
     assert launches.checkpoints(0)

@@ -31,8 +31,8 @@ from cryptography.utils import Buffer
 
 from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.store.credentials import load_identity, load_key
-from hf_diloco.store.host import url_of
 from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.rendezvous import url_of
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.transport import connections, meeting
 from hf_diloco.utils.public_keys import show_public

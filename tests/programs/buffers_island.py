@@ -22,7 +22,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner import Shards, open_shards
 from hf_diloco.inner.base import BufferShards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from tests.programs.shards_engines import VOCABULARY, make_engine
 from tests.programs.shards_reference import whole
 from tests.programs.shards_table import CELLS

@@ -16,9 +16,8 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.sealing import LinkKey
-from hf_diloco.transport import chunks, mesh
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport import mesh, transfers
+from hf_diloco.transport.lane import Lane, RateLimit
 from tests.tcp_stores import reach
 
 
@@ -47,7 +46,7 @@ def main() -> None:
     if "cases" in settings:
         results = []
         for case, (payload, size, weights, chunk) in enumerate(settings["cases"]):
-            chunks.CHUNK_VALUES = chunk
+            transfers.CHUNK_VALUES = chunk
             values = make_values(case, island, size)
             started = time.monotonic()
             traffic = exchange.average(values, weights, CODECS[payload])

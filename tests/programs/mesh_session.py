@@ -20,7 +20,7 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import ledger
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.transport import open as transports
 
 

@@ -28,7 +28,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from tests.programs.shards_pieces import Cut, ListShards, make_shards
 
 SIZES = {"embedding": 403, "weight": 331, "bias": 1, "head": 262}

@@ -16,7 +16,7 @@ from torch import nn
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.transport.open import Transport
 
 

@@ -17,15 +17,14 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError, StoreError
-from hf_diloco.sealing.blocks import BlockSeal
+from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
 from hf_diloco.transport import Traffic, bucket
 from hf_diloco.transport.base import weighted_mean
-from hf_diloco.transport.block_reader import BlockReader
 from hf_diloco.transport.bucket import BucketExchange
+from hf_diloco.transport.lane import RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
-from hf_diloco.transport.object_info import ObjectInfo, find_cover, iter_blocks, read_info
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.objects import BlockReader, ObjectInfo, find_cover, iter_blocks, read_info
 from tests.clocks import StillClock
 from tests.islands import run_islands
 

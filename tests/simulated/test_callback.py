@@ -23,8 +23,8 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model

@@ -21,8 +21,8 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.membership.heartbeats import IncarnationRecord, incarnation_path
+from hf_diloco.membership.round_records import SnapshotRecord
 from hf_diloco.membership.run import open_run
-from hf_diloco.membership.snapshot_records import SnapshotRecord
 from hf_diloco.rounds.joining import Joining
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.store.log import RunLog

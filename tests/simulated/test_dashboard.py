@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from hf_diloco.dashboard import Dashboard, open_source
 from hf_diloco.dashboard.source import Source
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import open_object_store
-from tests.clocks import LONG
+from tests.clocks import AT_ONCE, LONG
+from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.processes import Processes, find_free_port, run
@@ -150,6 +152,20 @@ def test_a_store_in_which_islands_meet(tmp_path: Path) -> None:
     assert store.entries() == before
 
 
+def test_a_run_at_tcp(tmp_path: Path, free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(4))
+    with shown(url, has_metrics=True) as address:
+        deadline = time.monotonic() + AT_ONCE
+        while "Rounds 2 committed" not in words(get(f"{address}/live")[1]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)  # island 0 writes it behind the round
+        metrics = get(f"{address}/metrics")[1]
+    assert f'hf_diloco_store_round{{run="{url}"}} 2.0' in metrics
+    assert f'hf_diloco_store_island_lag{{island="1",run="{url}"}} 0.0' in metrics
+    run_islands(2, lambda island: islands[island].leave())
+
+
 def test_a_folder_whose_islands_meet_in_a_store_shows_both(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 1)
     meeting.url = f"file://{tmp_path}/store"
@@ -171,7 +187,12 @@ def test_a_folder_whose_islands_meet_in_a_store_shows_both(tmp_path: Path) -> No
     [
         ("{folder}/none", [], "no run folder at"),
         ("file://{folder}/none", [], "there is no folder"),
-        ("tcp://10.0.0.1:29400", [], "dashboard needs an object store"),
+        ("tcp://10.0.0.1", [], "expected tcp://HOST:PORT"),
+        (
+            "udp://10.0.0.1:29400",
+            [],
+            "dashboard needs the place where the run's islands leave records (tcp://HOST:PORT,",
+        ),
         ("{folder}/demo", ["--listen", "8.8.8.8:29480"], "is a public address"),
         ("{folder}/demo", ["--listen", "0.0.0.0:29480"], "expected HOST:PORT"),
     ],

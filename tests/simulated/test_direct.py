@@ -24,12 +24,12 @@ from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
 from hf_diloco.transport import Traffic, meeting
+from hf_diloco.transport.connections import Sealer
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
-from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands

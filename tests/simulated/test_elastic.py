@@ -30,12 +30,12 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
-from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
-from hf_diloco.membership.snapshot_records import Snapshot
-from hf_diloco.rounds import FixedSession, joining
+from hf_diloco.rounds import joining
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.store.objects import open_object_store
@@ -43,7 +43,7 @@ from hf_diloco.store.torch_store import BytesRecord, ValueStore
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork
-from hf_diloco.transport.object_info import ObjectInfo
+from hf_diloco.transport.objects import ObjectInfo
 from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.transport.resharding import SegmentedMesh
 from tests.clocks import LONG, FastClock

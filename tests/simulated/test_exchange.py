@@ -25,12 +25,12 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
-from hf_diloco.transport import Exchange, Traffic, base, chunks, memory
+from hf_diloco.transport import Exchange, Traffic, base, memory, transfers
 from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
@@ -43,16 +43,16 @@ Opener = Callable[[int], Exchange]
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_VALUES", CHUNK)
-    for module in (base, chunks, memory):
+    monkeypatch.setattr(transfers, "CHUNK_VALUES", CHUNK)
+    for module in (base, transfers, memory):
         monkeypatch.setattr(module, "BLOCK_VALUES", 5)
 
 
 @pytest.fixture
 def chunks_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For codecs of blocks: chunks of three of the largest."""
-    monkeypatch.setattr(chunks, "CHUNK_VALUES", 3 * BLOCK)
-    for module in (base, chunks, memory):
+    monkeypatch.setattr(transfers, "CHUNK_VALUES", 3 * BLOCK)
+    for module in (base, transfers, memory):
         monkeypatch.setattr(module, "BLOCK_VALUES", BLOCK)
 
 
@@ -304,8 +304,8 @@ def test_chunks_of_small_codes_hold_more_values_and_change_no_bit(
     chunks_of_blocks: None, payload: str, times: int, num_islands: int
 ) -> None:
     size, codec, weights = 100 * BLOCK + 77, CODECS[payload], [1.0] * num_islands
-    assert chunks.chunk_values(size, codec) == 3 * BLOCK * times
-    assert chunks.chunk_values(24 * BLOCK, codec) == 3 * BLOCK  # never fewer chunks than are to be in flight
+    assert transfers.chunk_values(size, codec) == 3 * BLOCK * times
+    assert transfers.chunk_values(24 * BLOCK, codec) == 3 * BLOCK  # never fewer chunks than are to be in flight
     expected = expected_mean([make_values(0, island, size) for island in range(num_islands)], weights, codec)
     for ((result, _),) in average_all(in_mesh(num_islands), num_islands, [size], weights, payload):
         assert torch.equal(result, expected)

@@ -17,7 +17,7 @@ from hf_diloco.codecs.base import ErrorFeedback
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.outer.checkpoint import load_outer, read_index
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from tests.fixed_runs import FaultyTransport, Run, assert_resumed_is_uninterrupted, cut, save
 from tests.islands import run_islands, try_islands
 from tests.small_model import batches, make_model, set_weights, take_step, weights_of

@@ -22,8 +22,8 @@ from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.chunks import CHUNK_VALUES
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.transfers import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import join, talk_together
 from tests.islands import run_islands, try_islands

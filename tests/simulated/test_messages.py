@@ -15,11 +15,10 @@ from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.transport import Exchange, chunks, messages
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport import Exchange, messages, transfers
+from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands
 
@@ -260,7 +259,7 @@ def test_what_leaves_early_comes_to_the_same_average(
     num_islands: int, payload: str, unprepared: int | None, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more chunks than are in flight at a time; if one island leaves it out; if other values come in between."""
-    monkeypatch.setattr(chunks, "CHUNK_VALUES", 1 << 12)
+    monkeypatch.setattr(transfers, "CHUNK_VALUES", 1 << 12)
     size, codec = 45 * (1 << 12) + 17, CODECS[payload]
 
     def average(island: int, exchange: Exchange) -> list[torch.Tensor]:

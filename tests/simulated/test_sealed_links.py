@@ -17,19 +17,18 @@ from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError,
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
-from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.handshake import End
+from hf_diloco.transport.connections import Connections, Sealer
+from hf_diloco.transport.handshake import PLACE, End, Line
 from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.line import PLACE, Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.transport.sealing import Sealer
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
@@ -412,7 +411,7 @@ def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
         transport, kept = MeshTransport(config, is_leader=True), []
         for training in (transport, transport.again()):
             ledger = Ledger(training.records, island, 2)
-            ledger.claim()
+            Members(training.log, island).enter(may_return=False)
             assert ledger.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]
             lane, values = training.open(0), torch.full((5000,), float(island))
             lane.average(values, [1.0, 1.0], CODECS["fp32"])

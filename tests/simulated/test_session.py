@@ -32,7 +32,7 @@ from hf_diloco.errors import (
 )
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.measure import SyncReport, cosine_to_others
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.lane import Lane

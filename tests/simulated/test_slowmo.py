@@ -19,7 +19,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method
 from hf_diloco.outer.checkpoint import load_outer, read_index
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from tests.fixed_runs import Run
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, Meeting, Member

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +17,22 @@ import pytest
 from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
-from hf_diloco.errors import StoreError
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.membership import history
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
-from hf_diloco.status import IslandStatus, Observer, RunStatus
+from hf_diloco.status import IslandStatus, Observer, RunStatus, observe
 from hf_diloco.status.rows import figures
 from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import open_object_store
-from tests.clocks import StillClock
-from tests.islands import run_islands
+from hf_diloco.transport.open import MeshTransport
+from tests.clocks import AT_ONCE, StillClock
+from tests.fixed_runs import FixedIsland
+from tests.islands import run_islands, try_islands
 from tests.meetings import Meeting, Member, offer_spoilt
-from tests.processes import Completed, Processes, run
+from tests.processes import Completed, Processes, find_free_port, run
+from tests.report_runs import write_run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
@@ -254,7 +264,10 @@ def test_the_table(meeting: Meeting) -> None:
 @pytest.mark.parametrize(
     ("url", "message", "code"),
     [
-        ("tcp://10.0.0.1:29400", "status needs an object store", 2),
+        ("tcp://127.0.0.1:{port}", "no run can be seen at tcp://127.0.0.1:{port} ", 1),
+        ("tcp://127.0.0.1", "expected tcp://HOST:PORT", 2),
+        ("udp://127.0.0.1:29400", "status needs the place where the run's islands leave records", 2),
+        ("nowhere", "no run folder at nowhere: give the folder that the run wrote", 2),
         ("file:relative", "a folder needs its full path", 2),
         ("s3://", "is no object store", 2),
         ("memory://here", "share no memory: use file:///DIR", 2),
@@ -263,9 +276,10 @@ def test_the_table(meeting: Meeting) -> None:
     ],
 )
 def test_where_there_is_no_run_one_line_says_so(tmp_path: Path, url: str, message: str, code: int) -> None:
-    output = status(url.format(folder=tmp_path), expect=code).output
+    port = find_free_port()
+    output = status(url.format(folder=tmp_path, port=port), expect=code).output
     assert re.fullmatch(r"error: [^\n]+\n", output), output
-    assert message in output
+    assert message.format(port=port) in output
     assert not list(tmp_path.iterdir())
 
 
@@ -344,3 +358,156 @@ def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting
     told = dict(figures(look(meeting).model_copy(update=update)))
     assert told["rounds"] == "4 of 10 committed, 1 min 30 s each, 9 min 0 s to go"
     assert told["snapshot"] == "none that is whole"
+
+
+def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Path) -> None:
+    run_islands(2, lambda island: meeting.island(island).train(4).leave())
+    folder = write_run(tmp_path / "demo")
+    assert re.search(
+        r"error: \S+demo has no islands that meet anywhere; see `hf-diloco report", status(folder, expect=2).output
+    )
+    (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
+    assert "2 committed" in status(folder).output
+
+
+# Where island 0 keeps the store
+
+
+def observe_tcp(url: str, key: bytes = b"") -> Observer:
+    return observe(url, key, 10, timeout=4.0)
+
+
+def look_until(observer: Observer, is_true: Callable[[RunStatus], bool]) -> RunStatus:
+    """What is written behind the rounds is there in a moment."""
+    deadline = time.monotonic() + AT_ONCE
+    while not is_true(found := observer.look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def test_a_run_of_fixed_membership(tmp_path: Path, free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island, num_rounds=3).train(4))
+    observer = observe_tcp(url)
+    found = look_until(observer, lambda status: len(status.rounds) == 2)
+    assert (found.url, found.begun_by, found.has_key, found.waits_for_all) == (url, 0, False, True)
+    assert (found.round, found.num_rounds, found.is_over) == (2, 3, False)
+    assert found.settings["num_islands"] == 2
+    assert [(entry.round, entry.state, entry.participants) for entry in found.rounds] == [
+        (2, "committed", [0, 1]),
+        (1, "committed", [0, 1]),
+    ]
+    assert found.rounds[0].payload_bytes is None, "values go directly between islands"
+    assert found.rounds[0].seconds is not None
+    table = shown(look_until(observer, lambda status: all(one.round == 2 for one in status.islands)))
+    assert re.search(r"^ +1 +\S+ +training +\S.* 2 +0 +0 of 2 +\S+ +1 +1 *$", table, re.MULTILINE), table
+    assert "snapshot" not in table
+    assert "direct" in table
+    assert [one.folder for one in found.islands] == [str(tmp_path / str(island)) for island in range(2)]
+    run_islands(2, lambda island: islands[island].train(2))
+    last = look_until(observer, lambda status: len(status.rounds) == 3)
+    assert not last.is_over, "the islands are there"
+    run_islands(2, lambda island: islands[island].leave())
+    assert observer.look().is_over
+    islands.clear()
+    gc.collect()
+    with pytest.raises(StoreError, match="who keeps it has ended, or cannot be reached"):
+        observer.look()
+
+
+def test_an_island_of_fixed_membership_that_leaves_is_seen_to(tmp_path: Path, free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(2))
+    leaves = threading.Thread(target=islands[1].leave)  # which waits until all have said goodbye
+    leaves.start()
+    found = look_until(observe_tcp(url), lambda status: status.islands[1].phase == "finished")
+    assert [island.presence for island in found.islands][1] == "ended"
+    islands[0].leave()
+    leaves.join()
+
+
+def test_a_run_of_fixed_membership_with_a_key(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, key_file = f"tcp://127.0.0.1:{free_port}", tmp_path / "key"
+    key_file.write_text(KEY)
+    key_file.chmod(0o600)
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island, key_file=key_file).train(2))
+    found = look_until(observe_tcp(url, KEY.encode()), lambda status: len(status.rounds) == 1)
+    assert (found.has_key, found.refused) == (True, {})
+    for key in (b"", b"f" * 16):
+        with pytest.raises(RendezvousError, match=r"was begun with another key"):
+            observe_tcp(url, key)
+    run_islands(2, lambda island: islands[island].leave())
+
+
+def test_of_many_rounds_of_fixed_membership_the_last_are_kept(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEPT_ROUNDS", 2)
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(10))
+    found = look_until(observe_tcp(url), lambda status: [entry.round for entry in status.rounds] == [5, 4])
+    assert found.round == 5
+    run_islands(2, lambda island: islands[island].leave())
+
+
+def test_a_run_that_waits_for_its_islands(tmp_path: Path, free_port: int) -> None:
+    """Before all have come it shows who is there; and before it has begun, that."""
+    url = f"tcp://127.0.0.1:{free_port}"
+    transport = MeshTransport(DiLoCoConfig(num_islands=2, island=0, rendezvous=url), is_leader=True)
+    with pytest.raises(RendezvousError, match="has just begun, or is one of nodes: look again in a moment"):
+        observe_tcp(url)
+    del transport
+    gc.collect()
+    waits = threading.Thread(target=try_islands, args=(1, lambda _: FixedIsland(tmp_path, url, 0, join_timeout=2.0)))
+    waits.start()
+    observers: list[Observer] = []
+    deadline = time.monotonic() + AT_ONCE
+    while not observers:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(RendezvousError):
+            observers.append(observe_tcp(url))
+    assert [(one.island, one.phase) for one in observers[0].look().islands] == [(0, "joining")]
+    waits.join()
+
+
+def test_watching_a_run_of_fixed_membership_ends_with_its_islands(
+    tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(2))
+    ends = threading.Timer(0.5, run_islands, (2, lambda island: islands[island].leave()))
+    ends.start()
+    run_status(url, None, 0.1, 3, False)
+    ends.join()
+    assert "1 committed: the run is over" in capsys.readouterr().out
+
+
+def test_watching_a_run_ends_where_island_0_is_gone(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(2))
+    answer, answers = Observer.look, iter([True, False, True, False, False, False])
+
+    def look(observer: Observer) -> RunStatus:
+        if next(answers):
+            return answer(observer)
+        raise StoreError("nobody listens there")
+
+    monkeypatch.setattr(Observer, "look", look)
+    with pytest.raises(StoreError, match="nobody listens there"):
+        run_status(url, None, 0.01, 3, True)
+    told = capsys.readouterr()
+    assert (told.err.count("warning: nobody listens there\n"), len(told.out.splitlines())) == (3, 2)
+    run_islands(2, lambda island: islands[island].leave())
+
+
+def test_a_run_over_tcp_whose_islands_come_and_go(tmp_path: Path, free_port: int) -> None:
+    meeting = Meeting(tmp_path, 2, grace=1.0, min_islands=1, exchange=None)
+    meeting.url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: meeting.island(island).train(4))
+    found = look_until(observe_tcp(meeting.url), lambda status: status.round == 2)
+    assert (found.url, found.waits_for_all) == (meeting.url, False)
+    assert found.snapshot is not None
+    run_islands(2, lambda island: islands[island].leave())

@@ -14,8 +14,8 @@ from hf_diloco.errors import FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import compare_facts
-from hf_diloco.rounds import FixedSession
 from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport

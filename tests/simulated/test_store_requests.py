@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from hf_diloco.rounds import open as opening
-from hf_diloco.store import objects
+from hf_diloco.store import failures, objects
 from hf_diloco.store.backends import Cloud
 from hf_diloco.store.question import MAX_WAIT_SECONDS
-from hf_diloco.utils.together import ask_together
+from hf_diloco.utils.threads import ask_together
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import ENGINES, Meeting, Member
@@ -111,7 +111,7 @@ def num_requests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     def count() -> int:
         return getattr(numbers, "own", 0)
 
-    monkeypatch.setattr(objects.ObjectStore, "_call", counted(objects.ObjectStore._call))
+    monkeypatch.setattr(failures.Retries, "ask", counted(failures.Retries.ask))
     monkeypatch.setattr(objects, "ask_together", counted(ask_together))
     return count
 

@@ -21,11 +21,11 @@ from hf_diloco.gossip.node import open_node
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store import serving
 from hf_diloco.store.credentials import make_key
-from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.rendezvous import StoreHost, url_of
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.meetings import Meeting

@@ -28,7 +28,7 @@ from hf_diloco.sealing import LinkKey, Roster, Signer
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.gloo_addresses import GlooAddresses
+from hf_diloco.transport.handshake import GlooAddresses
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.mesh import MeshExchange

@@ -17,7 +17,7 @@ from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.utils.addresses import check_specific, is_loopback, is_public
+from hf_diloco.utils.urls import check_specific, is_loopback, is_public
 from tests.processes import find_free_port
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import socket
 import threading
@@ -19,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import ledger
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.records import (
     ArrivalRecord,
@@ -36,7 +38,7 @@ from hf_diloco.store.server import StoreServer
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
-from hf_diloco.utils.timeouts import call_within
+from hf_diloco.utils.threads import call_within
 from tests.clocks import AT_ONCE, LONG, FastClock
 from tests.islands import CountingStore, run_islands, try_islands
 from tests.store_servers import serving_app
@@ -76,10 +78,14 @@ def ok(digest: str = "ab") -> dict[str, Any]:
 
 
 def test_an_island_number_can_be_taken_once(stores: Stores) -> None:
-    Ledger(stores(0), 0, 2).claim()
-    Ledger(stores(1), 1, 2).claim()
-    with pytest.raises(DuplicateIslandError, match=r"already joined this run as island 1: give every island its own"):
-        Ledger(stores(1), 1, 2).claim()
+    """Where no island may come back, also not after its process has ended."""
+    Members(stores(0).log, 0).enter(may_return=False)
+    Members(stores(1).log, 1).enter(may_return=False)
+    with pytest.raises(
+        DuplicateIslandError,
+        match=rf"already joined this run as island 1 \(process {os.getpid()} on .*\): give every island its own",
+    ):
+        Members(stores(1).log, 1).enter(may_return=False)
 
 
 @pytest.mark.parametrize("num_islands", [1, 2, 5])
@@ -445,7 +451,7 @@ JOIN = {
 RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
-    (ArrivalRecord, {"weight": 2.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
+    (ArrivalRecord, {"weight": 2.5, "norm": 1.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
     (VoteRecord, {"ok": True, "digest": "ab12", "reason": "", "again": False}),
     (CheckpointsRecord, {"rounds": [1, 2]}),
 ]
@@ -508,7 +514,6 @@ def test_a_digest_is_hexadecimal(digest: str) -> None:
 def test_a_dead_store_means_island_0_is_lost() -> None:
     keeper = KeptStore()
     book = Ledger(keeper.client(), 1, 2)
-    book.claim()
     ended = threading.Timer(0.3, keeper_ends := [keeper].clear)
     del keeper
     ended.start()

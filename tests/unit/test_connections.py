@@ -22,11 +22,10 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, connections
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.rate import RateLimit
 from hf_diloco.transport.resharding import Range, SegmentedMesh
 from hf_diloco.transport.transfers import Deadline, Transfers
 from tests.clocks import AT_ONCE, LONG

@@ -16,7 +16,7 @@ from hf_diloco.cli.main import app
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownIdentityError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.sealing import ISLANDS, Agreement, LinkKey, Parties, Roster, Signer
 from hf_diloco.store import tcp_store
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
@@ -209,7 +209,7 @@ def test_a_value_in_the_name_of_another_counts_as_absent(port: Port, caplog: pyt
         == stores[0].compare_set("round/3/plan", "", "")
         == b"late 1"
     )
-    Ledger(stores[1], 1, 3).claim()
+    Members(stores[1].log, 1).enter(may_return=False)
 
 
 @pytest.mark.parametrize(

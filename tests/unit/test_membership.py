@@ -14,13 +14,11 @@ from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostErro
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
 from hf_diloco.membership.run import PATH, RunRecord, enter_run
-from hf_diloco.membership.snapshot_records import SnapshotRecord, assemble
-from hf_diloco.store.authors import MEETING
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.signing import MEETING, Seal
 from tests.clocks import StillClock
 
 LEASE = 10.0

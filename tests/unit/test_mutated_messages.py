@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
-from hf_diloco.sealing.blocks import BLOCK_OVERHEAD, BlockSeal
+from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import open_object_store
 from hf_diloco.store.signing import Seal

@@ -327,7 +327,7 @@ def test_bad_paths(store: ObjectStore, path: str, tmp_path: Path) -> None:
         "gs://",
         "az://",
         "memory://",
-        "memory://a/b",
+        "memory://a//b",
         "S3://bucket",
         "s3://bucket\n",
     ],

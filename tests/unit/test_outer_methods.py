@@ -19,7 +19,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.outer import DiLoCo, base
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.saved_state import save_state
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 
 CHUNK = 8
 EPSILON = torch.finfo(torch.float32).eps

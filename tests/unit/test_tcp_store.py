@@ -21,11 +21,11 @@ from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
-from hf_diloco.store.host import StoreHost, url_of
 from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.store.torch_store import ValueStore
-from hf_diloco.transport.peer_failures import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from tests.clocks import AT_ONCE
 from tests.islands import run_islands
 from tests.tcp_stores import Port
@@ -163,13 +163,11 @@ def test_who_keeps_it_takes_it_along(port: Port) -> None:
     assert time.monotonic() - started < AT_ONCE
 
 
-def test_islands_share_records_and_count_their_starts(port: Port) -> None:
+def test_islands_share_records(port: Port) -> None:
     stores = [enter(port, island) for island in range(2)]
 
     def share(island: int) -> list[dict[str, Any]]:
-        ledger = Ledger(stores[island], island, 2)
-        ledger.claim()
-        return ledger.share("topic", {"island": island}, timeout=20)
+        return Ledger(stores[island], island, 2).share("topic", {"island": island}, timeout=20)
 
     assert run_islands(2, share) == [[{"island": 0}, {"island": 1}]] * 2
     notes = [LossNotes(stores[island], "lane0", island) for island in range(2)]

@@ -16,8 +16,7 @@ from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.store import changes
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore, open_object_store
-from hf_diloco.store.question import MAX_WAIT_SECONDS, Awaited
-from hf_diloco.store.sight import MAX_PAUSE_SECONDS, Sight, Watch, look
+from hf_diloco.store.question import MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
 from tests.clocks import AT_ONCE, LONG, StillClock

@@ -22,7 +22,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report import Run, load_run
-from hf_diloco.rounds import FixedSession
+from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.trainer.callback import DiLoCoCallback

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 
 from hf_diloco.cli.doctor.finding import Finding
-from hf_diloco.utils.addresses import is_loopback, is_public
+from hf_diloco.utils.urls import is_loopback, is_public
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 

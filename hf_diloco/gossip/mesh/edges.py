@@ -16,8 +16,7 @@ from hf_diloco.sealing import LinkKey, Parties
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.lane import Lane
-from hf_diloco.transport.rate import RateLimit
+from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.transfers import Deadline, Transfers
 
 _FOREVER = timedelta(days=3650)
