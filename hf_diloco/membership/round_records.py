@@ -147,7 +147,7 @@ class SnapshotRecord(Record):
         round: rounds completed.
         rank, num_ranks: whose part it is, and how many there are.
         state: digest of the whole outer parameters.
-        tensors: where each tensor's part is (see `transport.object_info.ObjectInfo`).
+        tensors: where each tensor's part is (see `transport.objects.ObjectInfo`).
         numbers: what the method keeps besides, equal on all ranks.
     """
 

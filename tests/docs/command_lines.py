@@ -58,6 +58,12 @@ def _hf_diloco(words: list[str]) -> None:
     if words[0] == "dashboard":
         _dashboard([*program, *words])
         return
+    if words[0] == "status" and words[1].startswith("runs/"):  # of a run that has not begun
+        with tempfile.TemporaryDirectory() as folder:
+            write_run(Path(folder, words[1]))
+            found = run([*program, *words], cwd=Path(folder), expect=2)
+        assert "does not say yet where its islands meet" in found.output
+        return
     if words[0] == "compare":
         with tempfile.TemporaryDirectory() as folder:
             for name in (word for word in words if word.startswith("runs/")):
@@ -85,7 +91,8 @@ def _dashboard(command: list[str]) -> None:
     """Starts it, over a run of the name that is given; of a store there must at least be one."""
     where = command[command.index("dashboard") + 1]
     if "://" in where:
-        assert "there is no folder" in run(command, expect=1).output
+        told = "no run can be seen" if where.startswith("tcp:") else "there is no folder"
+        assert told in run(command, expect=1).output
         return
     with tempfile.TemporaryDirectory() as folder, Processes() as processes:
         write_run(Path(folder, where))

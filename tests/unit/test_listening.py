@@ -136,9 +136,15 @@ def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) ->
 
 
 IN_ISLAND = """
+import sys
+from hf_diloco.apps.common.process import prepared
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
+run = {"lm": RunFile, "vision": VisionRun}[sys.argv[1]](
+    name="x", output=sys.argv[2], training={"max_steps": 1}, data={}
+)
+with prepared(run): pass
 import psutil, torch.distributed as dist
-from hf_diloco.apps.common.island_store import use_island_store
-use_island_store()
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:PORT", rank=0, world_size=1)
 dist.barrier()
 kept = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
@@ -146,8 +152,11 @@ print(*(one.ip for one in kept if one.port == PORT))
 """
 
 
-def test_the_store_of_an_islands_own_processes_listens_on_its_address_only(free_port: int) -> None:
-    command = [sys.executable, "-c", IN_ISLAND.replace("PORT", str(free_port))]
+@pytest.mark.parametrize("kind", ["lm", "vision"])
+def test_the_store_of_an_islands_own_processes_listens_on_its_address_only(
+    kind: str, free_port: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", IN_ISLAND.replace("PORT", str(free_port)), kind, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.stdout.strip() == "127.0.0.1", done.stderr
 

@@ -91,6 +91,9 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     try:
         progress.update(message="loading libraries")
         _set_up_logging()
+        from hf_diloco.apps.common.island_store import use_island_store
+
+        use_island_store()
         yield progress
     except BaseException as error:
         progress.update(state="failed", message=str(error) or type(error).__name__)

@@ -68,9 +68,6 @@ def train_island(
         DiLoCoError: a setting is wrong, an island was lost, ...
     """
     with prepared(run) as progress:
-        from hf_diloco.apps.common.island_store import use_island_store
-
-        use_island_store()
         if config is not None and config.meets_in_store:
             _check_store(config)
         from hf_diloco.apps.lm.assemble import assemble
