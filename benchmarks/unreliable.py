@@ -266,11 +266,9 @@ def wait_for(session: Any, path: str, seconds: float = 3600.0) -> None:
 def pass_over(session: Any, number: int) -> None:
     """Lets a round take place without this island: nobody waits for one that has left."""
     outer, members = session.outer, session.members
-    members.standing.phase = "left"
-    members.nudge()
+    members.stand("left")
     wait_for(session, f"rounds/{number:08d}/00/plan.json")
-    members.standing.phase = "training"
-    members.nudge()
+    members.stand("training")
     outer.current.due_at = outer.steps + session.config.sync_every
 
 

@@ -174,8 +174,7 @@ class NodeNeighbours(Neighbours):
     def stand(self, phase: Phase) -> None:
         """What this node's signs of life say from now on."""
         if self._members:
-            self._members.standing.phase = phase
-            self._members.nudge()
+            self._members.stand(phase)
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
         inner = self._inner

@@ -258,8 +258,9 @@ class Members:
         self._thread = threading.Thread(target=run, name="hf-diloco-heartbeat", daemon=True)
         self._thread.start()
 
-    def nudge(self) -> None:
-        """The next heartbeat comes at once."""
+    def stand(self, phase: Phase) -> None:
+        """What heartbeats say from now on; the next one comes at once, because others may wait to hear it."""
+        self.standing.phase = phase
         self._nudged.set()
 
     def stop_heartbeats(self) -> None:

@@ -36,8 +36,8 @@ class Presence:
     """
 
     def __init__(self, members: Members, outer: OuterState, tokens_per_step: int) -> None:
+        self._members = members
         self._standing = members.standing
-        self._nudge = members.nudge
         self._outer = outer
         self._tokens_per_step = tokens_per_step
         self._last_speed = 0.0
@@ -48,10 +48,9 @@ class Presence:
         self._went_on = time.monotonic(), self._outer.num_steps
 
     def stand(self, phase: Phase) -> None:
-        """What the next sign of life says; it is given at once, because others may wait to hear it."""
+        """See `Members.stand`."""
         self.refresh()  # how fast it was until now
-        self._standing.phase = phase
-        self._nudge()
+        self._members.stand(phase)
 
     def refresh(self) -> None:
         """Called before each sign of life."""
