@@ -47,7 +47,7 @@ from hf_diloco.outer.checkpoint import complete_checkpoints
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.status.check import check_store
 from hf_diloco.store.credentials import load_key
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 
 NUM_ISLANDS, MIN_ISLANDS = 3, 2
 ENGINES: dict[str, dict[str, Any]] = {
@@ -343,7 +343,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
     lost = {island.number: _lost_steps(island, used, delay) for island in islands}
     lives = [life for island in islands for life in island.lives]
     stall, where = max(_stalls(islands), default=(0.0, ""))
-    store = check_store(open_object_store(archipelago.url), load_key(None))
+    store = check_store(ObjectStore(archipelago.url), load_key(None))
     problems = [
         *(f"island {i.number} ended with exit code {i.code}" for i in islands if i.code != 0),
         *_missing_rounds(used, rounds),
@@ -387,7 +387,7 @@ class Used:
 
 def _used_steps(url: str) -> dict[int, Used]:
     """What every committed round was made of."""
-    _, log = open_run(open_object_store(url), load_key(None))
+    _, log = open_run(ObjectStore(url), load_key(None))
     found: dict[int, Used] = {}
     for path in log.list("rounds"):
         folder, _, name = path.rpartition("/")

@@ -8,7 +8,7 @@ from typing import Any
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, StoreHost, url_of
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
@@ -36,7 +36,7 @@ class Port:
     @property
     def bare(self) -> ObjectStore:
         """What a stranger has who reaches the port."""
-        return open_object_store(url_of(self.url))
+        return ObjectStore(url_of(self.url))
 
 
 class KeptStore(Port):
@@ -53,5 +53,5 @@ class KeptStore(Port):
 
 def reach(port: int) -> ValueStore:
     """A client of a `KeptStore`."""
-    store = open_object_store(f"http://{LOCALHOST}:{port}/run", gone_after=GONE_SECONDS)
+    store = ObjectStore(f"http://{LOCALHOST}:{port}/run", gone_after=GONE_SECONDS)
     return ValueStore(RunLog(store, Seal(b"", "test")), LONG)

@@ -18,7 +18,7 @@ from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
 from hf_diloco.status.models import ROUND_COLUMNS, RunStatus, figures, island_columns, island_row, round_row
 from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.credentials import load_key
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils import text
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
@@ -175,7 +175,7 @@ def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, a
     """
     check_url(url, "store check")
     key = load_key(key_file)
-    store = open_object_store(url, _TIMEOUT, read_only=not repair)
+    store = ObjectStore(url, _TIMEOUT, read_only=not repair)
     report = check_store(store, key, is_deep)
     if repair:
         report = set_aside(store, report)

@@ -46,7 +46,7 @@ from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import looking_once
 from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
 from hf_diloco.transport.bucket import BucketExchange
@@ -112,8 +112,8 @@ class ElasticSession(BaseSession):
         if island.is_leader and not self._credentials.key and server and server[0] == "http":
             warn_if_exposed(server[1])
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
-        island.on_leader(lambda: open_object_store(url, timeout) and None)  # what keeps it out: known to all ranks
-        self.store: ObjectStore = island.on_all(lambda: open_object_store(url, timeout))
+        island.on_leader(lambda: ObjectStore(url, timeout) and None)  # what keeps it out: known to all ranks
+        self.store: ObjectStore = island.on_all(lambda: ObjectStore(url, timeout))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
 
     @property

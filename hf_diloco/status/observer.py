@@ -27,7 +27,7 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.membership.run import open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
-from hf_diloco.store.objects import Entry, ObjectStore, open_object_store
+from hf_diloco.store.objects import Entry, ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, url_of
 from hf_diloco.utils.clock import REAL, Clock
 
@@ -339,9 +339,9 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Obs
         StoreError: it does not answer.
     """
     if not rendezvous.startswith("tcp:"):
-        return Observer(open_object_store(rendezvous, timeout, read_only=True), key, num_rounds)
+        return Observer(ObjectStore(rendezvous, timeout, read_only=True), key, num_rounds)
     try:
-        store = open_object_store(url_of(rendezvous), timeout, read_only=True, gone_after=GONE_SECONDS)
+        store = ObjectStore(url_of(rendezvous), timeout, read_only=True, gone_after=GONE_SECONDS)
     except RendezvousError as error:
         raise RendezvousError(
             f"no run can be seen at {rendezvous} ({error}): island 0, or node 0, which keeps its store, has not "

@@ -368,13 +368,6 @@ def _join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def open_object_store(
-    url: str, timeout: float = 30.0, read_only: bool = False, gone_after: float | None = None
-) -> ObjectStore:
-    """Opens the store at `url`; see `ObjectStore`. memory://NAME is one store for every NAME in this process."""
-    return ObjectStore(url, timeout, read_only, gone_after)
-
-
 __all__ = [
     "PART_BYTES",
     "CutShortError",
@@ -382,5 +375,4 @@ __all__ = [
     "ObjectStore",
     "TooLargeError",
     "UnreadableError",
-    "open_object_store",
 ]

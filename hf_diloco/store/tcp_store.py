@@ -19,7 +19,7 @@ from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownId
 from hf_diloco.sealing import LinkKey, Roster
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.signing import ENV_KEY, MEETING, RUN_PATH, Seal
 from hf_diloco.store.torch_store import ValueStore
@@ -95,8 +95,8 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
     assert config.rendezvous is not None
     url = url_of(config.rendezvous)
     try:
-        open_object_store(url, min(config.join_timeout, _GREETING_SECONDS))
-        return open_object_store(url, silent_for, gone_after=GONE_SECONDS)
+        ObjectStore(url, min(config.join_timeout, _GREETING_SECONDS))
+        return ObjectStore(url, silent_for, gone_after=GONE_SECONDS)
     except RendezvousError as error:
         raise RendezvousError(
             f"what answers at {config.rendezvous} is not the rendezvous of a run ({error}): another program has the "

@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError, Store
 
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Watch, looking_once
 from hf_diloco.store.signing import VALUES, Seal
 from hf_diloco.utils.clock import REAL
@@ -142,7 +142,7 @@ class ValueStore(RecordStore):
     def in_memory(cls) -> Self:
         """One of this process alone."""
         name = secrets.token_hex(16)
-        return cls(RunLog(open_object_store(f"memory://{name}"), Seal(b"", name)), 60.0)
+        return cls(RunLog(ObjectStore(f"memory://{name}"), Seal(b"", name)), 60.0)
 
     def below(self, prefix: str) -> Self:
         """The same store, with keys of its own."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
+from hf_diloco.store.objects import PART_BYTES, ObjectStore
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import Processes
 from tests.s3 import Fault, FaultyProxy, S3Server, Trouble, first_of, share_of
@@ -23,9 +23,9 @@ NUM_PROCESSES, NUM_RACES = 4, 25
 
 RACER = """
 import sys, time
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 url, name, num_races = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = open_object_store(url)
+store = ObjectStore(url)
 store.put(f"ready/{name}", b"")
 while store.get("go", 10) is None:
     time.sleep(0.01)
@@ -46,7 +46,7 @@ def use(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Call
     def open_it(where: S3Server | FaultyProxy, timeout: float = TIMEOUT) -> ObjectStore:
         for name, value in where.environment().items():
             monkeypatch.setenv(name, value)
-        return open_object_store(f"{where.url}/{request.node.name}/deep".replace("[", "-").replace("]", ""), timeout)
+        return ObjectStore(f"{where.url}/{request.node.name}/deep".replace("[", "-").replace("]", ""), timeout)
 
     return open_it
 
@@ -88,10 +88,10 @@ def test_objects_come_back(server: S3Server, use: Callable[..., ObjectStore]) ->
 def test_prefixes_separate_stores(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     store = use(server)
     store.put("x", b"")
-    parent = open_object_store(store.url.removesuffix("/deep"))
+    parent = ObjectStore(store.url.removesuffix("/deep"))
     assert parent.list() == [("deep/x", 0)]
-    assert open_object_store(store.url + "/").list() == [("x", 0)]
-    assert open_object_store(store.url + "er").list() == []
+    assert ObjectStore(store.url + "/").list() == [("x", 0)]
+    assert ObjectStore(store.url + "er").list() == []
 
 
 def test_large_objects_travel_in_parts(server: S3Server, use: Callable[..., ObjectStore]) -> None:
@@ -127,7 +127,7 @@ def test_one_of_several_processes_creates(server: S3Server) -> None:
         ]
         for name, value in server.environment().items():
             patch.setenv(name, value)
-        store = open_object_store(url)
+        store = ObjectStore(url)
         deadline = time.monotonic() + 120
         while len(store.list("ready")) < NUM_PROCESSES:
             assert time.monotonic() < deadline, [racer.output for racer in racers]
@@ -186,7 +186,7 @@ def test_a_server_that_stays_away_is_given_up(use: Callable[..., ObjectStore]) -
         with pytest.raises(StoreError, match=r"s3://.* does not read a \(Connection refused\): no success within 4 s"):
             store.get("a", 1)
         with pytest.raises(RendezvousError, match="Connection refused"):
-            open_object_store(server.url, 1.0)
+            ObjectStore(server.url, 1.0)
         server.restart()
         store.put("a", b"again")
         assert store.get("a", 10) == b"again"
@@ -305,13 +305,13 @@ def test_denied_access_is_said_at_once(server: S3Server, use: Callable[..., Obje
         assert time.monotonic() - begun < AT_ONCE
         assert "\n" not in str(caught.value)
         with pytest.raises(RendezvousError, match="AWS_ACCESS_KEY_ID"):
-            open_object_store(proxy.url)
+            ObjectStore(proxy.url)
 
 
 def test_a_bucket_that_is_not_there(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     use(server)
     with pytest.raises(RendezvousError, match=r"NoSuchBucket.*make the bucket"):
-        open_object_store("s3://other-bucket/runs")
+        ObjectStore("s3://other-bucket/runs")
 
 
 def test_a_bucket_that_is_removed(use: Callable[..., ObjectStore]) -> None:
@@ -334,7 +334,7 @@ def test_no_tls_must_be_allowed(
     use(server)
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(RendezvousError, match="AWS_ALLOW_HTTP=true"):
-        open_object_store(server.url)
+        ObjectStore(server.url)
 
 
 def test_missing_credentials(
@@ -343,4 +343,4 @@ def test_missing_credentials(
     use(server)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(RendezvousError, match=r"Missing SecretAccessKey.*AWS_SECRET_ACCESS_KEY"):
-        open_object_store(server.url)
+        ObjectStore(server.url)

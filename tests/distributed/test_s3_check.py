@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.s3 import S3Server
@@ -24,7 +24,7 @@ def test_junk_is_found_and_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         meeting.url = f"{server.url}/check"
         islands = run_islands(2, lambda island: meeting.island(island).train(4))
         run_islands(2, lambda island: islands[island].leave())
-        store = open_object_store(meeting.url)
+        store = ObjectStore(meeting.url)
         store.put("incarnations/0/999999.json", b"junk")
         store.put("elsewhere/notes.txt", b"mine")
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.chaos import ENGINES, run_file
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from tests.processes import Process, Processes
 from tests.s3 import FaultyProxy, S3Server, share_of
 
@@ -82,7 +82,7 @@ def test_faults_an_outage_and_an_intruder(
 ) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    store = open_object_store(f"{server.url}/run")
+    store = ObjectStore(f"{server.url}/run")
     with Processes() as processes:
         launch = Launch(tmp_path, processes, proxy, store.url, **ENGINES[engine])
         launch.wait("first rounds", lambda island: launch.round(island) >= 3)

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError, StoreError
 from hf_diloco.sealing.stored import BlockSeal
-from hf_diloco.store.objects import PART_BYTES, ObjectStore, open_object_store
+from hf_diloco.store.objects import PART_BYTES, ObjectStore
 from hf_diloco.transport import Traffic, bucket
 from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.bucket import BucketExchange
@@ -66,7 +66,7 @@ def store() -> ObjectStore:
 
 
 def new_store() -> ObjectStore:
-    return open_object_store(f"memory://bucket-test-{next(_names)}")
+    return ObjectStore(f"memory://bucket-test-{next(_names)}")
 
 
 def make_values(seed: int, island: int, size: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_what_is_published_is_paced(tmp_path: Path) -> None:
     clock = StillClock()
     limit = RateLimit(1e3, clock)
     begun = clock.now()
-    store = open_object_store(f"file://{tmp_path}")
+    store = ObjectStore(f"file://{tmp_path}")
     values = make_values(0, 0, 3_000)
     bucket = BucketExchange(store, 0, len(values), rate_limit=limit)
     info, traffic = bucket.publish(values, "paced", CODECS["fp32"])
@@ -255,7 +255,7 @@ def test_three_islands_as_threads_get_the_same_bits_over_rounds(tmp_path: Path, 
     announced: dict[tuple[int, int], str] = {}
 
     def run(island: int) -> list[torch.Tensor]:
-        store, bounds = open_object_store(url), lane_bounds(size, num_ranks=island + 1)
+        store, bounds = ObjectStore(url), lane_bounds(size, num_ranks=island + 1)
         results, values = [], make_values(0, island, size)
         for number in range(4):
             infos = publish(store, f"payloads/{number}/{island}", values, bounds, codec)

@@ -26,7 +26,7 @@ from hf_diloco.membership.run import open_run
 from hf_diloco.rounds.joining import Joining
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.transport.bucket import BucketExchange
 from tests.clocks import LONG, FastClock
@@ -40,7 +40,7 @@ STARTS = ["start.json", *(f"start-{number}.json" for number in range(2, 10))]
 
 
 def log_of(meeting: Meeting) -> RunLog:
-    return open_run(open_object_store(meeting.url), b"")[1]
+    return open_run(ObjectStore(meeting.url), b"")[1]
 
 
 def delete(log: RunLog, folder: str) -> None:
@@ -107,7 +107,7 @@ def test_where_the_start_is_damaged_for_good_the_newest_snapshot_takes_its_place
 
 
 def test_each_rank_writes_its_part_of_a_snapshot_and_the_first_clears_up() -> None:
-    log = RunLog(open_object_store(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
+    log = RunLog(ObjectStore(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
     log.create(incarnation_path(0, 1), IncarnationRecord(host="", machine="", pid=1, folder=""))
     log.store.put("payloads/00000003/00000-000001-0/rank-00000.bin", b"old")
     ranks = [Snapshots(log, [BucketExchange(log.store, 4 * rank, 4)], "00000-000001", rank, 2) for rank in (0, 1)]

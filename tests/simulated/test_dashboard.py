@@ -17,7 +17,7 @@ import pytest
 from hf_diloco.dashboard import Dashboard, open_source
 from hf_diloco.dashboard.source import Source
 from hf_diloco.errors import ConfigError
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from tests.clocks import AT_ONCE, LONG
 from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands
@@ -134,7 +134,7 @@ def test_a_store_in_which_islands_meet(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2, grace=1.0)
     meeting.url = f"file://{tmp_path}/store"
     run_islands(2, lambda island: meeting.island(island).train(6).leave())
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     store.put("rounds/99999999/00/plan.json", b"<script>alert(1)</script>")
     before = store.entries()
     with shown(meeting.url, has_metrics=True) as address:

@@ -20,7 +20,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
 from hf_diloco.transport import Traffic, meeting
@@ -127,7 +127,7 @@ class Folder:
         self.url = f"memory://{uuid.uuid4().hex}"
 
     def log(self, key: bytes = KEY, run_id: str = "run-1") -> RunLog:
-        return RunLog(open_object_store(self.url), Seal(key, run_id))
+        return RunLog(ObjectStore(self.url), Seal(key, run_id))
 
     def store(
         self, patience: float = LONG, key: bytes = KEY, should_give_up: Callable[[], bool] = lambda: False

@@ -38,7 +38,7 @@ from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.torch_store import BytesRecord, ValueStore
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.transport.base import Traffic
@@ -839,7 +839,7 @@ def test_who_shows_an_address_in_anothers_name_costs_an_attempt(
     monkeypatch.setattr(connecting, "GONE_SECONDS", 0.2)
     meeting = Meeting(tmp_path, 2, grace=600.0, sync_timeout=600.0)  # connecting takes real time
     islands = run_islands(2, meeting.island)
-    _, log = open_run(open_object_store(meeting.url), b"")
+    _, log = open_run(ObjectStore(meeting.url), b"")
     log.put("links/mesh/00000001-00/0/at/1.json", BytesRecord(value=base64.b64encode(b"{}").decode()))
     engine: Any = islands[1].session.engines[0]
     average = engine.average
@@ -985,7 +985,7 @@ def test_who_is_still_connected_misses_a_round_whose_plan_is_damaged(tmp_path: P
     late, others = go_on_without_one(run_islands(3, lambda island: meeting.island(island).train(4)))
     for member in others:
         member.session.close()
-    open_object_store(meeting.url).put("rounds/00000003/00/plan.json", b"")
+    ObjectStore(meeting.url).put("rounds/00000003/00/plan.json", b"")
     late.train(2)
     assert (late.missed, late.session.outer.round) == (1, 2)
     late.sync()
@@ -1000,8 +1000,8 @@ def test_an_average_that_was_not_kept_is_missed_also_a_round_later(
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, snapshot_every=100)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(3, lambda island: meeting.island(island).train(4))
     store.fails = lambda name, *args: name == "put" and args[0].startswith("payloads/00000003/mean-")
     run_islands(3, lambda island: islands[island].train(2))
@@ -1022,8 +1022,8 @@ def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monk
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store.is_down = True
     run_islands(2, lambda island: islands[island].train(4))
@@ -1040,8 +1040,8 @@ def test_a_store_that_is_away_is_asked_once_a_round(tmp_path: Path, monkeypatch:
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 1)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     member = meeting.island(0).train(2)
     store.is_down = True
     member.train(4)
@@ -1055,8 +1055,8 @@ def test_an_island_leaves_while_the_store_is_away(
 
     caplog.set_level("INFO", "hf_diloco")
     meeting = Meeting(tmp_path, 1)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     member = meeting.island(0).train(3)
     store.is_down = True
     member.leave(finished=False)
@@ -1072,8 +1072,8 @@ def test_a_store_that_goes_away_while_values_are_read_costs_no_step(
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store.fails = lambda name, *_: name == "get_ranges"
     run_islands(2, lambda island: islands[island].train(2))
@@ -1091,8 +1091,8 @@ def test_who_has_caught_up_and_does_not_see_the_others_trains_a_whole_round(
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2, sync_every=6, min_islands=1, grace=0.1)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     first, late = run_islands(2, lambda island: meeting.island(island).train(6))
     first.train_to(late.session.outer.round + 1)
     first.train(4)
@@ -1106,7 +1106,7 @@ def test_a_plan_whose_offer_is_gone_costs_an_attempt(tmp_path: Path) -> None:
     """Nobody can carry it out, late or in time."""
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(4))
-    _, log = open_run(open_object_store(meeting.url), b"")
+    _, log = open_run(ObjectStore(meeting.url), b"")
     gone = Participant(offer="rounds/00000003/00/offers/00001-000001-000000.json", island=1, weight=1.0, norm=1.0)
     log.create("rounds/00000003/00/plan.json", PlanRecord(by=1, state=islands[0].hash, participants=[gone]))
     run_islands(2, lambda island: islands[island].train(2))
@@ -1121,7 +1121,7 @@ def test_who_leaves_when_the_next_round_has_taken_place_offers_nothing(tmp_path:
     number = late.session.outer.round + 1
     first.train_to(number)
     late.train(1).leave(finished=False)
-    paths = [path for path, _ in open_object_store(meeting.url).list(f"rounds/{number:08d}")]
+    paths = [path for path, _ in ObjectStore(meeting.url).list(f"rounds/{number:08d}")]
     assert ["/00000-000001-" in path for path in paths if "/offers/" in path] == [True], "island 0's"
 
 
@@ -1137,8 +1137,8 @@ def test_nobody_seems_dead_because_the_store_was_away(
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2)
-    store = BrokenStore(open_object_store(meeting.url))
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: store)
+    store = BrokenStore(ObjectStore(meeting.url))
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(2, lambda island: meeting.island(island))
     living = islands[0].session.members
     assert living is not None
@@ -1159,7 +1159,7 @@ def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: 
     from hf_diloco.rounds import elastic
 
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=5.0)
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
 
     class Damaging:
         def __init__(self) -> None:
@@ -1176,7 +1176,7 @@ def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: 
             store.put(path, data)
 
     damaging = Damaging()
-    monkeypatch.setattr(elastic, "open_object_store", lambda url, timeout: damaging)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: damaging)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     damaging.is_on = True
     run_islands(2, lambda island: islands[island].train(2))
@@ -1264,7 +1264,7 @@ def test_old_objects_are_cleared_up(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 1, snapshot_every=2, keep_rounds=1)
     member = meeting.island(0).train(24)
     member.session.close()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     rounds = sorted({int(path.split("/")[1]) for path, _ in store.list("payloads")})
     assert rounds == [12]
     assert sorted({int(path.split("/")[1]) for path, _ in store.list("snapshots")}) == [10, 12]
@@ -1277,7 +1277,7 @@ def test_rubbish_in_the_store_stops_nobody(tmp_path: Path, caplog: pytest.LogCap
     """Records that are too large, of another place or no records at all are reported once, and ignored."""
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     old = next(path for path, _ in store.list("rounds/00000001") if "/offers/" in path)
     store.put("heartbeats/7/000001.json", bytes(5 << 20))
     store.put("heartbeats/8/000001.json", b"{")

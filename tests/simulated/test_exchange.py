@@ -22,7 +22,7 @@ from torch.distributed import HashStore, TCPStore
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, Traffic, base, memory, transfers
@@ -624,7 +624,7 @@ def test_without_the_store_its_keeper_is_lost() -> None:
 def test_a_log_that_is_out_of_reach_makes_no_island_its_keeper(tmp_path: Path) -> None:
     """Nobody keeps what lies in a folder: the island that is missing here is blamed."""
     folder = tmp_path / "run"
-    log = RunLog(open_object_store(f"file://{folder}"), Seal(b"", "run-1"))
+    log = RunLog(ObjectStore(f"file://{folder}"), Seal(b"", "run-1"))
     store = RecordStore(log, 0.1)
     notes = [LossNotes(store, "0", island) for island in range(3)]
     assert notes[1].find_first(2, timed_out=False) == 2

@@ -25,7 +25,7 @@ from hf_diloco.sealing import Agreement
 from hf_diloco.status.observer import Observer
 from hf_diloco.store.credentials import find_credentials, make_identity
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.transport import meeting as connecting
 from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
@@ -44,7 +44,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def objects(url: str) -> dict[str, bytes]:
-    store = open_object_store(url)
+    store = ObjectStore(url)
     return {path: store.get(path, EVERYTHING) or b"" for path, _ in store.list()}
 
 
@@ -67,10 +67,10 @@ def test_who_keeps_the_store_reads_nothing_and_the_islands_train_as_without(
         else:
             assert not any(plain[at : at + 16] in data for plain in in_clear for at in range(0, len(plain), 16)), path
     key = secrets["key_file"].read_bytes().strip()
-    status = Observer(open_object_store(sealed.url, read_only=True), key).look()
+    status = Observer(ObjectStore(sealed.url, read_only=True), key).look()
     assert [entry.participants for entry in status.rounds] == [[0, 1]] * 3
     with pytest.raises(RendezvousError, match="was begun with another key"):
-        Observer(open_object_store(sealed.url, read_only=True), b"")
+        Observer(ObjectStore(sealed.url, read_only=True), b"")
 
 
 def test_an_island_that_was_taken_out_is_refused_by_name_and_the_others_train(
@@ -115,7 +115,7 @@ def test_what_an_unlisted_island_leaves_in_the_store_is_refused_and_shown(
     assert len(member.reports) == 2
     key = secrets["key_file"].read_bytes().strip()
     assert "which is not listed for it here (identities.2)" in member.session.take_refused()[2]
-    status = Observer(open_object_store(meeting.url, read_only=True), key).look()
+    status = Observer(ObjectStore(meeting.url, read_only=True), key).look()
     refused = next(island for island in status.islands if island.island == 0).refuses
     assert "which is not listed for it here (identities.2)" in refused["2"]
     printed = Console(width=1000, file=StringIO())
@@ -169,7 +169,7 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert "round 1 is tried again: islands [2] were refused in round 1 (who answered for island 2 does" in caplog.text
     assert "peer" not in caplog.text
     assert "who answered for island 2" in here.session.take_refused()[2]
-    status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
+    status = Observer(ObjectStore(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
     assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
 
 
@@ -190,7 +190,7 @@ def test_a_link_that_is_attacked_for_good_costs_one_of_its_ends_the_rounds(
     meeting = Meeting(tmp_path / "run", 3, num_rounds=3, min_islands=2, **patient, **ENGINES["mesh"], **secrets)
     members = run_islands(3, lambda island: meeting.island(island).train_to(3).leave())
     assert len({member.hash for member in members}) == 1
-    status = Observer(open_object_store(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
+    status = Observer(ObjectStore(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
     for entry in status.rounds:
         assert len(entry.participants) == 2
         assert set(entry.participants) != {0, 2}
@@ -221,7 +221,7 @@ def test_a_listed_island_that_aborts_attempts_costs_rounds_and_no_run(
 
 def log_of(meeting: Meeting, island: int) -> RunLog:
     """What an island reads and writes in the store, though it takes no part."""
-    store, credentials = open_object_store(meeting.url), find_credentials(meeting.config(island), island)
+    store, credentials = ObjectStore(meeting.url), find_credentials(meeting.config(island), island)
     run, _ = open_run(store, credentials.key)
     return open_log(store, credentials.seal(NO_RUN), run)
 

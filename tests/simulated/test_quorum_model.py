@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.round_records import Attempt
 from hf_diloco.membership.voting import VoteRecord, winner
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from tests.islands_model import World
 
 TARGET = 5
@@ -35,7 +35,7 @@ def explore(
 ) -> World:
     """Runs islands under a schedule: `prefix` first, then at random; checks what must hold in any case."""
     rules = Rules(min_islands=min_islands, grace=2.0, patience=8.0, needs_presence=is_direct)
-    world = World(open_object_store(f"memory://{uuid.uuid4().hex}"), num_islands, rules, target, with_stranger)
+    world = World(ObjectStore(f"memory://{uuid.uuid4().hex}"), num_islands, rules, target, with_stranger)
     if wrong:
         world.wrong = wrong
     world.run(_choices(prefix, seed), kills, junk=junk)
@@ -104,7 +104,7 @@ def test_a_death_between_any_two_operations(victim: int, start: int, is_direct: 
 def test_an_island_does_not_commit_what_the_other_cannot_read(seed: int) -> None:
     """Its own values it takes from memory: it would not see that they are damaged in the store."""
     rules = Rules(min_islands=2, grace=1000.0, patience=1000.0)
-    world = World(open_object_store(f"memory://{uuid.uuid4().hex}"), 2, rules, 2)
+    world = World(ObjectStore(f"memory://{uuid.uuid4().hex}"), 2, rules, 2)
     world.faults = lambda island, attempt: attempt.number == 0 and island == 1
     world.run(_choices([], seed), {})
     outcomes = {path: json.loads(*seen)["kind"] for path, seen in world.decided.items() if path.endswith("outcome")}

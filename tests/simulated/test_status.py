@@ -30,7 +30,7 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.status.models import IslandStatus, RunStatus, figures
 from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.log import MAX_RECORD_BYTES
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.transport.open import MeshTransport
 from tests.clocks import AT_ONCE, StillClock
 from tests.fixed_runs import FixedIsland
@@ -68,7 +68,7 @@ def give_heartbeat(member: Member) -> None:
 
 
 def look(meeting: Meeting, **settings: Any) -> RunStatus:
-    return Observer(open_object_store(meeting.url, read_only=True), b"", **settings).look()
+    return Observer(ObjectStore(meeting.url, read_only=True), b"", **settings).look()
 
 
 def shown(found: RunStatus) -> str:
@@ -99,7 +99,7 @@ def test_islands_and_rounds(meeting: Meeting) -> None:
     assert found.refused == {}
     assert found.snapshot is not None
     assert (found.snapshot.round, found.snapshot.num_parts) == (0, 1)
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     stored = found.stored
     assert stored.payloads == sum(size for _, size in store.list("payloads"))
     assert stored.snapshots == sum(size for _, size in store.list("snapshots"))
@@ -112,7 +112,7 @@ def test_islands_and_rounds(meeting: Meeting) -> None:
 def test_looking_changes_nothing(meeting: Meeting) -> None:
     for member in start(meeting):
         member.leave()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     before = store.entries()
     assert {island.presence for island in look(meeting).islands} == {"ended"}
     assert store.entries() == before
@@ -132,7 +132,7 @@ def test_silence_is_measured_by_this_machines_clock_alone(meeting: Meeting) -> N
     for member in islands:
         member.die()
     clock = StillClock()
-    observer = Observer(open_object_store(meeting.url), b"", clock=clock)
+    observer = Observer(ObjectStore(meeting.url), b"", clock=clock)
 
     def presence() -> list[tuple[str, float]]:
         return [(island.presence, island.seconds_silent) for island in observer.look().islands]
@@ -186,7 +186,7 @@ def test_a_round_that_is_not_committed_yet(meeting: Meeting) -> None:
 def test_an_attempt_that_was_aborted(meeting: Meeting) -> None:
     for member in start(meeting, 2):
         member.leave()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     _, log = open_run(store, b"")
     offer = next(path for path, _ in store.list("rounds") if "/offers/" in path)
     store.delete(["rounds/00000001/00/outcome.json"])
@@ -201,7 +201,7 @@ def test_an_attempt_that_was_aborted(meeting: Meeting) -> None:
 def test_objects_of_others_are_refused_and_shown(meeting: Meeting) -> None:
     for member in start(meeting, 4):
         member.leave()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     heartbeat = store.get("heartbeats/0/000001.json", 10_000)
     assert heartbeat is not None
     store.put("heartbeats/7/000001.json", heartbeat)  # moved from another island
@@ -234,7 +234,7 @@ def test_a_snapshot_counts_when_it_is_whole(tmp_path: Path) -> None:
     found = look(meeting)
     assert found.snapshot is not None
     assert (found.round, found.snapshot.round, found.snapshot.island) == (5, 4, 0)
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     store.delete([path for path, _ in store.list("snapshots/00000004") if path.endswith(".json")])
     assert (again := look(meeting).snapshot) is not None
     assert again.round == 2

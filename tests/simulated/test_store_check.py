@@ -13,7 +13,7 @@ from hf_diloco.errors import RendezvousError
 from hf_diloco.membership import decisions as deciding
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from tests.clocks import FastClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
@@ -27,7 +27,7 @@ def quick_checks(monkeypatch: pytest.MonkeyPatch, fast_clock: FastClock) -> None
 
 
 def look(url: str, key: bytes = b"", is_deep: bool = False) -> CheckReport:
-    return check_store(open_object_store(url), key, is_deep)
+    return check_store(ObjectStore(url), key, is_deep)
 
 
 def kinds(report: CheckReport) -> dict[str, str]:
@@ -63,7 +63,7 @@ def test_a_run_under_way_and_over_is_clean(meeting: Meeting, exchange: str, monk
 def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2, snapshot_every=2, keep_rounds=1)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     throw(store)
     run_islands(2, lambda island: islands[island].train(10))
     found = kinds(look(meeting.url))
@@ -117,7 +117,7 @@ def test_what_a_killed_process_leaves_is_found_and_set_aside(meeting: Meeting, t
 def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
     islands = run_islands(2, lambda island: meeting.island(island).train(10))
     run_islands(2, lambda island: islands[island].leave())
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     anchor, *_ = (path for path, _ in store.list("snapshots/00000004") if path.endswith(".bin"))
     gone, short = (path for path, _ in store.list("payloads/00000005"))
     store.put(anchor, bytes(dict(store.list())[anchor]))
@@ -128,7 +128,7 @@ def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
 
 
 def test_where_there_is_no_run_or_no_name_of_it(meeting: Meeting, tmp_path: Path) -> None:
-    open_object_store(meeting.url).put("heartbeats/0/000001.json", b"{}")
+    ObjectStore(meeting.url).put("heartbeats/0/000001.json", b"{}")
     with pytest.raises(RendezvousError, match=r"run\.json, which names that run, is gone"):
         look(meeting.url)
     with pytest.raises(RendezvousError, match="there is no run at"):

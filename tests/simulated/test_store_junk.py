@@ -16,7 +16,7 @@ from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
 from hf_diloco.membership.voting import VoteRecord
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
@@ -34,7 +34,7 @@ COMMIT = OutcomeRecord(by=0, kind="commit", mean="ab")
 
 @pytest.fixture
 def log() -> RunLog:
-    log = RunLog(open_object_store(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
+    log = RunLog(ObjectStore(f"memory://{os.urandom(8).hex()}"), Seal(b"", "run"))
     log.create(f"{ATTEMPT}/plan.json", PLAN)
     return log
 
@@ -198,7 +198,7 @@ def test_rubbish_of_all_kinds_neither_stops_a_run_nor_changes_it(tmp_path: Path,
         settings["bind_address"] = "127.0.0.1"
     meeting = Meeting(tmp_path, 2, **settings)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    throw(open_object_store(meeting.url))
+    throw(ObjectStore(meeting.url))
     run_islands(2, lambda island: islands[island].train(10))
     assert [member.session.outer.round for member in islands] == [6, 6]
     assert [member.missed for member in islands] == [0, 0]
@@ -213,7 +213,7 @@ def test_rubbish_of_all_kinds_neither_stops_a_run_nor_changes_it(tmp_path: Path,
 def test_records_written_while_islands_run(tmp_path: Path, fast_clock: FastClock) -> None:
     """One thread puts rubbish over and beside what two islands write, as fast as it can."""
     meeting = Meeting(tmp_path, 2)
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     islands = run_islands(2, lambda island: meeting.island(island))
     has_ended = fast_clock.event()
 
@@ -239,7 +239,7 @@ def test_a_committed_round_of_which_a_record_is_damaged_is_passed_over(tmp_path:
     number = late.session.outer.round + 1
     first.train_to(number + 2)
     first.session.close()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     damage_in(meeting, *(path for path, _ in store.list(f"rounds/{number:08d}") if f"/{name}" in path))
     late.sync()
     assert late.session.outer.round == first.session.outer.round
@@ -250,7 +250,7 @@ def test_an_island_joins_from_the_snapshot_before_a_damaged_one(tmp_path: Path) 
     meeting = Meeting(tmp_path, 1, max_islands=2, snapshot_every=2)
     first = meeting.island(0).train_to(4)
     first.session.close()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     for path, size in store.list("snapshots/00000004"):
         if path.endswith(".bin"):
             store.put(path, bytes(size))
@@ -267,7 +267,7 @@ def test_a_damaged_start_is_decided_anew(tmp_path: Path) -> None:
 
 def damage_in(meeting: Meeting, *paths: str) -> None:
     for path in paths:
-        open_object_store(meeting.url).put(path, b"")
+        ObjectStore(meeting.url).put(path, b"")
 
 
 # run.json
@@ -278,7 +278,7 @@ def test_a_run_whose_name_is_gone_is_not_begun_again(tmp_path: Path) -> None:
     island = meeting.island(0).train_to(2)
     checkpoint = island.save(tmp_path / "checkpoint")
     island.die()
-    store = open_object_store(meeting.url)
+    store = ObjectStore(meeting.url)
     before = store.get("run.json", 1 << 20) or b""
     store.delete(["run.json"])
     with pytest.raises(

@@ -24,7 +24,7 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store import serving
 from hf_diloco.store.credentials import make_key
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
 from tests.clocks import LONG
 from tests.islands import run_islands
@@ -63,7 +63,7 @@ def test_strangers_stop_no_store(
     host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
     try:
         strangers = REQUESTS[name]((LOCALHOST, free_port), number)
-        store = open_object_store(url_of(rendezvous))
+        store = ObjectStore(url_of(rendezvous))
         for count in range(10):
             store.put(f"{count}", b"value")
             assert store.get(f"{count}", 100) == b"value"
@@ -183,7 +183,7 @@ def test_of_requests_that_never_end_the_oldest_make_room(
         while num_connected(free_port) > 2:
             assert time.monotonic() < deadline, "all are kept"
             time.sleep(0.05)
-        store = open_object_store(url_of(rendezvous))
+        store = ObjectStore(url_of(rendezvous))
         store.put("x", bytes(100_000))
         assert store.get("x", 100_000) == bytes(100_000)
         for stranger in strangers:

@@ -32,7 +32,7 @@ from hf_diloco.membership.records import (
 )
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import find_address
 from hf_diloco.store.server import StoreServer
 from hf_diloco.store.signing import Seal
@@ -542,7 +542,7 @@ def test_a_store_that_does_not_answer_is_given_up_once(tmp_path: Path) -> None:
     application = StoreServer(tmp_path).app()
     application.middlewares.append(stop)
     with serving_app(application) as address:
-        store = open_object_store(f"{address}/run", timeout=1.5)  # twenty times that is more than AT_ONCE
+        store = ObjectStore(f"{address}/run", timeout=1.5)  # twenty times that is more than AT_ONCE
         book = Ledger(ValueStore(RunLog(store, Seal(b"", "run")), LONG), 1, 2)
         has_stopped.set()
         started = time.monotonic()

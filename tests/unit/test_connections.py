@@ -17,7 +17,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.sealing import LinkKey
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, connections
@@ -49,7 +49,7 @@ def hash_store() -> Callable[[], Store]:
 
 def record_store() -> Callable[[], Store]:
     url = f"memory://{uuid.uuid4().hex}"
-    return lambda: RecordStore(RunLog(open_object_store(url), Seal(KEY, "run-1")), patience=LONG)
+    return lambda: RecordStore(RunLog(ObjectStore(url), Seal(KEY, "run-1")), patience=LONG)
 
 
 def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections], object]) -> list[object]:

@@ -10,7 +10,7 @@ import pytest
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, StoreFullError
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 
 
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> ObjectStore:
-    return open_object_store(f"file://{root}")
+    return ObjectStore(f"file://{root}")
 
 
 @pytest.fixture
@@ -187,12 +187,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(store: ObjectStore, root: Path,
 
 def test_a_folder_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match=rf"there is no folder {tmp_path}/mnt\. .*mount it"):
-        open_object_store(f"file://{tmp_path}/mnt/run")
+        ObjectStore(f"file://{tmp_path}/mnt/run")
     assert not (tmp_path / "mnt").exists()
 
 
 def test_a_folder_that_is_itself_a_link_is_used(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "alias").symlink_to(tmp_path / "real")
-    open_object_store(f"file://{tmp_path}/alias").put("a", b"x")
+    ObjectStore(f"file://{tmp_path}/alias").put("a", b"x")
     assert (tmp_path / "real" / "a").read_bytes() == b"x"

@@ -17,7 +17,7 @@ from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
 from hf_diloco.membership.run import PATH, RunRecord, enter_run
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, Seal
 from tests.clocks import StillClock
 
@@ -40,7 +40,7 @@ class Store:
     """A store in memory, of which a test replaces single operations."""
 
     def __init__(self) -> None:
-        self._store = open_object_store(f"memory://{os.urandom(8).hex()}")
+        self._store = ObjectStore(f"memory://{os.urandom(8).hex()}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

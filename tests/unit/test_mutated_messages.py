@@ -16,7 +16,7 @@ from hf_diloco.errors import DiLoCoError
 from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord
 from hf_diloco.transport import meeting
@@ -126,7 +126,7 @@ def records(signed: bool, encrypt: bool) -> Target:
 
 def values(signed: bool, encrypt: bool) -> Target:
     """What fixed islands and nodes leave for each other at tcp://, read as they read it."""
-    log = RunLog(open_object_store("memory://values"), Seal(KEY, RUN, SIGNERS[0] if signed else None, encrypt))
+    log = RunLog(ObjectStore("memory://values"), Seal(KEY, RUN, SIGNERS[0] if signed else None, encrypt))
     paths = [f"values/round/{n}/plan.json" for n in range(8)]
     data = [log.seal.wrap(path, {"value": f"round {n}"}) for n, path in enumerate(paths)]
 

@@ -17,7 +17,7 @@ import pytest
 from hf_diloco.errors import ExchangeError, RendezvousError, StoreError
 from hf_diloco.store.backends import client_options
 from hf_diloco.store.failures import reason_of
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils.urls import check_store_url
 from tests.processes import Processes
 from tests.store_servers import serving
@@ -44,8 +44,8 @@ BAD_PATHS = [
 
 WRITER = """
 import sys
-from hf_diloco.store.objects import open_object_store
-store = open_object_store(sys.argv[1])
+from hf_diloco.store.objects import ObjectStore
+store = ObjectStore(sys.argv[1])
 print("begins", flush=True)
 count = 0
 while True:
@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def store(request: pytest.FixtureRequest, tmp_path: Path, server: str) -> ObjectStore:
     name = uuid.uuid4().hex
     url = {"file": f"file://{tmp_path}/new", "memory": f"memory://{name}", "http": f"{server}/{name}"}[request.param]
-    return open_object_store(url)
+    return ObjectStore(url)
 
 
 # Creation, writing, reading
@@ -252,7 +252,7 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
             writer.kill()
             writer.wait(expect=-9)
     num_seen = 0
-    for store in map(open_object_store, urls):
+    for store in map(ObjectStore, urls):
         for path, size in store.list():
             assert "#" not in path
             assert size == (1 << 20 if path == "state.bin" else 1000)
@@ -265,7 +265,7 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_writer_left_is_neither_listed_nor_in_the_way(tmp_path: Path) -> None:
-    store = open_object_store(f"file://{tmp_path}")
+    store = ObjectStore(f"file://{tmp_path}")
     for name in ("a#1", "a#2", "b c", "ä"):
         (tmp_path / name).write_bytes(b"half")
     assert store.list() == []
@@ -336,7 +336,7 @@ def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(RendezvousError, match=r"expected file:///DIR, s3://BUCKET/PREFIX"):
         check_store_url(url)
     with pytest.raises(RendezvousError, match="is no object store"):
-        open_object_store(url)
+        ObjectStore(url)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_other_urls_are_refused(url: str) -> None:
 def test_folders_need_their_full_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RendezvousError, match="three slashes"):
-        open_object_store(url)
+        ObjectStore(url)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -368,7 +368,7 @@ def test_good_urls(url: str) -> None:
 
 
 def test_a_folder_is_made(tmp_path: Path) -> None:
-    store = open_object_store(f"file://{tmp_path}/b%20c/")
+    store = ObjectStore(f"file://{tmp_path}/b%20c/")
     assert store.url == f"file://{tmp_path}/b%20c"
     store.put("x/y", b"z")
     assert (tmp_path / "b c" / "x" / "y").read_bytes() == b"z"
@@ -377,13 +377,13 @@ def test_a_folder_is_made(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RendezvousError, match=r"file:///.*/file.* cannot be opened .*folder must be writable"):
-        open_object_store(f"file://{tmp_path}/file/below")
+        ObjectStore(f"file://{tmp_path}/file/below")
     with pytest.raises(RendezvousError, match="folder must be writable"):
-        open_object_store(f"file://{tmp_path}/file")
+        ObjectStore(f"file://{tmp_path}/file")
 
 
 def test_a_folder_that_goes_wrong_later(tmp_path: Path) -> None:
-    store = open_object_store(f"file://{tmp_path}/runs")
+    store = ObjectStore(f"file://{tmp_path}/runs")
     (tmp_path / "other").mkdir()  # beside the first, as a number that is free again may be given to the next folder
     (tmp_path / "runs").rmdir()
     for look in (lambda: store.get("a", 1), lambda: store.list(), lambda: store.put("a", b"")):
@@ -401,7 +401,7 @@ def test_a_folder_that_goes_wrong_later(tmp_path: Path) -> None:
 
 
 def test_memory_is_shared_by_name() -> None:
-    one, same, other = (open_object_store(f"memory://shared-{name}") for name in "aab")
+    one, same, other = (ObjectStore(f"memory://shared-{name}") for name in "aab")
     one.put("x", b"1")
     assert same.get("x", 1) == b"1"
     assert other.get("x", 1) is None
@@ -410,7 +410,7 @@ def test_memory_is_shared_by_name() -> None:
 def test_azure_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(RendezvousError, match=r"az://container/x cannot be opened.*AZURE_STORAGE_ACCOUNT_NAME"):
-        open_object_store("az://container/x")
+        ObjectStore("az://container/x")
 
 
 def test_what_the_environment_says_about_the_connection() -> None:

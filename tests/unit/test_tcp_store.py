@@ -21,7 +21,7 @@ from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.tcp_store import MARK
 from hf_diloco.store.torch_store import ValueStore
@@ -231,7 +231,7 @@ def test_a_run_that_does_not_begin_is_told(port: Port, monkeypatch: pytest.Monke
 
 def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MAX_BYTES", 10_000)
-    store, bare = enter(port, 0), open_object_store(url_of(port.url), timeout=1.0)
+    store, bare = enter(port, 0), ObjectStore(url_of(port.url), timeout=1.0)
     bare.put("junk", bytes(8_000))
     with pytest.raises(StoreFullError, match="QuotaExceeded"):
         bare.put("more", bytes(8_000))

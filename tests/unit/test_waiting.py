@@ -18,7 +18,7 @@ from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
@@ -116,7 +116,7 @@ def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: py
 
 @pytest.fixture
 def log(tmp_path: Path) -> RunLog:
-    return RunLog(open_object_store(tmp_path.as_uri()), Seal(b"", "run"))
+    return RunLog(ObjectStore(tmp_path.as_uri()), Seal(b"", "run"))
 
 
 def test_islands_that_gather_in_a_store_say_who_is_missing(

@@ -15,7 +15,7 @@ from aiohttp import web
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.store import changes
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import ObjectStore, open_object_store
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
@@ -35,7 +35,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def store(address: str, request: pytest.FixtureRequest) -> ObjectStore:
-    return open_object_store(f"{address}/{request.node.name.replace('[', '-').rstrip(']')}")
+    return ObjectStore(f"{address}/{request.node.name.replace('[', '-').rstrip(']')}")
 
 
 def test_one_request_creates_and_shows_what_lies_there(store: ObjectStore) -> None:
@@ -52,8 +52,8 @@ def test_one_request_creates_and_shows_what_lies_there(store: ObjectStore) -> No
 @pytest.mark.parametrize("is_mounted", [False, True])
 def test_who_waits_hears_at_once_what_is_written(is_mounted: bool, tmp_path: Path) -> None:
     with serving(tmp_path) as address:
-        waiting = open_object_store(f"{address}/run")
-        other = open_object_store(f"file://{tmp_path}/objects/run" if is_mounted else f"{address}/run")
+        waiting = ObjectStore(f"{address}/run")
+        other = ObjectStore(f"file://{tmp_path}/objects/run" if is_mounted else f"{address}/run")
         before = look(waiting, ["a"])
         found: list[Sight] = []
         thread = threading.Thread(target=lambda: found.append(look(waiting, ["a"], before, 29.0)))
@@ -148,7 +148,7 @@ def test_what_a_thread_asks_is_answered_from_what_it_saw(store: ObjectStore) -> 
 @pytest.mark.parametrize("scheme", ["http", "memory"])
 def test_a_record_is_decided_once(address: str, scheme: str) -> None:
     url = f"{address}/decided" if scheme == "http" else "memory://decided"
-    log = RunLog(open_object_store(url), Seal(b"", "run"))
+    log = RunLog(ObjectStore(url), Seal(b"", "run"))
     assert log.decide("a/plan.json", Note(text="mine")) == Note(text="mine")
     assert log.decide("a/plan.json", Note(text="mine")) == Note(text="mine"), "the answer may have been lost"
     assert log.decide("a/plan.json", Note(text="other")) == Note(text="mine")
@@ -198,7 +198,7 @@ def test_what_makes_no_sense_is_refused(address: str, path: str, body: bytes) ->
 
 def test_a_server_that_is_gone_is_an_error_of_the_store(tmp_path: Path) -> None:
     with serving(tmp_path) as address:
-        store = open_object_store(f"{address}/run", timeout=0.5)
+        store = ObjectStore(f"{address}/run", timeout=0.5)
         look(store, ["a"])
     with pytest.raises(StoreError, match="does not answer a question"):
         look(store, ["a"])
@@ -211,4 +211,4 @@ def test_an_older_server_is_told_apart_from_one_that_is_gone() -> None:
     app = web.Application()
     app.router.add_get("/runs", answer)
     with serving_app(app) as address, pytest.raises(RendezvousError, match="older version of hf_diloco"):
-        look(open_object_store(f"{address}/run"), ["a"])
+        look(ObjectStore(f"{address}/run"), ["a"])

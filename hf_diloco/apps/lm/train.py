@@ -129,12 +129,12 @@ def _finish(island: Island, progress: Progress) -> None:
 def _check_store(config: DiLoCoConfig) -> None:
     """What keeps this island out of the object store shows here, not when all the data has been prepared."""
     from hf_diloco.store.credentials import find_credentials
-    from hf_diloco.store.objects import open_object_store
+    from hf_diloco.store.objects import ObjectStore
 
     assert config.rendezvous is not None
     find_credentials(config, config.island)
     if is_leader() and not config.meets_at_island_0:
-        open_object_store(config.rendezvous)
+        ObjectStore(config.rendezvous)
 
 
 def _print_plan(island: Island) -> None:

@@ -283,10 +283,10 @@ def check_store(url: str) -> Iterator[Finding]:
     Args:
         url: of the store.
     """
-    from hf_diloco.store.objects import open_object_store
+    from hf_diloco.store.objects import ObjectStore
 
     try:
-        store = open_object_store(url, _STORE_TIMEOUT)
+        store = ObjectStore(url, _STORE_TIMEOUT)
     except RendezvousError as error:
         yield Finding("store", "problem", str(error), "see docs/launching.md and docs/security.md (rights)")
         return
