@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,6 +130,7 @@ class Members:
         self._ended = threading.Event()
         self._nudged = clock.event()
         self._thread: threading.Thread | None = None
+        self._refresh: Callable[[], None] = lambda: None
 
     # This island
 
@@ -235,28 +237,25 @@ class Members:
         Args:
             refresh: called before each heartbeat, to bring `standing` up to date.
         """
+        self._refresh = refresh
         self.heartbeat()
-
-        def run() -> None:
-            while True:
-                self._nudged.wait(HEARTBEAT_SECONDS)
-                self._nudged.clear()
-                if self._ended.is_set():
-                    return
-                try:
-                    refresh()
-                    self.heartbeat()
-                except StoreError as error:
-                    if not self._is_cut_off:
-                        logger.info("no sign of life could be given: %s", error)
-                    self._is_cut_off = True
-                    continue
-                if self._is_cut_off:
-                    self._reached_at = self._clock.now()
-                    self._is_cut_off = False
-
-        self._thread = threading.Thread(target=run, name="hf-diloco-heartbeat", daemon=True)
+        args = weakref.ref(self), self._nudged, self._ended
+        self._thread = threading.Thread(target=_beat, args=args, name="hf-diloco-heartbeat", daemon=True)
         self._thread.start()
+
+    def try_heartbeat(self) -> None:
+        """Gives one sign of life, if the store answers."""
+        try:
+            self._refresh()
+            self.heartbeat()
+        except StoreError as error:
+            if not self._is_cut_off:
+                logger.info("no sign of life could be given: %s", error)
+            self._is_cut_off = True
+            return
+        if self._is_cut_off:
+            self._reached_at = self._clock.now()
+            self._is_cut_off = False
 
     def stand(self, phase: Phase) -> None:
         """What heartbeats say from now on; the next one comes at once, because others may wait to hear it."""
@@ -365,6 +364,18 @@ class Members:
     def _where(self, incarnation: int) -> str:
         record = self._log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
         return f"process {record.pid} on {record.host}" if record else "unknown"
+
+
+def _beat(of: weakref.ref[Members], nudged: threading.Event, ended: threading.Event) -> None:
+    """Gives heartbeats until they are ended, or nobody has what gives them any more."""
+    while True:
+        nudged.wait(HEARTBEAT_SECONDS)
+        nudged.clear()
+        members = of()
+        if members is None or ended.is_set():
+            return
+        members.try_heartbeat()
+        del members  # or it would last as long as this
 
 
 def _runs(pid: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.quorum import Quorum
@@ -19,7 +22,7 @@ from hf_diloco.membership.run import PATH, RunRecord, enter_run
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, Seal
-from tests.clocks import StillClock
+from tests.clocks import LONG, StillClock
 
 LEASE = 10.0
 
@@ -107,6 +110,29 @@ def test_who_hangs_until_its_number_is_taken_ends_at_its_next_round(log: RunLog,
     quorum = Quorum(log, hangs, Rules(), clock=StillClock())
     with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*nothing of it is lost"):
         quorum.convene(quorum.current(1), offer_of(0))
+
+
+def test_signs_of_life_end_with_whoever_gives_them(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that somebody drops without closing it keeps neither a thread nor its store."""
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", 0.02)
+    refreshed = threading.Event()
+
+    class Session:
+        def __init__(self) -> None:
+            self.members = Members(log, 0)
+            self.members.enter()
+            self.members.start_heartbeats(self.refresh)
+
+        def refresh(self) -> None:
+            refreshed.set()
+
+    session = Session()
+    assert refreshed.wait(LONG)
+    (thread,) = [one for one in threading.enumerate() if one is session.members._thread]
+    del session
+    gc.collect()
+    thread.join(LONG)
+    assert not thread.is_alive()
 
 
 def test_an_island_that_leaves_is_not_waited_for_until_its_lease_ends(process: Process, clock: EventfulClock) -> None:
