@@ -162,7 +162,7 @@ class Island:
         import torch
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
-        from hf_diloco.sealing import LinkKey
+        from hf_diloco.sealing.keys import LinkKey
         from hf_diloco.transport.lane import Lane
         from hf_diloco.transport.mesh import MeshExchange
 

@@ -1,15 +1,21 @@
-"""What the parts of rounds among islands that come and go have in common."""
+"""What the parts of rounds among islands that come and go have in common; and what this process offers to such rounds:
+its pseudo-gradients, where others find them.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
+from hf_diloco.membership.round_records import OfferRecord, author_of
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.engines import Engine
+from hf_diloco.rounds.round import Contribution
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.utils.clock import Clock
 
@@ -41,3 +47,73 @@ class RoundContext:
     def engine_of(self, number: int) -> Engine:
         """The engine of the fragment whose round `number` is."""
         return self.engines[self.outer.number_of(number)]
+
+
+@dataclass
+class _Announced:
+    """The newest that others can read: for which round, where, and how many inner steps are in it."""
+
+    serial: int = -1
+    round: int = -1
+    steps: int = 0
+    objects: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Offers:
+    """One rank's part in them. What announces is collective over the island's ranks.
+
+    Args:
+        context: of the island's rounds.
+    """
+
+    def __init__(self, context: RoundContext) -> None:
+        self.config = context.config
+        self.outer = context.outer
+        self.island = context.island
+        self._context = context
+        self._incarnation = context.incarnation
+        self._author = author_of(self.config.island, self._incarnation)
+        self._announced = _Announced()
+
+    def make(self, own: Contribution) -> OfferRecord:
+        """Has others find a pseudo-gradient, unless they do already, and says what there is."""
+        engine = self._context.engine_of(own.number)
+        if not self.holds(own.number, own.steps):
+            (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
+            said, traffic = self.island.on_all(lambda: engine.announce(own.delta, own.number, tag))
+            own.clock.traffic += traffic
+            objects = self.island.gather(said)
+            self._announced = _Announced(self._announced.serial + 1, own.number, own.steps, objects)
+        return OfferRecord(
+            island=self.config.island,
+            incarnation=self._incarnation,
+            serial=self._announced.serial,
+            steps=self._announced.steps,
+            weight=own.weight if own.is_finite else 0.0,
+            norm=own.norm if own.is_finite else None,
+            state=self.outer.outer_hash,
+            objects=self._announced.objects,
+            links=engine.links,
+            rates=list(own.rates),
+        )
+
+    def holds(self, number: int, steps: int) -> bool:
+        """Whether what was announced last is for round `number`, with so many inner steps."""
+        return (self._announced.round, self._announced.steps) == (number, steps)
+
+    def has_offered(self, number: int) -> bool:
+        """Whether what was announced last is for round `number`."""
+        return self._announced.round == number
+
+    def is_newest(self, offer: OfferRecord) -> bool:
+        """Whether an offer is this process's last."""
+        return (offer.incarnation, offer.serial) == (self._incarnation, self._announced.serial)
+
+    def is_own(self, offer: OfferRecord) -> bool:
+        """Whether an offer is this process's."""
+        return offer.incarnation == self._incarnation
+
+    def forget(self, path: str) -> None:
+        """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""
+        if f"/{self._author}-{self._announced.serial:06d}." in path:
+            self._announced.round = -1

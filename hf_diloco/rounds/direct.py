@@ -34,7 +34,8 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.round_plan import PlannedRound
-from hf_diloco.sealing import LinkKey, Parties
+from hf_diloco.sealing.channel import Parties
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.torch_store import RecordStore

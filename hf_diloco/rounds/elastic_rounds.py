@@ -22,9 +22,8 @@ from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.catch_up import Archive, Recovery
-from hf_diloco.rounds.context import RoundContext
+from hf_diloco.rounds.context import Offers, RoundContext
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
-from hf_diloco.rounds.offers import Offers
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
 from hf_diloco.rounds.round_plan import Doubts, PlannedRound, Plans
 

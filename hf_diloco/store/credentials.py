@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.sealing import LinkKey, Roster, Signer
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.signing import ENV_KEY, MAKE_KEY, MIN_KEY_BYTES, Seal
 
 ENV_IDENTITY = "HF_DILOCO_IDENTITY"

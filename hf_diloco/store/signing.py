@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_diloco.errors import ConfigError, ForgedError, UnknownIdentityError
-from hf_diloco.sealing import Signer, ValueSeal
-from hf_diloco.sealing.stored import BlockSeal
+from hf_diloco.sealing.identity import Signer
+from hf_diloco.sealing.stored import BlockSeal, ValueSeal
 
 ENV_KEY = "HF_DILOCO_KEY"
 MIN_KEY_BYTES = 16

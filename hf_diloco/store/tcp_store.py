@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
-from hf_diloco.sealing import LinkKey, Roster
+from hf_diloco.sealing.identity import Roster
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
 from hf_diloco.store.objects import ObjectStore

@@ -29,7 +29,7 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.sealing import OVERHEAD, Channel
+from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError
-from hf_diloco.sealing import Agreement, Channel, LinkKey, Parties
+from hf_diloco.sealing.channel import Agreement, Channel, Parties
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport.transfers import Deadline
 
 MAX_GREETING_BYTES = 1 << 14

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
-from hf_diloco.sealing import ISLANDS, LinkKey, Parties
+from hf_diloco.sealing.channel import ISLANDS, Parties
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.utils.clock import REAL, Clock
 
 BURST_SECONDS = 0.1

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
-from hf_diloco.sealing import Channel, LinkKey
+from hf_diloco.sealing.channel import Channel
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, agree
 from hf_diloco.transport.lane import Lane

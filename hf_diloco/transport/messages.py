@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from hf_diloco.errors import ExchangeError
-from hf_diloco.sealing import OVERHEAD, Channel
+from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.transfers import Transfers, Work
 

@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from cryptography.utils import Buffer
 
-from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
+from hf_diloco.sealing.channel import Agreement, Channel
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import load_identity, load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import url_of

@@ -15,7 +15,7 @@ import torch
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport import mesh, transfers
 from hf_diloco.transport.lane import Lane, RateLimit
 from tests.tcp_stores import reach

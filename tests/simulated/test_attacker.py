@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, IslandLostError
 from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import make_key
 from hf_diloco.transport import connections
 from hf_diloco.transport.lane import Lane

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal

@@ -21,7 +21,7 @@ from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Parti
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
 from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
-from hf_diloco.sealing import Agreement
+from hf_diloco.sealing.channel import Agreement
 from hf_diloco.status.observer import Observer
 from hf_diloco.store.credentials import find_credentials, make_identity
 from hf_diloco.store.log import RunLog

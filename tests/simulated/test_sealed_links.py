@@ -20,7 +20,9 @@ from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, Roster, Signer
+from hf_diloco.sealing.channel import OVERHEAD, Agreement, Channel
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections, Sealer

@@ -24,7 +24,8 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
-from hf_diloco.sealing import LinkKey, Roster, Signer
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.connections import Connections

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal

@@ -17,7 +17,9 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownIdentityError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.sealing import ISLANDS, Agreement, LinkKey, Parties, Roster, Signer
+from hf_diloco.sealing.channel import ISLANDS, Agreement, Parties
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store import tcp_store
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
 from hf_diloco.store.signing import Seal

@@ -13,7 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hf_diloco.errors import DiLoCoError
-from hf_diloco.sealing import Agreement, Channel, LinkKey, Roster, Signer
+from hf_diloco.sealing.channel import Agreement, Channel
+from hf_diloco.sealing.identity import Roster, Signer
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import ForgedError
-from hf_diloco.sealing import OVERHEAD, Agreement, Channel, LinkKey, ValueSeal, derive
+from hf_diloco.sealing.channel import OVERHEAD, Agreement, Channel
+from hf_diloco.sealing.keys import LinkKey, derive
+from hf_diloco.sealing.stored import ValueSeal
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"0123456789abcdeg"

@@ -27,7 +27,7 @@ from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
-from hf_diloco.sealing import LinkKey
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.lane import RateLimit

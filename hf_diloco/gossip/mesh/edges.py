@@ -12,7 +12,8 @@ import torch
 
 from hf_diloco.errors import ExchangeError, IslandLostError, damage
 from hf_diloco.methods.topology import Topology
-from hf_diloco.sealing import LinkKey, Parties
+from hf_diloco.sealing.channel import Parties
+from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Connections
