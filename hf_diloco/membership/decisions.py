@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 
 from hf_diloco.errors import ForgedError, StoreError
-from hf_diloco.membership.round_records import OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import ABSTENTION, OutcomeRecord, PlanRecord, VoteRecord
 from hf_diloco.store.log import R, RunLog
 from hf_diloco.utils.clock import REAL, Clock
 
@@ -146,7 +146,7 @@ class Decisions:
         reason = f"{attempt}/{_OUTCOMES[0]} is damaged"
         if any(self._has_plan(path) for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json")):
             return self._abort(f"{reason}, and a later attempt has a plan")
-        if not any(path.startswith(f"{attempt}/votes/") for path in beside):
+        if not any(self._may_be_vote(path) for path in beside if path.startswith(f"{attempt}/votes/")):
             return self._abort(wish.reason or reason) if wish.kind == "commit" else wish
         if wish.is_split:
             return wish
@@ -167,6 +167,11 @@ class Decisions:
             if outcome.reason == _CLOSED:
                 return False
         raise self._too_many_damaged(attempt)
+
+    def _may_be_vote(self, path: str) -> bool:
+        """Whether somebody may have committed by it; of what cannot be read nobody knows."""
+        found = self._log.read_or_refuse(path, VoteRecord)
+        return found is None or found.mean != ABSTENTION
 
     def _has_plan(self, path: str) -> bool:
         return self._log.read_or_refuse(path, PlanRecord) is not None

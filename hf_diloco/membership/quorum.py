@@ -105,6 +105,7 @@ class Quorum:
 
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
         """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""
+        self._voting.withdraw(attempt.path)
         if self._decisions.void(attempt.path, f"its plan cannot be read: {error}").kind == "commit":
             raise PayloadError(
                 f"round {attempt.round} is committed, but its plan can no longer be read ({error})",

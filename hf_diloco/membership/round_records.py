@@ -16,6 +16,7 @@ Digest = str
 Rate = Annotated[float, Field(ge=0)]
 
 _TRIES = 2
+ABSTENTION = ""
 
 
 class OfferRecord(Record):
@@ -98,6 +99,18 @@ class OutcomeRecord(Record):
     unusable: str = ""
     reason: str = ""
     is_split: bool = False
+
+
+class VoteRecord(Record):
+    """An island holds an average, or has no vote.
+
+    Attributes:
+        island: which.
+        mean: digest of the average; "" for an abstention.
+    """
+
+    island: int = Field(ge=0)
+    mean: str
 
 
 @dataclass(frozen=True)

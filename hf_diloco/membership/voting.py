@@ -21,29 +21,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from pydantic import Field
-
 from hf_diloco.errors import IslandLostError
 from hf_diloco.membership.candidates import Candidates, Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.store.log import RunLog
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait
-
-_ABSTENTION = ""
-
-
-class VoteRecord(Record):
-    """An island holds an average, or has no vote.
-
-    Attributes:
-        island: which.
-        mean: digest of the average; "" for an abstention.
-    """
-
-    island: int = Field(ge=0)
-    mean: str
 
 
 class Verdict(Enum):
@@ -65,12 +49,12 @@ def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | Non
         votes: what each that has voted holds; "" for an abstention.
     """
     counts = Counter(votes[island] for island in participants if votes.get(island))
-    num_voters = sum(votes.get(island) != _ABSTENTION for island in participants)
-    digest, count = counts.most_common(1)[0] if counts else (_ABSTENTION, 0)
+    num_voters = sum(votes.get(island) != ABSTENTION for island in participants)
+    digest, count = counts.most_common(1)[0] if counts else (ABSTENTION, 0)
     if 2 * count > num_voters:
         return digest
     num_silent = num_voters - counts.total()
-    return None if 2 * (count + num_silent) > num_voters else _ABSTENTION
+    return None if 2 * (count + num_silent) > num_voters else ABSTENTION
 
 
 class Voting:
@@ -103,6 +87,7 @@ class Voting:
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
+        self._voted: set[str] = set()
 
     def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
         """Says that this island holds an average, if it has a vote; returns the outcome, or what this one may write.
@@ -121,6 +106,7 @@ class Voting:
         """
         own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
+        self._voted.add(folder)
         awaited = self._rules.awaits(outcome_path(folder))
         watch = self._log.watch([folder, "heartbeats"], self._clock, _vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace
@@ -137,17 +123,27 @@ class Voting:
             silent = participants - votes.keys()
             if won_by is None and not silent & at_it:
                 for island in silent:
-                    self._place(folder, island, _ABSTENTION)
+                    self._place(folder, island, ABSTENTION)
                 continue
             if won_by is not None and not (self._rules.needs_presence and silent & at_it):
                 if won_by == mean:
                     return Verdict.AGREED
-                if won_by == _ABSTENTION:
+                if won_by == ABSTENTION:
                     return Verdict.SPLIT
                 if not any(votes.get(island) == won_by for island in at_it):
                     return Verdict.OUTVOTED
             others = participants - {own}
             wait.look(silent & others or others)
+
+    def withdraw(self, folder: str) -> None:
+        """Abstains in an attempt whose plan cannot be read, if rubbish lies where this island's vote would.
+
+        Others cannot tell that from a vote by which somebody has committed.
+        """
+        path = _vote_path(folder, self._island)
+        is_there = path in self._log.list(f"{folder}/votes/")
+        if is_there and folder not in self._voted and self._log.read_or_refuse(path, VoteRecord) is None:
+            self._place(folder, self._island, ABSTENTION)
 
     def refuse_commit(self, folder: str, participants: Collection[int], mean: str) -> bool:
         """Whether the votes speak against an outcome that commits an average; it then counts as damaged.

@@ -31,11 +31,11 @@ from hf_diloco.membership.round_records import (
     PlanRecord,
     SnapshotRecord,
     StartRecord,
+    VoteRecord,
     assemble,
     round_of,
 )
 from hf_diloco.membership.run import PATH as RUN_PATH, open_run
-from hf_diloco.membership.voting import VoteRecord
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import Entry, ObjectStore
 

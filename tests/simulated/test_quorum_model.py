@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.membership.candidates import Rules
-from hf_diloco.membership.round_records import Attempt
-from hf_diloco.membership.voting import VoteRecord, winner
+from hf_diloco.membership.round_records import Attempt, VoteRecord
+from hf_diloco.membership.voting import winner
 from hf_diloco.store.objects import ObjectStore
 from tests.islands_model import World
 
@@ -261,6 +261,15 @@ def test_rubbish_where_records_will_be_stops_no_run_in_which_islands_die(
     seed: int, paths: list[str], kills: dict[int, int]
 ) -> None:
     explore(3, 1, seed, [], kills, junk={0: paths})
+
+
+@pytest.mark.parametrize("kills", [{}, {40: 1}, {60: 1, 90: 0, 200: 1}])
+def test_rubbish_in_place_of_a_vote_as_well_stops_no_run(kills: dict[int, int]) -> None:
+    """Who could have given that vote, and has not, says so: nobody can have committed by it."""
+    attempt = "rounds/00000002/00"
+    rubbish = [f"{attempt}/plan.json", f"{attempt}/outcome.json", f"{attempt}/votes/00001.json"]
+    for seed in range(3):
+        explore(3, 1, seed, [], kills, junk={0: rubbish})
 
 
 @pytest.mark.parametrize("name", ["plan", "outcome"])

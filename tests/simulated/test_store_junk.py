@@ -13,8 +13,7 @@ import pytest
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
-from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord
-from hf_diloco.membership.voting import VoteRecord
+from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, VoteRecord
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
