@@ -66,6 +66,8 @@ class FixedSession(BaseSession):
         DuplicateIslandError: another process has this island's number.
     """
 
+    _is_heard = False
+
     def __init__(
         self,
         config: DiLoCoConfig,

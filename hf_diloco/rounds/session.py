@@ -47,10 +47,13 @@ class Presence:
         """Training goes on after a round."""
         self._went_on = time.monotonic(), self._outer.num_steps
 
-    def stand(self, phase: Phase) -> None:
-        """See `Members.stand`."""
+    def stand(self, phase: Phase, at_once: bool) -> None:
+        """What the next sign of life says; see `Members.stand` for one that is given at once."""
         self.refresh()  # how fast it was until now
-        self._members.stand(phase)
+        if at_once:
+            self._members.stand(phase)
+        else:
+            self._standing.phase = phase
 
     def refresh(self) -> None:
         """Called before each sign of life."""
@@ -88,6 +91,7 @@ class BaseSession(ABC):
 
     members: Members | None = None
     _presence: Presence | None = None
+    _is_heard = True  # other islands wait for what this one's signs of life say
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
@@ -161,7 +165,7 @@ class BaseSession(ABC):
 
     def _stand(self, phase: Phase) -> None:
         if self._presence:
-            self._presence.stand(phase)
+            self._presence.stand(phase, self._is_heard)
 
     def _go_on(self) -> None:
         """Training goes on."""
