@@ -394,7 +394,7 @@ def look_until(observer: Observer, is_true: Callable[[RunStatus], bool]) -> RunS
 
 
 def look_until_it_ends(observer: Observer) -> None:
-    """Raises what the first look at a store that is gone does. What is written behind a round holds it for a moment."""
+    """Looks until the store is gone, and raises what that look does: what is written there holds it for a moment."""
     deadline = time.monotonic() + AT_ONCE
     while time.monotonic() < deadline:
         gc.collect()
