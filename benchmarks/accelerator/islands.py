@@ -1,7 +1,7 @@
 """Two islands on one device under each engine; and a Llama that islands train, against training without islands.
 
 An island is a process, as on a cluster: torchrun with one rank, NCCL inside (Gloo on a processor), Gloo between. All
-of them see the same device, which `hf-diloco launch` would refuse: it gives every island devices of its own.
+of them see the same device, as `hf-diloco launch` has it where there is one.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import sys
@@ -35,6 +36,7 @@ def training(setting: Setting) -> Iterator[Figure]:
         length=setting.choose(512, 16),
         batch=setting.choose(16, 2),
     )
+    logging.getLogger("hf_diloco").setLevel(logging.ERROR)  # each turn would say again that no round is in reach
     turn, _ = overhead.make_turn(setting.choose(40, 6), shape)
     plain: list[float] = []
     outer: list[float] = []

@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -31,20 +32,21 @@ def cuda_devices() -> list[str]:
 
 
 def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:
-    """Gives every island its own `num_processes` devices, in order.
+    """Gives every island `num_processes` devices, in order: its own, while there are enough of them.
+
+    Else islands share some, as no communicator of NCCL spans islands; the ranks of one never do.
 
     Raises:
-        ConfigError: when there are too few.
+        ConfigError: there are too few for one island.
     """
-    needed = num_islands * num_processes
-    if len(devices) < needed:
-        islands = "1 island" if num_islands == 1 else f"{num_islands} islands"
+    num_shares = len(devices) // num_processes
+    if not num_shares:
         raise ConfigError(
-            f"{islands} of {num_processes} process{'es' * (num_processes > 1)} need {needed} CUDA devices, but this "
-            f"machine has {len(devices)} ({', '.join(devices)}): lower launch.num_processes, start fewer islands here "
-            "with --island, or set launch.use_cpu=true"
+            f"an island of {num_processes} processes needs {num_processes} CUDA devices, but this machine has "
+            f"{len(devices)} ({', '.join(devices)}): lower launch.num_processes, or set launch.use_cpu=true"
         )
-    return [list(devices[k * num_processes : (k + 1) * num_processes]) for k in range(num_islands)]
+    shares = [list(devices[k * num_processes : (k + 1) * num_processes]) for k in range(num_shares)]
+    return [shares[island % num_shares] for island in range(num_islands)]
 
 
 def num_cores() -> int:
@@ -64,8 +66,37 @@ def fitting_threads(num_processes: int) -> str:
     return given
 
 
-def describe_crowding(unit: str, num_islands: int, num_processes: int, threads: int) -> str:
-    """What to say where the threads of local islands (or nodes) are more than the cores; else empty."""
+def describe_crowding(
+    unit: str, num_islands: int, num_processes: int, threads: int, shares: Sequence[Sequence[str]] = ()
+) -> str:
+    """What to say where local islands (or nodes) share devices, or have more threads than there are cores; else empty.
+
+    Args:
+        unit: what they are.
+        num_islands, num_processes, threads: how many there are, of one, and of one of these.
+        shares: the devices of each.
+    """
+    lines = [_shared_devices(unit, shares), _crowded_cores(unit, num_islands, num_processes, threads)]
+    return "\n".join(line for line in lines if line)
+
+
+def num_sharing(shares: Sequence[Sequence[str]]) -> int:
+    """How many islands use the device that most of them use; 1 if each has its own."""
+    return max(Counter(device for share in shares for device in share).values(), default=1)
+
+
+def _shared_devices(unit: str, shares: Sequence[Sequence[str]]) -> str:
+    if num_sharing(shares) == 1:
+        return ""
+    used = sorted({device for share in shares for device in share})
+    return (
+        f"{len(shares)} {plural(unit, len(shares))} share {len(used)} CUDA {plural('device', len(used))} "
+        f"({', '.join(used)}): they take turns there, and its memory must hold all of them; to each its own, start "
+        "some on other machines with --island"
+    )
+
+
+def _crowded_cores(unit: str, num_islands: int, num_processes: int, threads: int) -> str:
     cores, needed = num_cores(), num_islands * num_processes * threads
     if needed <= cores:
         return ""

@@ -109,7 +109,7 @@ class Plan:
         run: the run file with all overrides.
         islands: the islands of this machine.
         rendezvous: where all islands meet; None for a run of one.
-        crowding: that their threads are more than this machine's cores; empty if they are not.
+        crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
     """
 
     run: BaseRun
@@ -157,7 +157,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
         environment = island_environment(number, run.meeting.num_islands, rendezvous, threads, share)
         files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
         islands.append(IslandPlan(number, folder, tuple(command), environment, files))
-    crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads))
+    crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads), shares)
     return Plan(run, tuple(islands), rendezvous, crowding)
 
 

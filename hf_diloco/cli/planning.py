@@ -152,7 +152,7 @@ def _environment() -> dict[str, str]:
     """Names and values, in the order in which they are read; without secrets."""
     import psutil
 
-    from hf_diloco.cli.devices import cuda_devices, num_cores
+    from hf_diloco.cli.devices import num_cores
 
     return {
         "hf-diloco": __version__,
@@ -160,7 +160,7 @@ def _environment() -> dict[str, str]:
         "platform": platform.platform(),
         **{name: _version(name) for name in _PACKAGES},
         "cuda": _cuda(),
-        "gpus": ", ".join(cuda_devices()) or "none",
+        "gpus": _gpus(),
         "cores": str(num_cores()),
         "memory": text.size(psutil.virtual_memory().total),
         **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
@@ -172,6 +172,13 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _gpus() -> str:
+    from hf_diloco.cli.devices import cuda_devices
+
+    found = cuda_devices()
+    return f"{len(found)} ({', '.join(found)})" if found else "none"
 
 
 def _cuda() -> str:

@@ -21,7 +21,6 @@ from hf_diloco.cli.plan import IslandPlan, island_environment
 from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
 from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import check_between_processes, is_object_store
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
@@ -43,7 +42,7 @@ class ScriptPlan:
         folder: of the run.
         islands: those of this machine.
         config: the settings of the first, as it will find them in its environment.
-        crowding: that their threads are more than this machine's cores; empty if they are not.
+        crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
     """
 
     folder: Path
@@ -104,7 +103,7 @@ def plan_script(
         environment[ENV_FOLDER] = str(own_folder.absolute())
         own_command = _with_port(given, main_process_port, len(numbers))
         islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
-    crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads))
+    crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads), shares)
     return ScriptPlan(folder, tuple(islands), config, crowding)
 
 
@@ -151,13 +150,7 @@ def _device_shares(num_islands: int) -> list[list[str]]:
     found = devices.cuda_devices()
     if not found:
         return [[] for _ in range(num_islands)]
-    if len(found) < num_islands:
-        raise ConfigError(
-            f"{num_islands} islands on {len(found)} CUDA {plural('device', len(found))} ({', '.join(found)}): each "
-            "needs its own; lower --islands, start some elsewhere with --island, or train on the CPU with "
-            "CUDA_VISIBLE_DEVICES= (empty)"
-        )
-    return devices.share_devices(found, num_islands, len(found) // num_islands)
+    return devices.share_devices(found, num_islands, max(1, len(found) // num_islands))
 
 
 def _name(command: Sequence[str]) -> str:

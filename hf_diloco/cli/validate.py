@@ -73,7 +73,7 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     has_devices = not run.launch.use_cpu and bool(devices.cuda_devices())
     on_cuda = has_devices and torch.cuda.is_available()
     if on_cuda:
-        yield _device_memory(memory.accelerator)
+        yield _device_memory(memory.accelerator, _num_sharing(plan))
     elif has_devices:
         yield Finding(
             "device memory",
@@ -87,13 +87,28 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     yield from check_disk(run.folder, _CHECKPOINT_BYTES * scenario.num_parameters * kept * len(plan.islands))
 
 
-def _device_memory(needed: float) -> Finding:
+def _num_sharing(plan: Plan) -> int:
+    """Islands here that use the same device."""
+    visible = (island.environment.get("CUDA_VISIBLE_DEVICES") or "" for island in plan.islands)
+    return devices.num_sharing([share.split(",") for share in visible if share])
+
+
+def _device_memory(needed: float, num_sharing: int) -> Finding:
+    """Whether the states of those who share a device fit into it.
+
+    Args:
+        needed: bytes of one rank.
+        num_sharing: ranks on a device, each of another island.
+    """
     import torch
 
     total = min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))
-    found = f"a rank needs {text.size(needed)}, and room for activations; its device has {text.size(total)}"
+    users = f"{num_sharing} islands share a device of {text.size(total)}" if num_sharing > 1 else ""
+    found = f"a rank needs {text.size(needed)}, and room for activations; " + (
+        users or f"its device has {text.size(total)}"
+    )
     remedy = "a higher ZeRO stage, more ranks, or offload (docs/deepspeed.md)"
-    return judge("device memory", needed < total, found, remedy, "problem")
+    return judge("device memory", needed * num_sharing < total, found, remedy, "problem")
 
 
 def _host_memory(needed: float) -> Finding:

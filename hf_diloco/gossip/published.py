@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_diloco.errors import ConfigError, PayloadError
+from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.transport.base import Traffic
 
 
@@ -45,7 +46,7 @@ class VersionedBuffer:
         with self._lock:
             buffer, self._spare = self._spare, None
         if buffer is None or buffer.numel() != payload.numel():
-            buffer = torch.empty(payload.numel(), dtype=torch.uint8)
+            buffer = _make_buffer(payload.numel(), payload.is_cuda)
         buffer.copy_(payload)
         with self._lock:
             old, self._newest = self._newest, _Version(buffer)
@@ -95,6 +96,7 @@ class Published(ABC):
         self.node = node
         self._versioned = versioned
         self._received: torch.Tensor | None = None
+        self._is_on_cuda = False
 
     def publish(self, payload: torch.Tensor) -> None:
         """Shows a payload in place of the last one; returns at once.
@@ -102,6 +104,7 @@ class Published(ABC):
         Args:
             payload: uint8, 1-D, contiguous; copied to host memory.
         """
+        self._is_on_cuda = payload.is_cuda
         self._versioned.put(payload)
 
     @abstractmethod
@@ -142,8 +145,13 @@ class Published(ABC):
                 "model, with the same quantization, on all nodes"
             )
         if self._received is None or self._received.numel() != num_bytes:
-            self._received = torch.empty(num_bytes, dtype=torch.uint8)
+            self._received = _make_buffer(num_bytes, self._is_on_cuda)
         return self._received
+
+
+def _make_buffer(num_bytes: int, is_for_cuda: bool) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    return page_lock(buffer) if is_for_cuda else buffer
 
 
 class MemoryPublished(Published):

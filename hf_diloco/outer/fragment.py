@@ -21,6 +21,7 @@ from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Interval, Partition
 from hf_diloco.methods.outer import Groups, make_method
+from hf_diloco.methods.outer.base import chunks
 from hf_diloco.outer.digests import digest_vector
 
 
@@ -212,14 +213,23 @@ class Fragment:
         Masters that are not finite are not kept, not even a share of them.
         """
         if alpha:
-            self.partition.gather(self.scratch)
-            (square,) = self._island.sum([float(torch.dot(self.scratch, self.scratch))])
+            (square,) = self._island.sum([self._merge(alpha)])
             if math.isfinite(square):
-                self.partition.scatter(self.scratch.mul_(alpha).add_(self.method.parameters, alpha=1 - alpha))
+                self.partition.scatter(self.scratch)
                 return
         if self._pool.is_locked:
             page_lock(self.method.parameters)
         self.partition.scatter(self.method.parameters)
+
+    def _merge(self, alpha: float) -> float:
+        """Makes alpha * masters + (1 - alpha) * outer parameters in `scratch`; returns the masters' sum of squares."""
+        self.partition.gather(self.scratch)
+        square = 0.0
+        for where in chunks(self.partition.numel):
+            mine = self.scratch[where]
+            square += float(torch.dot(mine, mine))
+            mine.mul_(alpha).add_(self.method.parameters[where], alpha=1 - alpha)
+        return square
 
     def start_anew(self, due_at: int) -> None:
         """The inner steps of the next round begin."""

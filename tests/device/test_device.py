@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks.gossip_step import StandIn
 from hf_diloco.codecs import CODECS
 from hf_diloco.config import DiLoCoConfig
+from hf_diloco.gossip.published import MemoryPublished, VersionedBuffer
 from hf_diloco.inner import AlignedPartition, LanePartition, open_shards
 from hf_diloco.inner.device_copies import LEAST_LOCKED_BYTES, copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
@@ -49,6 +50,20 @@ def test_copies_arrive_as_plain_ones_do(source: torch.dtype, target: torch.dtype
     back = torch.zeros(5000, dtype=source)
     copy_all([(back[1000:], there[1000:]), (back[:1000], there[:1000])])
     assert torch.equal(back, there.cpu().to(source))
+
+
+def test_published_payloads_lie_in_memory_that_the_device_reaches_by_itself() -> None:
+    all_versioned = [VersionedBuffer() for _ in range(2)]
+    nodes = [MemoryPublished(all_versioned, node) for node in range(2)]
+    payloads = [torch.full((LEAST_LOCKED_BYTES,), node, dtype=torch.uint8, device=DEVICE) for node in range(2)]
+    for node, payload in zip(nodes, payloads, strict=True):
+        node.publish(payload)
+    taken, _ = nodes[0].pull(1)
+    assert taken is not None
+    assert torch.equal(taken, payloads[1].cpu())
+    with all_versioned[1].newest() as shown:
+        assert shown is not None
+        assert (shown.is_pinned(), taken.is_pinned()) == (ON_CUDA, ON_CUDA)
 
 
 def test_copies_wait_for_what_was_queued_before() -> None:

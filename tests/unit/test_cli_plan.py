@@ -212,12 +212,25 @@ def test_threads(
 
 def test_islands_share_out_the_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7")
-    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 2})))
+    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 2, "threads": 1})))
     assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in plan.islands] == ["4,5", "6,7"]
-    with pytest.raises(ConfigError, match="2 islands of 3 processes need 6 CUDA devices, but this machine has 4"):
-        make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 3})))
+    assert "share" not in plan.crowding
+    with pytest.raises(ConfigError, match="an island of 5 processes needs 5 CUDA devices, but this machine has 4"):
+        make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 5})))
     on_cpu = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 3, "use_cpu": True})))
     assert "CUDA_VISIBLE_DEVICES" not in on_cpu.islands[0].environment
+
+
+@pytest.mark.parametrize(("visible", "num_processes", "shares"), [("3", 1, ["3", "3"]), ("0,1,2", 2, ["0,1", "0,1"])])
+def test_islands_share_gpus_where_there_are_too_few(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, num_processes: int, shares: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": num_processes, "threads": 1})))
+    assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in plan.islands] == shares
+    assert f"2 islands share {num_processes} CUDA device" in plan.crowding
+    assert "--island" in plan.crowding
+    assert devices.num_sharing([share.split(",") for share in shares]) == 2
 
 
 def test_gpus_that_are_not_there(folder: Path) -> None:

@@ -78,24 +78,26 @@ def check_torch() -> Iterator[Finding]:
         yield Finding(
             "torch",
             "problem",
-            f"{torch.__version__} is built for CPUs, and the machine has {len(devices)} CUDA devices",
+            f"{torch.__version__} is built for CPUs, and the machine has {_devices(len(devices))}",
             "install PyTorch for CUDA: https://pytorch.org/get-started/locally",
         )
     elif devices and not torch.cuda.is_available():
         yield Finding(
             "torch",
             "problem",
-            f"{torch.__version__} for CUDA {cuda} cannot use the {len(devices)} CUDA devices",
+            f"{torch.__version__} for CUDA {cuda} cannot use the {_devices(len(devices))}",
             "update the NVIDIA driver, or install a PyTorch for an older CUDA",
         )
     elif devices:
         names = sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())})
-        yield Finding(
-            "torch", "ok", f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices: {', '.join(names)}"
-        )
+        yield Finding("torch", "ok", f"{torch.__version__}, {_devices(torch.cuda.device_count())}: {', '.join(names)}")
     else:
         yield Finding("torch", "ok", f"{torch.__version__}, no CUDA device: training is on the CPU")
     yield _bf16(bool(devices) and torch.cuda.is_available())
+
+
+def _devices(count: int) -> str:
+    return f"{count} CUDA {text.plural('device', count)}"
 
 
 def _bf16(on_cuda: bool) -> Finding:
