@@ -33,6 +33,7 @@ from benchmarks.links import Links, enter_network
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.gossip import DSGD
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.torch_store import ValueStore
@@ -47,7 +48,15 @@ class Node:
     def __init__(self, number: int, num_nodes: int, store: ValueStore) -> None:
         torch.set_num_threads(1)
         topology, address = make_topology("ring", num_nodes), Links.address(number)
-        mesh = MeshNeighbours(store, topology, number, address, connect_timeout=TIMEOUT, exchange_timeout=TIMEOUT)
+        mesh = MeshNeighbours(
+            store,
+            topology,
+            number,
+            address,
+            Members(store.log, number, unit="node"),
+            connect_timeout=TIMEOUT,
+            exchange_timeout=TIMEOUT,
+        )
         self._neighbours = NodeNeighbours(mesh, topology, number, IslandGroup())
         self._optimizers: dict[int, DSGD] = {}
 

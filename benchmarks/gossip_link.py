@@ -55,6 +55,7 @@ from benchmarks.links import Links, enter_network
 from benchmarks.others import bytes_sent
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
@@ -127,6 +128,7 @@ class Node:
                 make_topology(name, num_nodes),
                 number,
                 address,
+                Members(store.log.below(name), number, unit="node"),
                 connect_timeout=TIMEOUT,
                 exchange_timeout=TIMEOUT,
                 name=name,

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import Topology
+from hf_diloco.store.torch_store import ValueStore
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
@@ -25,7 +27,14 @@ T = TypeVar("T")
 
 def join(store: KeptStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
-    return MeshNeighbours(store.client(), topology, node, LOCALHOST, **{**timeouts, **settings})
+    client = store.client()
+    members = settings.pop("members", None) or members_of(client, node, settings.get("name", "gossip"))
+    return MeshNeighbours(client, topology, node, LOCALHOST, members, **{**timeouts, **settings})
+
+
+def members_of(store: ValueStore, node: int, name: str = "gossip") -> Members:
+    """This node and the others of a mesh; it soon takes the number over of a thread that had it before."""
+    return Members(store.log.below(name), node, lease=0.3, unit="node")
 
 
 def talk_together(num_nodes: int, enter: Callable[[int], N], talk: Callable[[int, N], T]) -> list[T]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _LEGEND = f"""
 sent: by an island in a round of the whole model (every step: in a step); exchange: of one fragment, or of all;
 stalled: in a round; {TARGET:.0%} from: the least sync_every with which islands compute {TARGET:.0%} of the time"""
+_BETWEEN_ISLANDS = ("link", "ways", "a day", "assumed")
 _RATE, _RTT = "1G", "50ms"
 _DEFAULTS = {"islands": 2, "sync_every": 500, "payload": "fp32", "ranks": 1, "zero": None, "layers": 24}
 
@@ -115,8 +116,13 @@ def _from_numbers(
 
 def _show(estimate: Estimate) -> None:
     console = terminal(sys.stdout)
+    is_alone = estimate.scenario.num_islands == 1
     for name, value in _facts(estimate):
-        console.print(f"{name:<12}{value}", markup=False, soft_wrap=True)
+        if not (is_alone and name in _BETWEEN_ISLANDS):
+            console.print(f"{name:<12}{value}", markup=False, soft_wrap=True)
+    if is_alone:
+        console.print("\nNothing travels between islands, as there is one: --islands 2, or diloco.num_islands=2.")
+        return
     console.print()
     console.print(_table(estimate))
     console.print(_LEGEND, markup=False)

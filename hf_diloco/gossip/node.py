@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from hf_diloco.config import need_number
 from hf_diloco.config.advice import tell_who_is_alone
-from hf_diloco.errors import StoreError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.mesh.store import store_is_gone
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
@@ -128,7 +126,7 @@ class NodeNeighbours(Neighbours):
         node: this node's number.
         island: the ranks of this node.
         turns: whether nodes are threads of one process, one of which computes at a time.
-        members: by which the leader gives signs of life, until `close`. Default: it gives none.
+        members: the leader's, if it gives signs of life.
 
     Attributes:
         end: when this node ends, if it was asked to.
@@ -165,7 +163,7 @@ class NodeNeighbours(Neighbours):
         self._members = members
         if members:
             members.standing.num_ranks = island.size
-            members.start_heartbeats(self._refresh)
+            members.refresh = self._refresh
 
     def _refresh(self) -> None:
         assert self._members is not None
@@ -268,9 +266,6 @@ class NodeNeighbours(Neighbours):
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
-        if self._members:
-            members, self._members = self._members, None
-            members.leave("finished" if members.standing.phase == "finished" else "left")
         if self._leaders is not None:
             self._leaders.close()  # which ends what is under way
         self._ahead.close()
@@ -380,21 +375,17 @@ def _connect(config: GossipConfig, topology: Topology) -> tuple[Neighbours, Memb
     if is_host:
         settings = config.model_dump(include={"method", "topology", "num_nodes", "payload"})
         RunHistory(store.log).begin(None, settings, unit="node")
+    members = Members(store.log, config.node, str(Path.cwd()), unit="node")
     mesh = MeshNeighbours(
         store,
         topology,
         config.node,
         address,
+        members,
         connect_timeout=config.join_timeout,
         exchange_timeout=config.exchange_timeout,
         rate_limit=RateLimit(config.bytes_per_second()),
         notes=notes,
         key=key,
     )
-    members = Members(store.log, config.node, str(Path.cwd()))
-    try:
-        members.register(mesh.start)
-    except StoreError:
-        mesh.close()
-        raise store_is_gone() from None
     return mesh, members

@@ -1,7 +1,6 @@
-"""Who is there: processes claim an island's number, and give signs of life. Nodes of a graph do so for people alone.
+"""Who is there: processes claim an island's number, or a node's, and give signs of life.
 
-No clock of another machine is ever read: an island lives as long as its heartbeat *changes*, by this machine's own
-clock.
+No clock of another machine is ever read: an island lives as long as its heartbeat *changes*, by this machine's own.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import psutil
 from pydantic import Field
 
-from hf_diloco.errors import DuplicateIslandError, RendezvousError, StoreError
+from hf_diloco.errors import DuplicateIslandError, StoreError
 from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.question import Watch, looking_once
 from hf_diloco.utils.clock import REAL, Clock
-from hf_diloco.utils.public_keys import show_public
-from hf_diloco.utils.waiting import WaitNotes
+from hf_diloco.utils.waiting import Wait, WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -73,6 +72,7 @@ class HeartbeatRecord(Record):
         num_ranks: processes of the island.
         tokens_per_second: recent speed of the whole island; 0 if unknown.
         refused: islands in whose name it was shown what it does not believe, each with the last reason.
+        misses: neighbours that a node has lost, and looks for.
     """
 
     count: int = Field(ge=0)
@@ -82,6 +82,7 @@ class HeartbeatRecord(Record):
     num_ranks: int = Field(ge=1)
     tokens_per_second: float = Field(ge=0)
     refused: dict[str, str] = Field(default_factory=dict)
+    misses: list[int] = Field(default_factory=list)
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Standing:
     steps: int = 0
     num_ranks: int = 1
     tokens_per_second: float = 0.0
+    misses: list[int] = field(default_factory=list)
 
 
 class Members:
@@ -104,6 +106,13 @@ class Members:
         folder: where it writes.
         lease: seconds after which an island whose heartbeat stands still counts as gone.
         clock: by which it waits.
+        unit: what the run calls one that takes part.
+
+    Attributes:
+        log: of the run.
+        incarnation: which process of this island this is, from 1, once it has entered.
+        standing: what the next heartbeat says.
+        refresh: called before each heartbeat of the thread, to bring `standing` up to date.
     """
 
     def __init__(
@@ -113,11 +122,14 @@ class Members:
         folder: str = "",
         lease: float | None = None,
         clock: Clock = REAL,
+        unit: str = "island",
     ) -> None:
         self.island = island
         self.incarnation = 0
         self.standing = Standing()
-        self._log = log
+        self.refresh: Callable[[], None] = lambda: None
+        self._unit = unit
+        self.log = log
         self._folder = folder
         self._lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
@@ -130,7 +142,6 @@ class Members:
         self._ended = threading.Event()
         self._nudged = clock.event()
         self._thread: threading.Thread | None = None
-        self._refresh: Callable[[], None] = lambda: None
 
     # This island
 
@@ -147,17 +158,17 @@ class Members:
             newest = self.newest_incarnation(self.island)
             if newest and not may_return:
                 raise DuplicateIslandError(
-                    f"another process has already joined this run as island {self.island} ({self._where(newest)}): "
-                    "give every island its own number (island, --island or HF_DILOCO_ISLAND); if that process has "
-                    "ended, start all islands again"
+                    f"another process has already joined this run as {self._unit} {self.island} "
+                    f"({self._where(newest)}): {self._own_number()}; if that process has ended, start all "
+                    f"{self._unit}s again"
                 )
             if newest and self._lives(newest):
                 raise DuplicateIslandError(
-                    f"another process runs as island {self.island} of this run ({self._where(newest)}): give every "
-                    "island its own number (island, --island or HF_DILOCO_ISLAND), or end that process first"
+                    f"another process runs as {self._unit} {self.island} of this run ({self._where(newest)}): "
+                    f"{self._own_number()}, or end that process first"
                 )
             record, number = self._record(), newest + 1
-            while not self._log.create(path := incarnation_path(self.island, number), record):
+            while not self.log.create(path := incarnation_path(self.island, number), record):
                 if self._is_incarnation(path):  # another process was faster
                     break
                 number += 1
@@ -165,10 +176,8 @@ class Members:
                 self.incarnation = number
                 return number
 
-    def register(self, number: int) -> None:
-        """Says that this is the `number`-th process of a node, as nodes count by themselves."""
-        self.incarnation = number
-        self._log.put(incarnation_path(self.island, number), self._record())
+    def _own_number(self) -> str:
+        return f"give every {self._unit} its own number ({self._unit}, --{self._unit} or HF_DILOCO_ISLAND)"
 
     def _record(self) -> IncarnationRecord:
         return IncarnationRecord(
@@ -176,40 +185,18 @@ class Members:
             machine=_machine(),
             pid=os.getpid(),
             folder=self._folder,
-            identities=self._log.seal.identities,
+            identities=self.log.seal.identities,
             nonce=secrets.token_hex(8),
         )
 
-    def check_welcome(self) -> None:
-        """Where islands have identities: makes sure that those that are there list this island's.
-
-        Raises:
-            RendezvousError: one does not, or has replaced it; says which.
-        """
-        signer = self._log.seal.signer
-        if signer is None:
-            return
-        for island in sorted(self.alive().keys() - {self.island}):
-            incarnation = self._log.read_or_refuse(
-                incarnation_path(island, self.incarnation_of(island)), IncarnationRecord
-            )
-            listed = incarnation.identities if incarnation else {str(self.island): [show_public(signer.public)]}
-            if show_public(signer.public) not in listed.get(str(self.island), ()):
-                raise RendezvousError(
-                    f"island {island} does not believe island {self.island}: this one's identity "
-                    f"{show_public(signer.public)} is not listed there (identities.{self.island}), or only until a "
-                    "round, as it was replaced, or this island taken out. Give this one the identity_file whose key "
-                    f"is listed; or list its key on all islands, and start island {island} again"
-                )
-
     def newest_incarnation(self, island: int) -> int:
         """The number of the newest process of an island; 0 if there was none. Other records do not count."""
-        names = [path.rpartition("/")[2] for path in self._log.list(f"incarnations/{island}/")]
+        names = [path.rpartition("/")[2] for path in self.log.list(f"incarnations/{island}/")]
         numbers = sorted((int(name[:-5]) for name in names if _INCARNATION_NAME.fullmatch(name)), reverse=True)
         return next((number for number in numbers if self._is_incarnation(incarnation_path(island, number))), 0)
 
     def _is_incarnation(self, path: str) -> bool:
-        if path not in self._incarnations and self._log.read_or_refuse(path, IncarnationRecord) is not None:
+        if path not in self._incarnations and self.log.read_or_refuse(path, IncarnationRecord) is not None:
             self._incarnations.add(path)
         return path in self._incarnations
 
@@ -218,26 +205,21 @@ class Members:
         newest = self.newest_incarnation(self.island)
         if newest > self.incarnation:
             raise DuplicateIslandError(
-                f"another process ({self._where(newest)}) has taken over as island {self.island} while this one did "
-                "not answer: this one ends; nothing of it is lost that was synchronised"
+                f"another process ({self._where(newest)}) has taken over as {self._unit} {self.island} while this one "
+                "did not answer: this one ends; nothing of it is lost that was synchronised"
             )
 
     def heartbeat(self) -> None:
         """Gives one sign of life."""
         with self._lock:
             self._count += 1
-            refused = {str(island): reason for island, reason in sorted(self._log.refused_islands.items())}
+            refused = {str(island): reason for island, reason in sorted(self.log.refused_islands.items())}
             record = HeartbeatRecord(count=self._count, refused=refused, **asdict(self.standing))
             # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
-            self._log.put(f"heartbeats/{self.island}/{self.incarnation:06d}.json", record, is_lasting=False)
+            self.log.put(f"heartbeats/{self.island}/{self.incarnation:06d}.json", record, is_lasting=False)
 
-    def start_heartbeats(self, refresh: Callable[[], None] = lambda: None) -> None:
-        """Gives heartbeats in a thread until `leave`. A store that does not answer is tried again at the next one.
-
-        Args:
-            refresh: called before each heartbeat, to bring `standing` up to date.
-        """
-        self._refresh = refresh
+    def start_heartbeats(self) -> None:
+        """Gives heartbeats in a thread until `leave`. A store that does not answer is tried again at the next one."""
         self.heartbeat()
         args = weakref.ref(self), self._nudged, self._ended
         self._thread = threading.Thread(target=_beat, args=args, name="hf-diloco-heartbeat", daemon=True)
@@ -246,7 +228,7 @@ class Members:
     def try_heartbeat(self) -> None:
         """Gives one sign of life, if the store answers."""
         try:
-            self._refresh()
+            self.refresh()
             self.heartbeat()
         except StoreError as error:
             if not self._is_cut_off:
@@ -288,27 +270,46 @@ class Members:
 
     # All islands
 
+    def newest_incarnations(self, islands: Collection[int]) -> dict[int, int]:
+        """As `newest_incarnation`, of several islands in one question."""
+        with looking_once(self.log.store, ["incarnations"]):
+            return {island: self.newest_incarnation(island) for island in islands}
+
+    def await_all(self, islands: Collection[int], seconds: float, wait: Wait) -> list[int]:
+        """Waits until each of these islands has had a process; returns those that have not after `seconds`.
+
+        Args:
+            islands: their numbers.
+            seconds: to wait.
+            wait: says who is missing.
+        """
+        deadline, watch = self._clock.now() + seconds, Watch(self.log.store, ["incarnations"], self._clock)
+        while True:
+            missing: list[int] = watch.ask(lambda: [one for one in islands if not self.newest_incarnation(one)])[0]
+            if not missing or self._clock.now() >= deadline:
+                return missing
+            wait.look(missing)
+
     def look(self) -> dict[int, HeartbeatRecord]:
         """The newest heartbeat of every island that has given one."""
         paths: dict[int, list[tuple[int, str]]] = {}
-        for path in self._log.list("heartbeats"):
+        for path in self.log.list("heartbeats"):
             if match := _HEARTBEAT_PATH.fullmatch(path):
                 paths.setdefault(int(match[1]), []).append((int(match[2]), path))
         newest = {island: max(of_island) for island, of_island in paths.items()}
-        read = self._log.read_all((path for _, path in newest.values()), HeartbeatRecord)
+        read = self.log.read_all((path for _, path in newest.values()), HeartbeatRecord)
         for island, of_island in paths.items():
             known = self._seen.get(island)
             for incarnation, path in sorted(of_island, reverse=True):
                 if known and incarnation < known[0]:
                     break
                 heartbeat = (
-                    read.get(path) if path == newest[island][1] else self._log.read_or_refuse(path, HeartbeatRecord)
+                    read.get(path) if path == newest[island][1] else self.log.read_or_refuse(path, HeartbeatRecord)
                 )
-                if heartbeat is None:
-                    continue  # what lies there is no sign of life, but an earlier process may have given one
-                if known is None or known[:2] != (incarnation, heartbeat):
-                    self._seen[island] = incarnation, heartbeat, self._clock.now()
-                break
+                if heartbeat is not None:  # else an earlier process may have given a sign of life
+                    if not known or known[:2] != (incarnation, heartbeat):
+                        self._seen[island] = incarnation, heartbeat, self._clock.now()
+                    break
         return {island: heartbeat for island, (_, heartbeat, _) in self._seen.items()}
 
     def alive(self) -> dict[int, HeartbeatRecord]:
@@ -339,22 +340,22 @@ class Members:
 
     def _lives(self, incarnation: int) -> bool:
         """Whether the process of an earlier incarnation gives signs of life; may take as long as the lease."""
-        record = self._log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
+        record = self.log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
         path = f"heartbeats/{self.island}/{incarnation:06d}.json"
-        first = self._log.read_or_refuse(path, HeartbeatRecord)
+        first = self.log.read_or_refuse(path, HeartbeatRecord)
         if first and first.phase in ("left", "finished"):
             return False
         logger.info(
-            "island %d was taken before: looking for %g s whether that process lives", self.island, self._lease
+            "%s %d was taken before: looking for %g s whether that process lives", self._unit, self.island, self._lease
         )
         deadline = self._clock.now() + self._lease
-        wait = WaitNotes(self.island, clock=self._clock).begin(self._lease, "start")
+        wait = WaitNotes(self.island, self._unit, clock=self._clock).begin(self._lease, "start")
         while self._clock.now() < deadline:
             wait.look(f"a sign of life of the process that had this number before ({self._where(incarnation)})")
             self._clock.sleep(_LOOK_SECONDS)
-            heartbeat = self._log.read_or_refuse(path, HeartbeatRecord)
+            heartbeat = self.log.read_or_refuse(path, HeartbeatRecord)
             if heartbeat and heartbeat.phase in ("left", "finished"):
                 return False
             if heartbeat != first:
@@ -362,7 +363,7 @@ class Members:
         return False
 
     def _where(self, incarnation: int) -> str:
-        record = self._log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
+        record = self.log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
         return f"process {record.pid} on {record.host}" if record else "unknown"
 
 

@@ -9,10 +9,12 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
+from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.public_keys import show_public
 
 PATH = RUN_PATH
 NO_RUN = "-"  # what seals the record that names the run
@@ -156,3 +158,29 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
         "the same key (HF_DILOCO_KEY or key_file); if run.json is damaged, bring it back from a copy; or choose "
         "another rendezvous"
     )
+
+
+def check_welcome(members: Members) -> None:
+    """Where islands have identities: makes sure that those that are there list this island's.
+
+    Args:
+        members: this island, and the others.
+
+    Raises:
+        RendezvousError: one does not, or has replaced it; says which.
+    """
+    signer, number = members.log.seal.signer, members.island
+    if signer is None:
+        return
+    for island in sorted(members.alive().keys() - {number}):
+        path = incarnation_path(island, members.incarnation_of(island))
+        incarnation = members.log.read_or_refuse(path, IncarnationRecord)
+        own = show_public(signer.public)
+        listed = incarnation.identities if incarnation else {str(number): [own]}
+        if own not in listed.get(str(number), ()):
+            raise RendezvousError(
+                f"island {island} does not believe island {number}: this one's identity {own} is not listed there "
+                f"(identities.{number}), or only until a round, as it was replaced, or this island taken out. Give "
+                "this one the identity_file whose key is listed; or list its key on all islands, and start island "
+                f"{island} again"
+            )

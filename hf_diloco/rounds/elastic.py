@@ -29,7 +29,7 @@ from hf_diloco.membership.fingerprint import make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import author_of
-from hf_diloco.membership.run import NO_RUN, RunRecord, enter_run, open_log
+from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run, open_log
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
@@ -185,7 +185,7 @@ class ElasticSession(BaseSession):
             self._log = log = open_log(self.store, seal, run)
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
-            self.members.check_welcome()
+            check_welcome(self.members)
             self.members.enter()
             self._show_standing()
             self._give_heartbeats(self.members)

@@ -16,7 +16,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, IslandLostError, RendezvousError, StopRequested, StoreError
 from hf_diloco.membership.heartbeats import HeartbeatRecord, Members, Phase
 from hf_diloco.membership.round_records import round_of
-from hf_diloco.membership.run import RunRecord
+from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
@@ -265,7 +265,7 @@ def await_islands(
         heartbeats = members.look()
         alive = members.alive()
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
-        members.check_welcome()
+        check_welcome(members)
         if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
             return
         if should_stop():

@@ -161,7 +161,8 @@ class BaseSession(ABC):
     def _give_heartbeats(self, members: Members) -> None:
         """From now on this island's leader gives signs of life."""
         members.standing.num_ranks = self.island.size
-        members.start_heartbeats(lambda: self._presence.refresh() if self._presence else None)
+        members.refresh = lambda: self._presence.refresh() if self._presence else None
+        members.start_heartbeats()
 
     def _stand(self, phase: Phase) -> None:
         if self._presence:

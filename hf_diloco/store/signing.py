@@ -56,7 +56,7 @@ VALUES = "values/"
 
 _VALUES = re.compile(
     r"(?:^|/)(?:join|state|done|checkpoints\d*|sound\d*|round/[\d+]+/arrived|round/[\d+]+/vote"
-    r"|starts|calls|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
+    r"|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
 )
 
 

@@ -27,6 +27,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
 from tests.tcp_stores import reach
@@ -100,6 +101,7 @@ def main() -> None:
         topology,
         settings["node"],
         "127.0.0.1",
+        Members(store.log, settings["node"], unit="node"),
         connect_timeout=180,
         exchange_timeout=settings.get("exchange_timeout", 60),
     )

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
-from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.errors import DuplicateIslandError, FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.entry import MAX_ROUNDS
@@ -22,11 +22,13 @@ from hf_diloco.gossip.mesh.store import Board, entry_prefix, greeting_key, lost_
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
+from tests.gossip_meshes import join, members_of, talk_together
 from tests.islands import try_islands
 from tests.small_model import Linear
 from tests.tcp_stores import KeptStore
@@ -63,11 +65,13 @@ class Ring:
         return Board(self.client(), "gossip")
 
     def join(self, node: int) -> MeshNeighbours:
+        client = self.client()
         neighbours = MeshNeighbours(
-            self.client(),
+            client,
             self.topology,
             node,
             LOCALHOST,
+            members_of(client, node),
             connect_timeout=self._connect_timeout,
             exchange_timeout=self._timeout,
             notes=WaitNotes(node, "node", first=0.2, every=0.2),
@@ -207,11 +211,13 @@ def test_a_node_that_dies_before_it_connects_costs_its_next_start_nothing() -> N
 
     def call_and_die() -> None:
         board = ring.board()
-        calls = Discovery(board, leaver, board.count(f"starts/{leaver}", 1))
+        members = members_of(ring.client(), leaver)
+        members.enter()
+        calls = Discovery(members)
         deadline = time.monotonic() + LONG
         while not all(board.has(f"greet/{leaver}/2/{peer}") for peer in (0, 2)):
             assert time.monotonic() < deadline
-            calls.announce([0, 2], is_in=False)
+            calls.announce([0, 2])
             time.sleep(0.1)
 
     def live(node: int) -> MeshNeighbours:
@@ -337,14 +343,35 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
     ring.run(live)
 
 
+def test_a_second_process_of_a_node_is_refused_while_the_first_lives() -> None:
+    store, topology = KeptStore(), make_topology("ring", 2)
+
+    def talk(node: int, mesh: MeshNeighbours) -> None:
+        if node == 1:
+            second = Members(mesh._members.log, node, unit="node")
+            with pytest.raises(
+                DuplicateIslandError,
+                match=r"process runs as node 1 of this run \(process \d+ on .*\): give every node its own number",
+            ):
+                join(store, topology, node, members=second)
+        x = torch.full((SIZE,), float(node))
+        mesh.mix([x], [out := torch.empty_like(x)], 0)
+        assert not mesh.lost
+        assert torch.equal(out, torch.full((SIZE,), 0.5))
+
+    talk_together(2, lambda node: join(store, topology, node), talk)
+
+
 @pytest.mark.parametrize(("by", "there"), [(2, [1, 3]), (0, [3])])
 def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, there: list[int]) -> None:
     """It was stopped, gave up a neighbour that goes on, and was started again. What others say of it counts."""
-    board = Board(ValueStore.in_memory(), "test")
+    store = ValueStore.in_memory()
+    board, members = Board(store, "test"), [members_of(store, 2) for _ in range(2)]
+    assert [one.enter() for one in members] == [1, 2]
     board.put(lost_key(1), {"by": by, "reason": "it did not come within 12 s"})
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))
     later.start()
-    greetings = Greetings(Discovery(board, 2, 2), {1: 1, 3: 1})
+    greetings = Greetings(board, members[1], Discovery(members[1]), {1: 1, 3: 1})
     assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
     later.cancel()

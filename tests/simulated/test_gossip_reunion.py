@@ -13,6 +13,7 @@ from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology, make_topology
 from tests.clocks import LONG
+from tests.gossip_meshes import members_of
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
@@ -46,7 +47,13 @@ class Nodes:
     def join(self, node: int) -> MeshNeighbours:
         client = self._store.client()
         neighbours = MeshNeighbours(
-            client, self.topology, node, LOCALHOST, connect_timeout=LONG, exchange_timeout=LONG
+            client,
+            self.topology,
+            node,
+            LOCALHOST,
+            members_of(client, node),
+            connect_timeout=LONG,
+            exchange_timeout=LONG,
         )
         self._joined[node] = neighbours
         return neighbours
@@ -286,7 +293,7 @@ def test_one_that_makes_no_sense_keeps_nobody_else_apart() -> None:
         neighbours, x = nodes.join(node), start(node)
         for step in range(4):
             if node == one and step == 2:
-                neighbours._board.put(f"calls/{senseless}", {})
+                neighbours._members.log.store.put(f"heartbeats/{senseless}/000002.json", b"rubbish")
                 neighbours._reception.look_for([senseless])
                 give_up(neighbours, other)
                 nodes.trouble()

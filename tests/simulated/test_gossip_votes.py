@@ -25,6 +25,7 @@ from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
+from tests.gossip_meshes import members_of
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
@@ -68,7 +69,13 @@ def test_others_keep_the_mean_and_each_other(monkeypatch: pytest.MonkeyPatch) ->
     def run(node: int) -> tuple[float, tuple[int, ...], set[int]]:
         client = store.client()
         neighbours = MeshNeighbours(
-            client, make_topology("ring", NUM_NODES), node, LOCALHOST, connect_timeout=LONG, exchange_timeout=SHORT
+            client,
+            make_topology("ring", NUM_NODES),
+            node,
+            LOCALHOST,
+            members_of(client, node),
+            connect_timeout=LONG,
+            exchange_timeout=SHORT,
         )
         x, out = torch.full((8,), float(node)), torch.empty(8)
         with suppress(Stopped):

@@ -13,6 +13,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
+from tests.gossip_meshes import members_of
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
@@ -32,7 +33,9 @@ def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
     notes = WaitNotes(node, "node", first=0.2)
     topology = make_topology("ring", 2)
-    return MeshNeighbours(client, topology, node, LOCALHOST, notes=notes, **{**timeouts, **settings})
+    return MeshNeighbours(
+        client, topology, node, LOCALHOST, members_of(client, node), notes=notes, **{**timeouts, **settings}
+    )
 
 
 def test_a_node_that_is_alone_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from hf_diloco.gossip.mesh import entry
 from hf_diloco.gossip.mesh.entry import Answers, Proposals
 from hf_diloco.gossip.mesh.joining import Announcement, Discovery
 from hf_diloco.gossip.mesh.store import Board
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.store.torch_store import ValueStore
 
 ASKING, ASKED = 0, 1
@@ -88,30 +89,44 @@ def test_too_far_apart() -> None:
 
 def test_only_what_changes_is_heard() -> None:
     """What a node said before it was lost is there for good."""
-    board = Board(ValueStore.in_memory(), "test")
-    ours, theirs = Discovery(board, 0, 1), Discovery(board, 1, 3)
-    assert ours.announcement_of(1, 3) is None
-    theirs.announce([0, 2], is_in=True)
-    assert ours.announcement_of(1, 3) is None, "it may be gone: nobody knows how old this is"
-    assert ours.announcement_of(1, 3) is None
-    theirs.announce([0, 2], is_in=True)
-    assert ours.announcement_of(1, 3) == Announcement(3, True, frozenset({0, 2}))
-    assert ours.announcement_of(1, 3) is None
-    Discovery(board, 1, 4).announce([], is_in=False)
-    assert ours.announcement_of(1, 3) == Announcement(4, False, frozenset())
-    again = Discovery(board, 0, 1)
-    assert again.announcement_of(1, 3) == Announcement(4, False, frozenset()), "it was not there before"
-    assert Discovery(board, 0, 1).announcement_of(1, 4) is None
+    log = ValueStore.in_memory().log
+
+    def enter(node: int) -> tuple[Members, Discovery]:
+        members = Members(log, node, lease=0, unit="node")
+        members.enter()
+        return members, Discovery(members)
+
+    _, ours = enter(0)
+    its_members, its = enter(1)
+    assert ours.listen({1: 1}) == {}
+    its.announce([2, 0])
+    assert ours.listen({1: 1}) == {}, "it may be gone: nobody knows how old this is"
+    its.announce([2, 0])
+    assert ours.listen({1: 1}) == {1: Announcement(1, False, frozenset({0, 2}))}
+    assert ours.listen({1: 1}) == {}
+    its_members.stand("training")
+    its.announce([])
+    assert ours.listen({1: 1}) == {1: Announcement(1, True, frozenset())}
+    _, again = enter(1)
+    again.announce([0])
+    assert ours.listen({1: 1}) == {1: Announcement(2, False, frozenset({0}))}
+    assert Discovery(its_members).listen({1: 1}) == {1: Announcement(2, False, frozenset({0}))}, (
+        "it was not there before"
+    )
+    assert Discovery(its_members).listen({1: 2}) == {}
+    its_members.leave("left")
+    assert ours.listen({1: 2}) == {}, "an earlier process of it"
 
 
-@pytest.mark.parametrize(
-    "record", [{}, {"start": "x", "is_in": 1, "misses": []}, {"start": 1, "is_in": 1, "misses": 3}]
-)
-def test_a_call_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
-    board = Board(ValueStore.in_memory(), "test")
-    board.put("calls/1", record)
-    with pytest.raises(PayloadError, match="node 1"):
-        Discovery(board, 0, 1).announcement_of(1, 0)
+def test_who_has_left_is_not_there() -> None:
+    log = ValueStore.in_memory().log
+    ours, theirs = (Members(log, node, unit="node") for node in range(2))
+    discovery = Discovery(ours)
+    theirs.enter()
+    theirs.heartbeat()
+    assert discovery.listen({1: 1}) == {}
+    theirs.leave("left")
+    assert discovery.listen({1: 1}) == {}
 
 
 @pytest.mark.parametrize("record", [{}, {"round": 1}, {"round": 1, "step": "soon"}, {"round": None, "step": 3}])

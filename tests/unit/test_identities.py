@@ -200,7 +200,7 @@ def enter(port: Port, who: Signer | None, number: int) -> ValueStore:
 
 def test_a_value_in_the_name_of_another_counts_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     stores = [enter(port, signer(island), island) for island in range(3)]
-    for key in ("join/1", "round/3/arrived/1", "training-2/round/3+1/vote/1", "graph/calls/1", "share/x/0/1"):
+    for key in ("join/1", "round/3/arrived/1", "training-2/round/3+1/vote/1", "graph/waits/1", "share/x/0/1"):
         stores[2].set(key, "from island 2")
         assert not stores[0].check([key]), key
         stores[1].set(key, "from island 1")

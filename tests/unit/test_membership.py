@@ -122,7 +122,8 @@ def test_signs_of_life_end_with_whoever_gives_them(log: RunLog, monkeypatch: pyt
         def __init__(self) -> None:
             self.members = Members(log, 0)
             self.members.enter()
-            self.members.start_heartbeats(self.refresh)
+            self.members.refresh = self.refresh
+            self.members.start_heartbeats()
 
         def refresh(self) -> None:
             refreshed.set()

@@ -294,6 +294,14 @@ def test_estimate_by_numbers() -> None:
     assert "set payload: fp4, num_fragments: 8, fragment_sync_delay: 5" in output
 
 
+def test_estimate_of_one_island() -> None:
+    output = estimate("--params", "1b", "--islands", "1").output
+    assert "1.00B parameters, 1 island of 1 rank" in output
+    assert "GB on the accelerator" in output
+    assert "Nothing travels between islands, as there is one: --islands 2" in output
+    assert "utilisation" not in output
+
+
 @pytest.mark.distributed
 def test_estimate_of_a_run_file(tmp_path: Path) -> None:
     picture = tmp_path / "estimate.svg"

@@ -136,6 +136,11 @@ WRONG = {
     "no max_steps": ("training: {learning_rate: 1.0}", [], "line 1: training: max_steps must be a whole number"),
     "max_steps as text": (MINIMAL, ["training.max_steps=many"], "got 'many'"),
     "epochs": ("training: {max_steps: 3, num_train_epochs: 1}", [], "set max_steps instead"),
+    "a setting of the Trainer": (
+        MINIMAL + "max_steps: 3\n",
+        [],
+        "line 2: unknown setting max_steps=3 (did you mean training.max_steps?)",
+    ),
     "unknown block": (MINIMAL + "trainig: {}\n", [], "line 2: unknown setting trainig={} (did you mean training?)"),
     "unknown key": (MINIMAL + "diloco:\n  sync_evry: 3\n", [], "line 3: unknown setting diloco.sync_evry"),
     "unknown data key": (MINIMAL + "data: {sequence_lenght: 3}\n", [], "did you mean sequence_length?"),

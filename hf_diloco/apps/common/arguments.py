@@ -161,6 +161,13 @@ def _shard_on_cpu(args: TrainingArguments) -> None:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
+def is_training_argument(key: str) -> bool:
+    """Whether the block `training` may have such a setting."""
+    from transformers import TrainingArguments
+
+    return key in {field.name for field in dataclasses.fields(TrainingArguments)} - DECIDED_ELSEWHERE.keys()
+
+
 def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:
     name = f"training.{key}"
     if key in DECIDED_ELSEWHERE:

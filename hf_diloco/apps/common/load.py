@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from hf_diloco.apps.common.arguments import is_training_argument
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.redact import redact
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -94,8 +96,16 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
         # What is wrong in a block as a whole begins with the setting's name.
         inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
         names = (*problem["loc"], inside[1]) if inside else problem["loc"]
-        texts.append(f"{nearest_line(origins, names) or f'{file}: '}{describe(one, kind)}")
+        texts.append(f"{nearest_line(origins, names) or f'{file}: '}{_misplaced(problem) or describe(one, kind)}")
     return "; ".join(texts)
+
+
+def _misplaced(problem: ErrorDetails) -> str:
+    """What to say of a setting of the Trainer that stands outside the block `training`; empty of any other problem."""
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "extra_forbidden" or not is_training_argument(key):
+        return ""
+    return f"unknown setting {key}={redact(problem['input'], key)!r} (did you mean training.{key}?)"
 
 
 def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:

@@ -26,6 +26,7 @@ from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
@@ -50,6 +51,7 @@ class MeshNeighbours(Neighbours):
         topology: who averages with whom; the same on all nodes.
         node: this node's number, from 0.
         address: local address to listen on, as the neighbours see it.
+        members: this node, which enters here and leaves at `close`, and the others.
         connect_timeout: seconds to wait for all neighbours at the start, and for records that are shared.
         exchange_timeout: seconds that a neighbour may be late in an exchange. One that itself waits for a node that is
             lost is given more.
@@ -66,6 +68,7 @@ class MeshNeighbours(Neighbours):
 
     Raises:
         ConfigError: the graph has no such node.
+        DuplicateIslandError: another process runs as this node.
         IslandLostError: neighbours did not connect in time; names them.
         ForgedError: who answered for a neighbour does not hold the key.
     """
@@ -78,6 +81,7 @@ class MeshNeighbours(Neighbours):
         topology: Topology,
         node: int,
         address: str,
+        members: Members,
         *,
         connect_timeout: float,
         exchange_timeout: float,
@@ -106,10 +110,15 @@ class MeshNeighbours(Neighbours):
         self._is_swapping = threading.Lock()
         self._is_closed = False
         self.peers = edge_peers(topology, node)
-        self._joining = Joining(self._endpoint, self._board, self.peers, connect_timeout, self._notes)
+        self._members = members
+        self._joining = Joining(self._endpoint, self._board, members, self.peers, connect_timeout, self._notes)
         self.start = self._joining.start
         self.is_returning = self.start > 1
-        self._edges = self._joining.meet()
+        try:
+            self._edges = self._joining.meet()
+        except BaseException:
+            members.leave("left")
+            raise
         self._straggler_timeout = StragglerTimeout(self._board, node, self.num_nodes, exchange_timeout, self._notes)
         self._reception = Reception(self._joining, self.num_nodes, self._straggler_timeout)
         for peer in self.peers:
@@ -238,7 +247,7 @@ class MeshNeighbours(Neighbours):
         return news
 
     def close(self) -> None:
-        self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
         self._straggler_timeout.give_up()
         with self._is_swapping:  # lets go of its edges one after the other
             for edge in self._edges.values():
@@ -248,6 +257,8 @@ class MeshNeighbours(Neighbours):
         self._group.close()
         if self._published is not None:
             self._published.close()
+        if not was_closed:
+            self._members.leave("finished" if self._members.standing.phase == "finished" else "left")
 
     # Nodes come and go.
 

@@ -1,11 +1,8 @@
 """How a node finds its neighbours, at the start and when one of the two was lost, and connects to them.
 
-Each node that looks for others says so, again and again:
-
-    starts/NODE            how often a node was started
-    calls/NODE             which of its starts this is, whether it takes steps, whom it misses, and a number that grows
-
-A node that is gone says nothing new, whatever it said last; so nobody waits for it.
+Processes claim their node's number, and give signs of life, as islands do (`membership.heartbeats`): which start of
+the node this is, whether it takes steps, and whom it misses. Who looks for others says so again and again. A node that
+is gone says nothing new, whatever it said last; so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -15,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from hf_diloco.errors import IslandLostError, PayloadError
+from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
 from hf_diloco.gossip.mesh.published import MeshPublished
-from hf_diloco.gossip.mesh.store import Board, company_key, greeting_key, lost_key, starts_key
-from hf_diloco.gossip.records import Record, whole_number
+from hf_diloco.gossip.mesh.store import Board, asking, company_key, greeting_key, lost_key
+from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
@@ -52,66 +49,61 @@ class Announcement:
 
 
 class Discovery:
-    """What one node says of itself, and hears of its neighbours.
+    """What one node says of itself, and hears of others, with their signs of life.
 
-    Attributes:
-        board: the mesh's.
-        node: this node.
-        start: which of its starts this is.
+    Args:
+        members: this node and the others.
     """
 
-    def __init__(self, board: Board, node: int, start: int) -> None:
-        self.board = board
-        self.node = node
-        self.start = start
-        self._number = 0
-        self._heard: dict[int, Record] = {}
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._heard: dict[int, tuple[int, HeartbeatRecord]] = {}
 
-    def announce(self, misses: Collection[int], is_in: bool) -> None:
-        """This node is there, and looks for others."""
-        self._number += 1
-        record = {"start": self.start, "is_in": is_in, "misses": sorted(misses), "number": self._number}
-        self.board.put(f"calls/{self.node}", record)
+    def announce(self, misses: Collection[int]) -> None:
+        """This node is there, and looks for these, as its further signs of life say too."""
+        self.note(misses)
+        with asking():
+            self._members.heartbeat()
 
-    def announcement_of(self, peer: int, start: int) -> Announcement | None:
-        """What a neighbour says, if it is there.
+    def note(self, misses: Collection[int]) -> None:
+        """As `announce`, with the next sign of life."""
+        self._members.standing.misses = sorted(misses)
+
+    def listen(self, starts: Mapping[int, int]) -> dict[int, Announcement]:
+        """What those who are there have said since the last call.
 
         Args:
-            peer: the neighbour.
-            start: the last of its starts that is known. Of that one, only what changes shows that it is still there.
-
-        Raises:
-            PayloadError: what is said makes no sense.
+            starts: of each neighbour the last start that is known. Of that one, only what changes shows that it is
+                still there.
         """
-        record = self.board.read(f"calls/{peer}", peer)
-        before = self._heard.get(peer)
-        if record is None or record == before:
-            return None
-        self._heard[peer] = record
-        misses = record.get("misses")
-        if not isinstance(misses, list) or not all(isinstance(node, int) for node in misses):
-            raise PayloadError(
-                f"node {peer} shows no list of nodes that it misses ({record}): give all nodes the same version, and "
-                "the rendezvous a port of its own"
-            )
-        said = Announcement(whole_number(record, "start", peer), record.get("is_in") is True, frozenset(misses))
-        is_known_to_be_there = said.start > start or (before is not None and said.start == start)
-        return said if is_known_to_be_there else None
+        heard: dict[int, Announcement] = {}
+        with asking():
+            heartbeats = self._members.look()
+        for peer in starts.keys() & heartbeats.keys():
+            start, said = self._members.incarnation_of(peer), heartbeats[peer]
+            before = self._heard.get(peer)
+            self._heard[peer] = start, said
+            is_new = start > starts[peer] or (before is not None and start == starts[peer])
+            if before != (start, said) and is_new and said.phase not in ("left", "finished"):
+                heard[peer] = Announcement(start, said.phase != "joining", frozenset(said.misses))
+        return heard
 
 
 class Greetings:
     """Awaits the neighbours that see that this node is back.
 
     Args:
-        discovery: how this node says that it waits for them.
+        board: the mesh's.
+        members: this node, which waits for them, and the others.
+        discovery: how it says so.
         starts: how often each neighbour was started, as far as is known.
     """
 
-    def __init__(self, discovery: Discovery, starts: Mapping[int, int]) -> None:
-        self._board = discovery.board
+    def __init__(self, board: Board, members: Members, discovery: Discovery, starts: Mapping[int, int]) -> None:
+        self._board = board
         self._discovery = discovery
-        self._node = discovery.node
-        self._start = discovery.start
+        self._node = members.island
+        self._start = members.incarnation
         self._starts = starts
         self._greeted: set[int] = set()
         self._waiting: set[int] = set()  # as this one does: they let nobody in
@@ -128,6 +120,7 @@ class Greetings:
             wait: says who is absent.
         """
         there = self._await(patience, patience_with_others, wait)
+        self._discovery.announce([])
         self._board.put(company_key(self._node, self._start), {"nodes": there})
         return there
 
@@ -138,7 +131,7 @@ class Greetings:
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
                 looked = now
-                self._discovery.announce(list(self._starts), is_in=False)
+                self._discovery.announce(self._starts)
                 self._hear()
             absent = self._absent()
             if self._greeted:
@@ -157,10 +150,8 @@ class Greetings:
         return [peer for peer in self._starts if peer not in self._greeted]
 
     def _hear(self) -> None:
-        for peer, start in self._starts.items():
-            announcement = self._discovery.announcement_of(peer, start)
-            if announcement is not None:
-                (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
+        for peer, announcement in self._discovery.listen(self._starts).items():
+            (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
 
     def _is_away(self, peer: int) -> bool:
         """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
@@ -169,11 +160,12 @@ class Greetings:
 
 
 class Joining:
-    """One node's. Counts its starts: beyond the first it joins others that go on.
+    """One node's. Claims its number: at a start beyond the first it joins others that go on.
 
     Args:
         endpoint: this node's; connecting to one that returns may take as long as an exchange.
         board: where nodes meet.
+        members: this node and the others; gives signs of life from now on.
         peers: its neighbours.
         connect_timeout: seconds to wait for all neighbours.
         notes: say for whom this node waits.
@@ -185,22 +177,39 @@ class Joining:
         starts: how often each neighbour was started, as far as this node has seen.
         discovery: how this node says that it misses others.
         published: where nodes take what others published; None: they do not.
+
+    Raises:
+        DuplicateIslandError: another process runs as this node.
     """
 
     def __init__(
-        self, endpoint: Endpoint, board: Board, peers: list[int], connect_timeout: float, notes: WaitNotes
+        self,
+        endpoint: Endpoint,
+        board: Board,
+        members: Members,
+        peers: list[int],
+        connect_timeout: float,
+        notes: WaitNotes,
     ) -> None:
         self.board = board
         self.node = endpoint.node
+        self._members = members
         self._notes = notes
         self._endpoint = endpoint
         self._peers = peers
         self._connect_timeout = connect_timeout
         self._late = max(MIN_CONNECT_SECONDS, endpoint.timeout)
-        self.start = board.count(starts_key(self.node), 1)
         self.starts: dict[int, int] = {}
-        self.discovery = Discovery(board, self.node, self.start)
+        self.discovery = Discovery(members)
+        with asking():
+            self.start = members.enter()
+            members.start_heartbeats()
         self.published: MeshPublished | None = None
+
+    def begin(self) -> None:
+        """This node takes steps now."""
+        if self._members.standing.phase == "joining":
+            self._members.stand("training")
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours, or where others go on to those that are there.
@@ -208,13 +217,13 @@ class Joining:
         Raises:
             IslandLostError: neighbours did not connect in time; names them.
         """
-        self.starts = self._count_starts(self._peers)
+        self.starts = self.count_starts(self._peers)
         return self._return() if self.start > 1 else self._meet_all()
 
     def _meet_all(self) -> dict[int, Edge]:
         wait, begun = self._notes.begin(self._connect_timeout), time.monotonic()
-        keys = {peer: starts_key(peer) for peer in self._peers}
-        missing: Collection[int] = sorted(self.board.await_all(keys, self._connect_timeout, wait))
+        with asking():
+            missing = self._members.await_all(self._peers, self._connect_timeout, wait)
         edges: dict[int, Edge] = {}
         if not missing:
             seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
@@ -228,7 +237,7 @@ class Joining:
         return edges
 
     def _return(self) -> dict[int, Edge]:
-        greetings = Greetings(self.discovery, self.starts)
+        greetings = Greetings(self.board, self._members, self.discovery, self.starts)
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)
@@ -238,7 +247,7 @@ class Joining:
         return edges
 
     def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
-        self.starts |= self._count_starts(there)  # of others as before: who starts meanwhile is new
+        self.starts |= self.count_starts(there)  # of others as before: who starts meanwhile is new
         lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
         with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
             return self._connect(lives, seconds)
@@ -282,8 +291,10 @@ class Joining:
     ) -> tuple[dict[int, Edge], list[int]]:
         return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
 
-    def _count_starts(self, peers: Collection[int]) -> dict[int, int]:
-        return {peer: self.board.count(starts_key(peer)) for peer in peers}
+    def count_starts(self, peers: Collection[int]) -> dict[int, int]:
+        """How often each of these neighbours was started."""
+        with asking():
+            return self._members.newest_incarnations(peers)
 
     def _life(self, peer: int, start: int) -> str:
         return edge_life({self.node: self.start, peer: start})

@@ -36,7 +36,7 @@ from hf_diloco.gossip.mesh.edges import Edge, edge_life
 from hf_diloco.gossip.mesh.entry import Agreement, Answers, Proposals
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.joining import LOOK_SECONDS, Announcement, Joining
-from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key, starts_key
+from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key
 from hf_diloco.transport.transfers import Transfers
 
 MAX_REST_SECONDS = 600.0
@@ -97,6 +97,7 @@ class Reception:
         """Begins to connect to nodes that return, as this node takes steps now."""
         if not self._has_begun:
             self._has_begun = True
+            self._joining.begin()
             self.look_for([])
 
     def look_for(self, peers: Collection[int]) -> None:
@@ -157,24 +158,25 @@ class Reception:
         while True:
             with self._lock:
                 if self._is_closed or not self._lost:
+                    self._discovery.note([])
                     self._thread = None
                     return
                 lost = sorted(self._lost)
             try:
                 self.is_given_up = self._board.has(lost_key(self._node))
-                self._discovery.announce(lost, is_in=True)
+                self._discovery.announce(lost)
+                heard = self._discovery.listen(self._starts)
                 for peer in lost:
                     with self._lock:  # `_connect_to` moves a peer out of both at once
                         if peer in self._connecting or peer not in self._lost:
                             continue
                     with suppress(PayloadError):  # from one of them: the others are looked for all the same
-                        self._look_for_one(peer)
+                        self._look_for_one(peer, heard.get(peer))
             except DiLoCoError:  # without the store nobody finds the way back
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _look_for_one(self, peer: int) -> None:
-        announcement = self._discovery.announcement_of(peer, self._starts[peer])
+    def _look_for_one(self, peer: int, announcement: Announcement | None) -> None:
         if announcement is not None:
             self._starts[peer] = announcement.start
         if announcement is not None and not announcement.is_in:
@@ -229,7 +231,7 @@ class Reception:
         start = self._starts[peer]
 
         def look() -> None:
-            if self._is_closed or is_over() or self._board.count(starts_key(peer)) > start:
+            if self._is_closed or is_over() or self._joining.count_starts([peer])[peer] > start:
                 raise IslandLostError(f"node {peer} does not connect any more", [peer])
 
         def connect() -> None:

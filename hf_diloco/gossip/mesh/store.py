@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from torch.distributed import DistStoreError
 
-from hf_diloco.errors import DiLoCoError, IslandLostError
+from hf_diloco.errors import DiLoCoError, IslandLostError, StoreError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import Wait
@@ -19,11 +19,6 @@ T = TypeVar("T")
 
 KEEPER = 0
 """The node whose process keeps the store."""
-
-
-def starts_key(node: int) -> str:
-    """The key that counts how often a node was started."""
-    return f"starts/{node}"
 
 
 def lost_key(node: int) -> str:
@@ -142,10 +137,17 @@ class Board:
         return f"{self.name}/{key}"
 
     def _ask(self, call: Callable[[], T]) -> T:
-        try:
+        with asking():
             return call()
-        except DistStoreError:
-            raise store_is_gone() from None
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Where the store does not answer inside, that is an `IslandLostError`."""
+    try:
+        yield
+    except (DistStoreError, StoreError):
+        raise store_is_gone() from None
 
 
 def store_is_gone() -> IslandLostError:
