@@ -65,7 +65,7 @@ STEPS = {
     "training": Step("speed:training", 120, "tokens/s with the callback over without"),
     "streamed": Step("speed:streamed", 120, "speed with a streamed int8 exchange under way over without"),
     "engines": Step("islands:engines", 300, "two islands under DDP, ZeRO-1/2/3 and FSDP2, against the processor"),
-    "llama": Step("islands:llama", 400, "a 60M Llama: 4 islands, synchronous, one island"),
+    "llama": Step("islands:llama", 400, "a warm 60M Llama: 4 islands, synchronous, one island"),
 }
 
 

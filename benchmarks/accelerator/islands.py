@@ -1,4 +1,4 @@
-"""Two islands on one device under each engine; and a Llama that islands train, against training without islands.
+"""Two islands on one device under each engine; and a Llama that islands train on, against training without islands.
 
 An island is a process, as on a cluster: torchrun with one rank, NCCL inside (Gloo on a processor), Gloo between. All
 of them see the same device, as `hf-diloco launch` has it where there is one.
@@ -115,17 +115,18 @@ def engines(setting: Setting) -> Iterator[Figure]:
 
 
 def llama(setting: Setting) -> Iterator[Figure]:
-    """A Llama of 60M parameters from scratch: four islands, synchronous training, and one island."""
+    """A Llama of 60M parameters that one island has warmed up: four islands, synchronous training, and one island."""
     steps, batch = setting.choose(400, 8), setting.choose(16, 2)
-    model = {"preset": setting.choose("llama-60m", "llama-tiny")}
+    vocabulary = {"vocab_size": setting.choose(8192, 512), "max_megabytes": setting.choose(16, 0.1)}
+    begin: dict[str, Any] = {
+        "model": {"preset": setting.choose("llama-60m", "llama-tiny")},
+        "tokenizer": {"train": vocabulary},
+    }
 
     def run(name: str, islands: int, steps: int, batch: int, **diloco: Any) -> float:
         alone = {"sync_every": steps, "outer_lr": 1.0, "outer_momentum": 0.0}
         settings: dict[str, Any] = {
-            "model": model,
-            "tokenizer": {
-                "train": {"vocab_size": setting.choose(8192, 512), "max_megabytes": setting.choose(16, 0.1)}
-            },
+            **begin,
             "data": {"source": "embedded", "sequence_length": 128, "num_eval_sequences": setting.choose(256, 8)},
             "training": {
                 "max_steps": steps,
@@ -146,6 +147,8 @@ def llama(setting: Setting) -> Iterator[Figure]:
         assert report.eval_loss is not None, f"{name}: no evaluation"
         return report.eval_loss
 
+    yield Figure("warm, as all others begin: evaluation loss", run("warm", 1, steps, batch))
+    begin = {"model": {"path": str(setting.folder / "runs" / "warm" / "model")}}
     own = run("one-island", 1, steps, batch)
     yield Figure("one island, a quarter of the tokens: evaluation loss", own)
     everything = run("one-island-all", 1, 4 * steps, batch)

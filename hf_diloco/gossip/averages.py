@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hf_diloco.codecs.compiled import Array, compiled_with_fma, is_compiled_for
-from hf_diloco.transport.base import BLOCK_VALUES
+from hf_diloco.transport.base import BLOCK_VALUES, Traffic
+
+if TYPE_CHECKING:
+    from hf_diloco.gossip.neighbours import Neighbours
 
 Vectors = Sequence[torch.Tensor]
 
@@ -78,6 +82,33 @@ def mean_(out: torch.Tensor, vectors: Vectors) -> None:
         for vector in vectors[1:]:
             total.add_(vector[where])
         total.mul_(1.0 / len(vectors))  # as `weighted_mean` does
+
+
+def mean_of_holders(
+    neighbours: Neighbours, vectors: Vectors, is_holder: bool
+) -> tuple[list[torch.Tensor] | None, Traffic]:
+    """The mean of `vectors` over those nodes that hold them, with the same bits on all. Collective over all nodes.
+
+    Args:
+        neighbours: this node's end of the graph.
+        vectors: of floats, of equal sizes on all nodes; read on holders only.
+        is_holder: this node holds them.
+
+    Returns:
+        New vectors, 1-D, of the first one's type, or None if no holder came; and what it moved.
+
+    Raises:
+        IslandLostError: a node did not come in time.
+    """
+    first = vectors[0]
+    joint = torch.cat([*(vector.flatten().to(first) for vector in vectors), first.new_ones(1)])
+    if not is_holder:
+        joint.zero_()  # not a factor: what is there may be no number
+    traffic = neighbours.average(joint)
+    share = float(joint[-1])  # of holders among those who came
+    if not share:
+        return None, traffic
+    return list(joint[:-1].div_(share).split([vector.numel() for vector in vectors])), traffic
 
 
 def blocks(vector: torch.Tensor) -> list[slice]:

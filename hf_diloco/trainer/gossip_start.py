@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError
+from hf_diloco.gossip.averages import mean_of_holders
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
@@ -323,24 +324,18 @@ def take_mean(node: Neighbours, vectors: Sequence[torch.Tensor], resumption: Res
     Raises:
         IslandLostError: no holder is left, or a node did not come in time.
     """
-    first = vectors[0]
     is_holder = node.node in resumption.holders
-    joint = torch.cat([*(vector.flatten().to(first) for vector in vectors), first.new_ones(1)])
-    if not is_holder:
-        joint.zero_()  # not a factor: what is there may be no number
-    node.average(joint)
-    share = float(joint[-1])  # of holders among those who came
+    means, _ = mean_of_holders(node, vectors, is_holder)
     if is_holder:
         return
-    if share == 0:
+    if means is None:
         raise IslandLostError(
             f"no node that holds the checkpoint of step {resumption.step} came to give its parameters: start all "
             "nodes again",
             resumption.holders,
         )
-    parts = joint[:-1].div_(share).split([vector.numel() for vector in vectors])
-    for vector, part in zip(vectors, parts, strict=True):
-        vector.copy_(part.view_as(vector))
+    for vector, mean in zip(vectors, means, strict=True):
+        vector.copy_(mean.view_as(vector))
 
 
 def _resumption(step: int, holds: Sequence[bool]) -> Resumption:

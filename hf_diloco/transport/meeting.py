@@ -20,6 +20,7 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import socket
 import struct
 import threading
@@ -50,6 +51,9 @@ FORGED_SECONDS = 5.0
 
 GONE_SECONDS = 2.0
 """How long a port that an end has shown may refuse connections until that end counts as gone."""
+
+UNREACHABLE_SECONDS = 10.0
+"""How long one tries to connect to a place that an end has shown before people are told."""
 
 VERSION = 2
 """Of how ends connect. In version 1 they met at Gloo's own port."""
@@ -100,6 +104,7 @@ class Meeting:
         self._hosts: dict[int, set[str]] = {}
         self._refused: dict[int, ForgedError] = {}
         self._closed_since: dict[int, float] = {}  # ports of ends that have been refusing connections
+        self._unreached_since: dict[int, float] = {}  # places that lead nowhere; infinite: told
         self.channels: dict[End, Channel] = {}
         self.addresses = GlooAddresses(self._tell, deadline)
         listener = _listen(lane.address)
@@ -239,10 +244,11 @@ class Meeting:
         place = (await self._places)[peer]
         while not self._met.done():
             line = None
+            self._unreached_since.setdefault(peer, self._loop.time())
             try:
                 async with asyncio.timeout(STRANGER_SECONDS):
                     line = Line(*await asyncio.open_connection(*place, limit=MAX_GREETING_BYTES))
-                    self._closed_since.pop(peer, None)
+                    self._note_reached(peer)
                     line.send(_HELLO.pack(_MAGIC, _digest(self._name), self._own, peer))
                     channels = await self._prove(peer, line)
                 await self._talk(peer, line, channels)
@@ -250,8 +256,8 @@ class Meeting:
                 self._refuse(peer, error, place.host)
             except ConnectionRefusedError:
                 self._note_closed(peer)
-            except (OSError, TimeoutError, EOFError, ValueError):
-                pass
+            except (OSError, TimeoutError, EOFError, ValueError) as error:
+                self._note_unreached(peer, place, error)
             finally:
                 if line:
                     line.close()
@@ -265,14 +271,29 @@ class Meeting:
             await asyncio.sleep(_WATCH_SECONDS)
             if peer in self._lines:
                 continue
+            self._unreached_since.setdefault(peer, self._loop.time())
             try:
                 async with asyncio.timeout(STRANGER_SECONDS):
                     Line(*await asyncio.open_connection(*place)).close()
-                self._closed_since.pop(peer, None)
+                self._note_reached(peer)
             except ConnectionRefusedError:
                 self._note_closed(peer)
-            except (OSError, TimeoutError):
-                pass
+            except (OSError, TimeoutError) as error:
+                self._note_unreached(peer, place, error)
+
+    def _note_reached(self, peer: int) -> None:
+        for since in (self._closed_since, self._unreached_since):
+            since.pop(peer, None)
+
+    def _note_unreached(self, peer: int, place: Place, error: Exception) -> None:
+        """Says so, once, long before the deadline: the end is there, but not where it says."""
+        if self._loop.time() - self._unreached_since.get(peer, math.inf) > UNREACHABLE_SECONDS:
+            self._unreached_since[peer] = math.inf
+            logger.warning(
+                "%s cannot be reached where it listens (%s, port %d: %s); this tries on. Check that firewalls let the "
+                "machines reach each other on all ports, and bind_address there",
+                *(self._parties.name(peer), *place, error or type(error).__name__),
+            )
 
     def _note_closed(self, peer: int) -> None:
         since = self._closed_since.setdefault(peer, self._loop.time())

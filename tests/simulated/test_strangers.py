@@ -332,6 +332,23 @@ def test_an_end_that_cannot_be_reached_is_waited_for(
     assert "Meeting._watch" not in caplog.text
 
 
+@pytest.mark.parametrize(("own", "other"), [(0, 1), (1, 0)])
+def test_a_place_that_leads_nowhere_is_told_long_before_the_deadline(
+    own: int, other: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "UNREACHABLE_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
+    store = HashStore()
+    shown = {"version": meeting.VERSION, "way": "without a key", "host": "255.255.255.255", "port": 9}
+    store.set(f"mesh/{LANE}/at/{other}", json.dumps(shown))
+    with pytest.raises(IslandLostError, match=f"island {other} did not connect"):
+        Meeting(Lane(store, LANE, own, 2, LOCALHOST, LONG), Deadline(1.0))
+    told = [record.getMessage() for record in caplog.records if "cannot be reached" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"island {other} cannot be reached where it listens (255.255.255.255, port 9: ")
+    assert "bind_address" in told[0]
+
+
 def test_an_end_that_breaks_off_while_gloo_connects_is_lost() -> None:
     store, all_have = HashStore(), threading.Barrier(2)
 

@@ -18,6 +18,7 @@ from hf_diloco.trainer.progress import STOP_FILE
 LONGEST_WAIT = 7 * 24 * 3600.0
 """Seconds. One of them computes at a time, and the others wait for it."""
 
+_ASK_SECONDS = 0.2
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -32,6 +33,8 @@ class Simulation(ABC, Generic[R]):
     def __init__(self, runs: Sequence[R]) -> None:
         self._runs = runs
         self._turns = Turns()
+        self._threads = [threading.Thread(target=self._run_one, args=(number,)) for number in range(len(runs))]
+        self._has_ended = threading.Event()
         self._codes: list[int] = []
         self._errors: list[BaseException] = []
 
@@ -41,12 +44,14 @@ class Simulation(ABC, Generic[R]):
         Raises:
             DiLoCoError: the first that one of them met.
         """
-        threads = [threading.Thread(target=self._run_one, args=(number,)) for number in range(len(self._runs))]
         with self._signal_handlers():
-            for thread in threads:
+            for thread in self._threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in self._threads:
+                    thread.join()
+            finally:
+                self._has_ended.set()
         if self._errors:
             raise self._errors[0]
         return STOPPED if STOPPED in self._codes else 0
@@ -61,10 +66,16 @@ class Simulation(ABC, Generic[R]):
 
     def _stop(self) -> None:
         """Asks all of them for a checkpoint and an end."""
-        for run in self._runs:
-            folder = run.island_folder()
-            if folder.is_dir():
-                (folder / STOP_FILE).touch()
+        threading.Thread(target=self._ask_until_they_end, name="hf-diloco-stop", daemon=True).start()
+
+    def _ask_until_they_end(self) -> None:
+        """One that is just beginning has no folder yet, or takes what lies there for an older wish."""
+        while not self._has_ended.is_set():
+            for run, thread in zip(self._runs, self._threads, strict=True):
+                folder = run.island_folder()
+                if thread.is_alive() and folder.is_dir():
+                    (folder / STOP_FILE).touch()
+            self._has_ended.wait(_ASK_SECONDS)
 
     def _run_one(self, number: int) -> None:
         try:

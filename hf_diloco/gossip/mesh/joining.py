@@ -17,6 +17,7 @@ from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board, asking, company_key, greeting_key, lost_key
 from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
+from hf_diloco.store.question import looking_once
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
@@ -77,7 +78,7 @@ class Discovery:
                 still there.
         """
         heard: dict[int, Announcement] = {}
-        with asking():
+        with asking(), looking_once(self._members.log.store, ["heartbeats"]):
             heartbeats = self._members.look()
         for peer in starts.keys() & heartbeats.keys():
             start, said = self._members.incarnation_of(peer), heartbeats[peer]

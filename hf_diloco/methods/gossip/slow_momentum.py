@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_diloco.errors import CheckpointError, IslandLostError
-from hf_diloco.gossip.averages import Vectors
+from hf_diloco.gossip.averages import Vectors, mean_of_holders
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.outer import Groups, SlowMo
@@ -142,14 +142,10 @@ class SlowMomentum:
     def _catch_up(self, neighbours: Neighbours, all_are_late: bool) -> Traffic:
         """Gives all nodes the mean outer state of those that are not late, with the same bits."""
         state = list(self._outer.state_dict().values())
-        joint = torch.cat([*(vector.to(state[0].dtype) for vector in state), state[0].new_ones(1)])
-        if self._is_late and not all_are_late:
-            joint.zero_()
-        traffic = neighbours.average(joint)
-        share = float(joint[-1])
-        if not share:
+        means, traffic = mean_of_holders(neighbours, state, is_holder=all_are_late or not self._is_late)
+        if means is None:
             raise IslandLostError("no node is left that holds the slow momentum")
-        for vector, mean in zip(state, joint[:-1].div_(share).split([len(v) for v in state]), strict=True):
+        for vector, mean in zip(state, means, strict=True):
             vector.copy_(mean)
         self._is_late = False
         return traffic
