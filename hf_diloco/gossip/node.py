@@ -266,6 +266,9 @@ class NodeNeighbours(Neighbours):
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
+        if self._members:
+            self._members.refresh = lambda: None  # or the two would keep each other alive
+            self._members = None
         if self._leaders is not None:
             self._leaders.close()  # which ends what is under way
         self._ahead.close()
