@@ -209,12 +209,12 @@ def run(
 def find_free_port() -> int:
     """A TCP port of this machine that nothing listens on, and that no other test is given while this session runs."""
     port = free_ports(1)[0]
-    while not _incarnation(port):
+    while not _claim(port):
         port = free_ports(1)[0]
     return port
 
 
-def _incarnation(port: int) -> bool:
+def _claim(port: int) -> bool:
     """Locks a file named after the port until this process ends: other workers and sessions pass it over."""
     folder = Path(tempfile.gettempdir(), f"hf-diloco-test-ports-{os.getuid()}")
     folder.mkdir(exist_ok=True)
