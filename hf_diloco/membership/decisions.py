@@ -6,8 +6,9 @@ same way:
 
     plan      counts as absent. The attempt is aborted by its outcome, so that nobody commits it, and the next attempt
               has a plan of its own.
-    outcome   is decided anew under the next name, `outcome-2.json`, `outcome-3.json`, ... What it may say follows
-              from the records beside it: who commits has voted before, and who aborts goes to the next attempt.
+    outcome   is decided anew under the next name, `outcome-2.json`, `outcome-3.json`, ... Whoever has read it while it
+              was whole, or has written it, says the same again. What others may say follows from the records beside
+              it: who commits has voted before, and who aborts goes to the next attempt.
 
               a later attempt has a plan    abort: somebody has read one
               nobody has voted, or the      abort: nobody can have committed
@@ -53,6 +54,7 @@ class Decisions:
         self._island = island
         self._clock = clock
         self._baseless: set[str] = set()
+        self._known: dict[str, OutcomeRecord] = {}  # by attempt, of one round
 
     def plan(self, attempt: str) -> PlanRecord | None:
         """The plan of the attempt in a folder, None if there is none yet.
@@ -76,7 +78,7 @@ class Decisions:
             except ForgedError:
                 continue
             if path not in self._baseless:
-                return found
+                return found and self._remember(attempt, found)
         raise self._too_many_damaged(attempt)
 
     def decide(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
@@ -95,7 +97,7 @@ class Decisions:
                 continue
             record = wish if name == _OUTCOMES[0] else self._allowed(attempt, wish)
             try:
-                return self._log.decide(path, record)
+                return self._remember(attempt, self._log.decide(path, record))
             except ForgedError:  # another program may be copying it
                 pass
             try:
@@ -104,7 +106,7 @@ class Decisions:
                 continue
             if found is None:
                 raise ForgedError(f"{path} was written and is gone: somebody deletes records of the running run")
-            return found
+            return self._remember(attempt, found)
         raise self._too_many_damaged(attempt)
 
     def decide_plan(self, attempt: str, wish: PlanRecord) -> PlanRecord:
@@ -132,6 +134,7 @@ class Decisions:
             found = self._log.read_or_refuse(path, OutcomeRecord)
             if found and found.mean == mean:
                 self._baseless.add(path)
+                self._known.pop(attempt, None)
                 reason = f"island {found.by} wrote {path}, and most of those who take part hold another average"
                 self._log.refuse(path, error := ForgedError(reason, found.by))
                 self._log.refuse_island(error)
@@ -142,6 +145,8 @@ class Decisions:
 
     def _allowed(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
         """What an outcome in place of a damaged one may say; see this module's text."""
+        if known := self._known.get(attempt):
+            return known.model_copy(update={"by": self._island})
         beside = self._log.list(attempt.rpartition("/")[0])
         reason = f"{attempt}/{_OUTCOMES[0]} is damaged"
         if any(self._has_plan(path) for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json")):
@@ -156,6 +161,13 @@ class Decisions:
                 f"one that holds the average comes back ({wish.reason})"
             )
         return self._abort(f"{reason}, and a later attempt is committed") if self._has_moved_on(attempt) else wish
+
+    def _remember(self, attempt: str, found: OutcomeRecord) -> OutcomeRecord:
+        """Keeps what counts for an attempt, with what counts for others of its round; returns it."""
+        attempts = f"{attempt.rpartition('/')[0]}/"
+        self._known = {path: known for path, known in self._known.items() if path.startswith(attempts)}
+        self._known[attempt] = found
+        return found
 
     def _has_moved_on(self, attempt: str) -> bool:
         """Whether a later attempt is committed; if not, the one that others may be about to plan is closed."""

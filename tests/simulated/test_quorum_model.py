@@ -272,6 +272,15 @@ def test_rubbish_in_place_of_a_vote_as_well_stops_no_run(kills: dict[int, int]) 
         explore(3, 1, seed, [], kills, junk={0: rubbish})
 
 
+@pytest.mark.parametrize("min_islands", [1, 3])
+def test_who_has_read_a_decision_that_is_damaged_with_its_plan_says_it_again(min_islands: int) -> None:
+    """Those who have voted cannot carry the attempt out any more, and nobody else may say that it is aborted."""
+    attempt = "rounds/00000003/00"
+    junk = {623: [f"{attempt}/plan.json", f"{attempt}/outcome.json"]}
+    world = explore(3, min_islands, 2, [], {}, is_direct=True, junk=junk)
+    assert {json.loads(it)["kind"] for it in world.decided[f"{attempt}/outcome"]} == {"abort"}
+
+
 @pytest.mark.parametrize("name", ["plan", "outcome"])
 def test_an_empty_decision_is_decided_under_another_name(name: str) -> None:
     world = explore(2, 2, 7, [], {}, junk={0: [f"rounds/00000002/00/{name}.json"]})
