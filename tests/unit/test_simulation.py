@@ -1,0 +1,41 @@
+"""Ctrl-C while islands are threads of one process."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.simulation import Simulation
+from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+from hf_diloco.trainer.progress import STOP_FILE
+from tests.clocks import LONG
+from tests.processes import ROOT
+
+
+class Beginning(Simulation[RunFile]):
+    """Islands that are interrupted before they have a folder; each then waits to be told."""
+
+    def _train(self, number: int) -> int:
+        if number == 0:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)  # the handler runs in the main thread
+        folder = self._runs[number].island_folder()
+        folder.mkdir(parents=True)
+        deadline = time.monotonic() + LONG
+        while not (folder / STOP_FILE).exists():
+            assert time.monotonic() < deadline, f"island {number} was not told to stop"
+            time.sleep(0.01)
+        return STOPPED
+
+    def _leave(self, number: int) -> None:
+        pass
+
+
+def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path) -> None:
+    path = ROOT / "configs" / "quickstart.yaml"
+    runs = [load_run_file(path, [f"output={tmp_path}", f"diloco.island={island}"]) for island in range(2)]
+    before = signal.getsignal(signal.SIGINT)
+    assert Beginning(runs).run() == STOPPED
+    assert signal.getsignal(signal.SIGINT) is before
