@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,7 +16,7 @@ def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60)
     """Runs `call(island)` in one thread an island; returns what each returned or raised, in order.
 
     Raises:
-        AssertionError: when an island still runs after `timeout` seconds.
+        AssertionError: when islands still run after `timeout` seconds; it says how the others ended.
     """
     outcomes = _run(num_islands, call, timeout)
     return [outcomes[island] for island in range(num_islands)]
@@ -43,8 +44,9 @@ def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int
     threads = [threading.Thread(target=run, args=(island,), daemon=True) for island in range(num_islands)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout
     for thread in threads:
-        thread.join(timeout)
+        thread.join(max(0.0, deadline - time.monotonic()))
     unfinished = [island for island in range(num_islands) if island not in outcomes]
     assert not unfinished, f"islands {unfinished} still run after {timeout} s; the others: {outcomes}"
     return outcomes

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.membership.run import PATH as RUN_PATH, open_run
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import Entry, ObjectStore
+from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
 
@@ -47,7 +47,7 @@ DAMAGED_FOLDER = "damaged"
 _NUM_READERS = 16
 _MAX_TARGET = 480
 STILL_SECONDS = 3.0
-"""A file that is not finished counts as abandoned if it does not change for so long."""
+"""A file counts as abandoned that is not finished, or that no record names, if that stays so for so long."""
 _AUTHOR = r"\d{5,6}-\d{6,9}"
 _ATTEMPT = r"rounds/\d{8,12}/\d{2}"
 _SEALED = Record
@@ -115,19 +115,20 @@ class CheckReport(BaseModel):
         return dict(Counter(finding.kind for finding in self.findings))
 
 
-def check_store(store: ObjectStore, key: bytes, is_deep: bool = False) -> CheckReport:
+def check_store(store: ObjectStore, key: bytes, is_deep: bool = False, clock: Clock = REAL) -> CheckReport:
     """Looks at every object once; deletes and moves nothing.
 
     Args:
         store: where the run's islands meet.
         key: the run's; empty for none.
         is_deep: values too are read, and compared with their digests.
+        clock: by which it waits, to see whether what looks abandoned stays so.
 
     Raises:
         RendezvousError: there is no run, its `run.json` is damaged or gone, or it has another key.
         StoreError: the store does not answer.
     """
-    return _Check(store, key).run(is_deep)
+    return _Check(store, key, clock).run(is_deep)
 
 
 def set_aside(store: ObjectStore, report: CheckReport) -> CheckReport:
@@ -160,8 +161,9 @@ _STAYS = " (it stays: islands pass over it by themselves)"
 
 
 class _Check:
-    def __init__(self, store: ObjectStore, key: bytes) -> None:
+    def __init__(self, store: ObjectStore, key: bytes, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self._run, self._log = open_run(store, key)
         self._found: dict[str, Finding] = {}
         self._entries: dict[str, Entry] = {}
@@ -173,10 +175,7 @@ class _Check:
         unfinished = set(self._store.unfinished())
         entries = [entry for entry in self._store.entries() if not _is_aside(entry.path)]
         self._entries = {entry.path: entry for entry in entries}
-        with ThreadPoolExecutor(_NUM_READERS) as pool:
-            list(pool.map(self._look_at, entries))
-        announced = [info for record in self._records.values() for info in _announced(record)]
-        self._named = {info["path"]: info for info in announced if isinstance(info.get("path"), str)}
+        self._read(entries)
         self._check_decisions()
         self._check_snapshots()
         self._check_payloads()
@@ -185,7 +184,7 @@ class _Check:
         for link in self._store.links():
             if not _is_aside(link):
                 self._note(link, "forged", "is a symbolic link or a device, which islands do not follow")
-        self._check_unfinished(unfinished)
+        self._check_left_over(unfinished)
         return CheckReport(
             url=self._store.url,
             run=self._run.run,
@@ -199,6 +198,12 @@ class _Check:
         self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size))
 
     # One object at a time
+
+    def _read(self, entries: Sequence[Entry]) -> None:
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            list(pool.map(self._look_at, entries))
+        announced = [info for record in self._records.values() for info in _announced(record)]
+        self._named = {info["path"]: info for info in announced if isinstance(info.get("path"), str)}
 
     def _look_at(self, entry: Entry) -> None:
         if entry.path == RUN_PATH or _VALUES.fullmatch(entry.path):
@@ -308,7 +313,7 @@ class _Check:
         return newest > self._newest_snapshot and round_of(path) <= newest
 
     def _check_payloads(self) -> None:
-        """Those that plans after the newest snapshot name must be there; those that nobody names are left over."""
+        """Those that plans after the newest snapshot name must be there."""
         offers = self._of(OfferRecord)
         for path, plan in self._of(PlanRecord).items():
             attempt = path.rpartition("/")[0]
@@ -319,10 +324,6 @@ class _Check:
             for participant in plan.participants:
                 for info in _announced(offers[participant.offer]) if participant.offer in offers else ():
                     self._is_there(info, path)
-        for path in self._entries:
-            is_over = path.startswith("payloads/") and round_of(path) <= self._newest_round
-            if is_over and _VALUES.fullmatch(path) and path not in self._named:
-                self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
 
     def _check_digests(self) -> None:
         from hf_diloco.transport.objects import read_info
@@ -339,17 +340,30 @@ class _Check:
             except (PayloadError, StoreError) as error:
                 self._note(path, "damaged", str(error))
 
-    def _check_unfinished(self, before: set[Entry]) -> None:
-        if not before:
+    # What its writer has left behind
+
+    def _check_left_over(self, unfinished: set[Entry]) -> None:
+        """Payloads that nobody names, and files that are not finished, unless that changes while one waits."""
+        unnamed = self._unnamed_payloads()
+        if not unfinished and not unnamed:
             return
-        time.sleep(STILL_SECONDS)
-        for entry in sorted(before & set(self._store.unfinished())):
+        self._clock.sleep(STILL_SECONDS)
+        self._read([entry for entry in self._store.entries("rounds") if entry.path not in self._entries])
+        for path in unnamed:
+            if path not in self._named:
+                self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
+        for entry in sorted(unfinished & set(self._store.unfinished())):
             if _is_aside(entry.path):
                 continue
             what = "an empty folder" if entry.path.endswith("/") else "a file that its writer did not finish"
             self._found[entry.path] = Finding(
                 path=entry.path, kind="abandoned", reason=f"{what}, and that does not change", num_bytes=entry.size
             )
+
+    def _unnamed_payloads(self) -> list[str]:
+        """Of rounds that are over. An average is put there before the record that names it."""
+        payloads = (path for path in self._entries if path.startswith("payloads/") and _VALUES.fullmatch(path))
+        return [path for path in payloads if round_of(path) <= self._newest_round and path not in self._named]
 
 
 class _Announcement(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from hf_diloco.errors import RendezvousError
 from hf_diloco.membership import decisions as deciding
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
+from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import ObjectStore
-from tests.clocks import FastClock
+from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.rubbish import JUNK, throw
@@ -50,6 +52,7 @@ def meeting(tmp_path: Path) -> Meeting:
 @pytest.mark.parametrize("exchange", ["bucket", "mesh"])
 def test_a_run_under_way_and_over_is_clean(meeting: Meeting, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DILOCO_KEY", "k" * 32)
+    monkeypatch.setattr(check, "STILL_SECONDS", 3.0)  # of a busy machine: averages are written behind the steps
     meeting.settings |= {"exchange": exchange} | ({"bind_address": "127.0.0.1"} if exchange == "mesh" else {})
     islands = run_islands(2, lambda island: meeting.island(island).train(6))
     assert look(meeting.url, b"k" * 32, is_deep=True).findings == []
@@ -58,6 +61,34 @@ def test_a_run_under_way_and_over_is_clean(meeting: Meeting, exchange: str, monk
     assert "found     nothing wrong" in output
     with pytest.raises(RendezvousError, match="another key"):
         look(meeting.url)
+
+
+class ActingClock(StillClock):
+    """One who waits by it finds that something has happened meanwhile."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self._act()
+
+
+def test_an_average_is_not_left_over_where_its_record_comes_a_moment_later(meeting: Meeting) -> None:
+    meeting.settings |= {"exchange": "mesh", "bind_address": "127.0.0.1"}
+    islands = run_islands(2, lambda island: meeting.island(island).train(6))
+    run_islands(2, lambda island: islands[island].leave())
+    store = ObjectStore(meeting.url)
+    (average,) = (path for path, _ in store.list("payloads/00000003"))
+    (path,) = (path for path, _ in store.list("rounds/00000003") if "/mean/" in path)
+    record = store.get(path, MAX_RECORD_BYTES)
+    assert record is not None
+    store.delete([path])
+    nothing = ActingClock(lambda: None)
+    assert kinds(check_store(store, b"", clock=nothing)) == {average: "abandoned"}
+    assert nothing.time > StillClock().time
+    assert kinds(check_store(store, b"", clock=ActingClock(lambda: store.put(path, record)))) == {}
 
 
 def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -19,8 +20,10 @@ class Beginning(Simulation[RunFile]):
 
     def _train(self, number: int) -> int:
         if number == 0:
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.1)  # the handler runs in the main thread
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)  # which wakes it, as the kernel does at Ctrl-C
+            time.sleep(0.1)  # the handler runs there
         folder = self._runs[number].island_folder()
         folder.mkdir(parents=True)
         deadline = time.monotonic() + LONG
