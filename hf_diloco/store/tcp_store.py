@@ -131,14 +131,17 @@ def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who
 def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
     deadline = time.monotonic() + MARK_SECONDS
     try:
+        has_run = False
         while True:
             if (found := store.get(MARK, MAX_RECORD_BYTES)) is not None:
                 return found
-            if store.get(RUN_PATH, MAX_RECORD_BYTES) is not None:
+            if has_run:
                 raise RendezvousError(
                     f"{who} waits for all islands, and those of {there} may come and go: give all the same settings "
                     "(min_islands, max_islands, exchange)"
                 )
+            if has_run := store.get(RUN_PATH, MAX_RECORD_BYTES) is not None:
+                continue  # if it has a mark, that was there before
             if time.monotonic() >= deadline:
                 raise RendezvousError(f"{there} has not begun {MARK_SECONDS:g} s after its store was opened: {_AGAIN}")
             time.sleep(_POLL_SECONDS)

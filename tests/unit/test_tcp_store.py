@@ -216,6 +216,25 @@ def test_a_mark_that_strangers_write_lets_nobody_in(port: Port) -> None:
     assert keeps.key
 
 
+def test_a_run_that_begins_between_two_questions_is_met(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(ObjectStore):
+        """Whose host begins the run while the answer that there is none is on its way."""
+
+        def get(self, path: str, limit: int) -> bytes | None:
+            found = super().get(path, limit)
+            if path == MARK and found is None:
+                tcp_store._begin_run(port.bare, held(KEY))
+                port.bare.put("run.json", b"{}")
+            return found
+
+    host = StoreHost(port.config())
+    monkeypatch.setattr(tcp_store, "ObjectStore", Slow)
+    try:
+        assert port.enter(1, held(KEY)).key
+    finally:
+        host.close()
+
+
 def test_a_run_that_does_not_begin_is_told(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "MARK_SECONDS", 0.2)
     host = StoreHost(port.config())
