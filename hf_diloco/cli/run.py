@@ -109,12 +109,12 @@ def _simulate(run: BaseRun, num_islands: int) -> int:
     if isinstance(run, VisionRun):
         from hf_diloco.apps.vision.simulate import NodeSimulation
 
-        return NodeSimulation(run, num_islands).run()
+        return NodeSimulation(run, num_islands).run(is_command=True)
     assert isinstance(run, RunFile)
     use_cache_without_hub(run.needs_hub)  # before transformers is imported
     from hf_diloco.apps.lm.simulate import IslandSimulation
 
-    return IslandSimulation(run).run()
+    return IslandSimulation(run).run(is_command=True)
 
 
 # The end

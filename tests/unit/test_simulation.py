@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,8 +12,8 @@ from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import Simulation
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.trainer.progress import STOP_FILE
-from tests.clocks import LONG
-from tests.processes import ROOT
+from tests.clocks import AT_ONCE, LONG
+from tests.processes import ROOT, Processes
 
 
 class Beginning(Simulation[RunFile]):
@@ -42,3 +43,13 @@ def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path) ->
     before = signal.getsignal(signal.SIGINT)
     assert Beginning(runs).run() == STOPPED
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interruption_ends_the_command_at_once(tmp_path: Path) -> None:
+    with Processes() as processes:
+        simulated = processes.spawn([sys.executable, "-m", "tests.programs.deaf_simulation", tmp_path])
+        simulated.wait_for("training", LONG)
+        simulated.popen.send_signal(signal.SIGINT)
+        simulated.wait_for("writes a checkpoint", AT_ONCE)
+        simulated.popen.send_signal(signal.SIGINT)
+        simulated.wait(AT_ONCE, expect=-signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ LONGEST_WAIT = 7 * 24 * 3600.0
 """Seconds. One of them computes at a time, and the others wait for it."""
 
 _ASK_SECONDS = 0.2
+_STOPPING = "stopping: each finishes its step and writes a checkpoint (Ctrl-C: end now)"
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -38,13 +40,16 @@ class Simulation(ABC, Generic[R]):
         self._codes: list[int] = []
         self._errors: list[BaseException] = []
 
-    def run(self) -> int:
+    def run(self, is_command: bool = False) -> int:
         """Trains; returns the exit code. Ctrl-C has each of them finish its step and write a checkpoint.
+
+        Args:
+            is_command: this process does nothing else, so a second Ctrl-C ends it at once.
 
         Raises:
             DiLoCoError: the first that one of them met.
         """
-        with self._signal_handlers():
+        with self._signal_handlers(is_command):
             for thread in self._threads:
                 thread.start()
             try:
@@ -86,8 +91,17 @@ class Simulation(ABC, Generic[R]):
             self._leave(number)
 
     @contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
+    def _signal_handlers(self, is_command: bool) -> Iterator[None]:
+        is_first = True
+
         def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal is_first
+            if is_command and not is_first:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)  # no thread that computes would hear an exception
+            if is_command:
+                print(_STOPPING, file=sys.stderr, flush=True)
+            is_first = False
             self._stop()
 
         is_main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
