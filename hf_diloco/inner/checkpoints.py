@@ -40,6 +40,7 @@ LONGEST_CONVERSION = 24 * 3600.0
 
 _PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _SUFFIX = "_universal"
+_CUTS_PARAMETERS = 3
 _IS_PATCHED = "_hf_diloco_resumes_across_ranks"
 
 
@@ -63,7 +64,8 @@ def resume_across_ranks() -> None:
     def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         ranks = IslandGroup(timeout=LONGEST_CONVERSION)
         folder = _folder_of(Path(load_dir), tag)
-        check_stage(folder, engine.zero_optimization_partition_weights(), ranks)
+        is_cut = hasattr(engine.optimizer, "dp_process_group")  # so DeepSpeed tells, too, who writes a part
+        check_stage(folder, engine.zero_optimization_stage(), is_cut, ranks)
         written_by = max(ranks.gather(count_ranks(folder)))
         if written_by in (0, ranks.size):  # 0: stage 0, which is not cut, or nothing that could be converted
             return original(engine, load_dir, tag, **kwargs)
@@ -84,26 +86,34 @@ def count_ranks(folder: Path) -> int:
     return max(parts, default=-1) + 1
 
 
-def check_stage(folder: Path, is_stage_3: bool, ranks: IslandGroup) -> None:
-    """Refuses a checkpoint of ZeRO-3 under another stage, and the other way round. Collective over the ranks.
+def check_stage(folder: Path, stage: int, is_cut: bool, ranks: IslandGroup) -> None:
+    """Refuses a checkpoint of a stage of ZeRO whose files this one does not have. Collective over the ranks.
 
-    ZeRO-3 cuts the model's parameters into a file a rank, and no other stage does: DeepSpeed looks for other files.
+    ZeRO-3 cuts the model's parameters into a file a rank. ZeRO-1 and 2 cut the optimizer's state only, and read each
+    other's. ZeRO-0 cuts nothing, but for that state where DeepSpeed's BF16_Optimizer has it.
 
     Args:
         folder: DeepSpeed's own, `checkpoint-N/global_stepN`.
-        is_stage_3: how the island trains now.
+        stage: how the island trains now.
+        is_cut: whether each rank then has a part of the optimizer's state.
         ranks: of the island; each may see some of the files.
 
     Raises:
         CheckpointError: DeepSpeed would find no file of its stage.
     """
-    other = "mp_rank_*_model_states.pt" if is_stage_3 else "zero_pp_rank_*_model_states.pt"
-    if any(ranks.gather(any(folder.glob(other)))):
-        before, now = ("another stage", "ZeRO-3") if is_stage_3 else ("ZeRO-3", "another stage")
+    names = "mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
+    whole, parts, states = (any(ranks.gather(any(folder.glob(name)))) for name in names)
+    before = "ZeRO-3" if parts else _stage_without_parts(states)
+    now = "ZeRO-3" if stage == _CUTS_PARAMETERS else _stage_without_parts(is_cut)
+    if (whole or parts) and before != now:
         raise CheckpointError(
-            f"{folder} was written under {before}, and here {now} trains, which cannot read it: resume with the stage "
-            "that wrote it, or start a new run from its parameters (hf-diloco checkpoint export)"
+            f"{folder} was written under {before}, and here ZeRO-{stage} trains, which cannot read it: resume with "
+            "the stage that wrote it, or start a new run from its parameters (hf-diloco checkpoint export)"
         )
+
+
+def _stage_without_parts(is_cut: bool) -> str:
+    return "ZeRO-1 or 2" if is_cut else "ZeRO-0"
 
 
 def _folder_of(checkpoint: Path, tag: str | None) -> Path:

@@ -81,6 +81,25 @@ def test_other_number_of_ranks_is_the_same_run(runs: Runs, kind: str, before: in
     assert not list((resumed / "island-0" / f"checkpoint-{STOPPED_AT}").glob("*_universal"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("zero1", "zero2"), ("zero2", "zero1")])
+def test_stages_that_read_each_other_go_on_with_the_same_run(runs: Runs, before: str, after: str) -> None:
+    whole = runs.launch(f"{before}-2", **settings(before, 2))
+    stop(runs, whole, name := f"{before}-as-{after}")
+    resumed = runs.launch(name, **settings(after, 2))
+    assert events(resumed, "start")[0]["step"] == STOPPED_AT
+    assert relative_difference(whole, resumed) < ROUNDING
+    assert losses(resumed) == pytest.approx(losses(whole)[STOPPED_AT:], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("zero0", "zero1"), ("zero2", "zero0")])
+def test_stages_that_do_not_are_refused(runs: Runs, before: str, after: str) -> None:
+    stop(runs, runs.launch(f"{before}-2", **settings(before, 2)), name := f"{before}-as-{after}")
+    output = run([*LAUNCH, runs.write(name, settings(after, 2))], timeout=240, expect=1).output
+    assert f"and here ZeRO-{after[-1]} trains, which cannot read it" in " ".join(output.split())
+
+
 def test_another_way_to_train_is_refused(runs: Runs) -> None:
     """It would begin with an optimizer that knows nothing of the steps before."""
     stop(runs, runs.launch("zero3-2", **settings("zero3", 2)), "to-ddp")

@@ -26,20 +26,30 @@ def test_other_errors_are_left_alone() -> None:
         raise RuntimeError("out of memory")
 
 
-@pytest.mark.parametrize("was_stage_3", [True, False])
-@pytest.mark.parametrize("is_stage_3", [True, False])
-def test_other_stages_of_zero_are_named(tmp_path: Path, was_stage_3: bool, is_stage_3: bool) -> None:
+@pytest.mark.parametrize("was", range(4))
+@pytest.mark.parametrize("now", range(4))
+def test_other_stages_of_zero_are_named(tmp_path: Path, was: int, now: int) -> None:
     """By the files that DeepSpeed writes."""
     for rank in range(2):
-        (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-        part = f"zero_pp_rank_{rank}_" if was_stage_3 else ""
-        (tmp_path / f"{part}mp_rank_00_model_states.pt").touch()
-    if was_stage_3 == is_stage_3:
-        check_stage(tmp_path, is_stage_3, IslandGroup())
+        if was:
+            (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+        (tmp_path / f"{f'zero_pp_rank_{rank}_' * (was == 3)}mp_rank_00_model_states.pt").touch()
+    if was == now or {was, now} == {1, 2}:
+        check_stage(tmp_path, now, now > 0, IslandGroup())
         return
-    before, now = ("ZeRO-3", "another stage") if was_stage_3 else ("another stage", "ZeRO-3")
-    with pytest.raises(CheckpointError, match=f"was written under {before}, and here {now} trains, .*export"):
-        check_stage(tmp_path, is_stage_3, IslandGroup())
+    before = ("ZeRO-0", "ZeRO-1 or 2", "ZeRO-1 or 2", "ZeRO-3")[was]
+    with pytest.raises(CheckpointError, match=f"was written under {before}, and here ZeRO-{now} trains, .*export"):
+        check_stage(tmp_path, now, now > 0, IslandGroup())
+
+
+def test_stage_0_may_cut_the_optimizers_state(tmp_path: Path) -> None:
+    (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    check_stage(tmp_path, 0, True, IslandGroup())
+
+
+def test_a_folder_of_nothing_is_left_to_deepspeed(tmp_path: Path) -> None:
+    check_stage(tmp_path, 2, True, IslandGroup())
 
 
 def test_each_training_of_a_process_asks_deepspeed_for_it_and_the_first_counts(
