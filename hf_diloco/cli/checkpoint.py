@@ -36,23 +36,22 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
 
     [cyan]hf-diloco checkpoint inspect runs/quickstart/island-1/checkpoint-60 --json[/cyan]
     """
-    from rich.table import Table
-    from rich.text import Text
-
     from hf_diloco.cli.display import terminal
     from hf_diloco.outer.export import find_checkpoint
+    from hf_diloco.utils.tables import fact_table
 
     facts = _facts(*find_checkpoint(checkpoint))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(Text(name.replace("_", " "), style="cyan"), Text(text))
-    terminal(sys.stdout).print(table)
+    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items())
+    terminal(sys.stdout).print(fact_table(shown))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @checkpoint_app.command()
