@@ -344,11 +344,16 @@ def flip(mean: torch.Tensor) -> None:
     mean[3] += 1e-6
 
 
+def damage(mean: torch.Tensor) -> None:
+    raise DamagedTransferError([0])
+
+
 @pytest.mark.parametrize(
     ("spoil", "own_error", "others_error", "text"),
     [
         (cut, ExchangeError, IslandLostError, r"round 3 was aborted; island 1: the link was cut. Start all islands"),
         (flip, DivergedError, DivergedError, r"round 3 .* different averages again and again .*; island 1 did"),
+        (damage, DamagedTransferError, IslandLostError, "aborted; island 1: what island 0 sent came damaged"),
     ],
 )
 def test_a_round_that_fails_changes_nothing(
