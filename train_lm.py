@@ -1,7 +1,7 @@
 """Pre-trains a causal language model, or continues its training, on one island.
 
     torchrun --nproc_per_node 8 train_lm.py configs/c4_150m.yaml --island 0 --rendezvous tcp://HOST:29400
-    accelerate launch --config_file configs/accelerate/zero2_8gpu.yaml train_lm.py configs/c4_150m.yaml
+    accelerate launch --config_file configs/accelerate/deepspeed_8.yaml train_lm.py configs/c4_150m.yaml
     python train_lm.py --help
 
 An installed package does the same with `torchrun -m hf_diloco.apps.lm RUN.yaml`.

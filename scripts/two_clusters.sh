@@ -4,8 +4,8 @@
 #   scripts/two_clusters.sh configs/run.yaml alice@a.example:diloco bob@b.example:/data/diloco tcp://10.8.0.1:29400
 #
 # Island 0 runs on the first machine, whose address must be the HOST of the rendezvous as the second machine sees it: a
-# private network or VPN, because the traffic between islands is not encrypted. On each machine the folder after the
-# colon holds the project with its .venv (`make install`) and the run file. Watch an island with
+# private network or VPN: without a key (docs/security.md) the traffic between islands is not encrypted. On each machine
+# the folder after the colon holds the project with its .venv (`make install`) and the run file. Watch an island with
 #
 #   ssh -t alice@a.example tmux attach -t diloco-0       # leave it running with Ctrl-b d; Ctrl-C stops both islands
 #
