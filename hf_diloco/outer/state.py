@@ -27,9 +27,6 @@ from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.fragment import Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
 
-_RATES = "inner-rates"
-"""The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
-
 
 class OuterState:
     """One rank's part of the outer state. It can be used after `open` and one of `begin` and `restore`.
