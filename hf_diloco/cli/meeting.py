@@ -288,7 +288,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
         ) from None
     if is_public(str(found[0])) and not allow_public_address:
         raise RendezvousError(
-            f"{found[0]} is a public address, and nothing that goes there is encrypted: join the machines by a VPN "
+            f"{found[0]} is a public address, where anybody reaches the port: join the machines by a VPN "
             "and use its addresses (docs/security.md has a recipe)"
             + (
                 ". Where a firewall lets nobody else in, add --allow-public-address"
