@@ -14,6 +14,7 @@ from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, compare_facts
+from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
@@ -80,10 +81,28 @@ def check_folders(records: Sequence[JoinRecord]) -> None:
     for island, record in enumerate(records):
         other = seen.setdefault((record.host, record.folder), island)
         if other != island:
-            raise RendezvousError(
-                f"islands {other} and {island} both write to {record.folder} on {record.host} and would overwrite "
-                "each other's checkpoints: give each its own output_dir, with DiLoCoConfig().island in its name"
-            )
+            raise _same_folder(other, island, record)
+
+
+def check_own_folder(members: Members | None) -> None:
+    """Raises `RendezvousError` if another island that lives writes to this one's folder, on this machine."""
+    assert members is not None  # called on the leader
+    own = _process(members, members.island, members.incarnation)
+    for island in sorted(members.alive().keys() - {members.island}):
+        other = _process(members, island, members.incarnation_of(island))
+        if own and own.machine and other and (other.machine, other.folder) == (own.machine, own.folder):
+            raise _same_folder(min(island, members.island), max(island, members.island), own)
+
+
+def _process(members: Members, island: int, number: int) -> IncarnationRecord | None:
+    return members.log.read_or_refuse(incarnation_path(island, number), IncarnationRecord)
+
+
+def _same_folder(one: int, other: int, record: JoinRecord | IncarnationRecord) -> RendezvousError:
+    return RendezvousError(
+        f"islands {one} and {other} both write to {record.folder} on {record.host} and would overwrite each other's "
+        "checkpoints: give each its own output_dir, with DiLoCoConfig().island in its name"
+    )
 
 
 def find_common(

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition, check_cover
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.facts import Facts
-from hf_diloco.membership.fingerprint import make_fingerprint
+from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import author_of
@@ -154,6 +155,7 @@ class ElasticSession(BaseSession):
             replaced = joining.take_state(is_new, parent, from_checkpoint=checkpoint is not None)
             if not self._has_last_round:
                 joining.await_islands()
+            self.island.on_leader(partial(check_own_folder, self.members))
             joining.let_round_pass()
             if self._is_late:
                 self._pace.align_to_others()

@@ -1192,6 +1192,14 @@ def test_a_second_process_of_an_island_is_refused_while_the_first_lives(tmp_path
         meeting.island(0)
 
 
+def test_two_islands_that_write_to_one_folder_are_refused(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, join_timeout=0.5, min_islands=1)
+    Member(meeting.config(0), tmp_path / "same")
+    with pytest.raises(RendezvousError, match=r"islands 0 and 1 both write to .*/same .*give each its own output_dir"):
+        Member(meeting.config(1), tmp_path / "same")
+    meeting.island(1)
+
+
 def test_another_setting_is_refused_with_both_values(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2, join_timeout=0.5, min_islands=1)
     meeting.island(0)
