@@ -37,6 +37,7 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.membership.run import PATH as RUN_PATH, open_run
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import Entry, ObjectStore
+from hf_diloco.store.signing import is_wrapped
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
@@ -238,7 +239,7 @@ class _Check:
             return "damaged"
         except StoreError:  # too large
             return "forged"
-        return "forged" if isinstance(data, dict) and data.keys() == {"body", "mac"} else "damaged"
+        return "forged" if is_wrapped(data) else "damaged"
 
     # What belongs together
 

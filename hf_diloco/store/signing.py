@@ -194,7 +194,7 @@ class Seal:
         if record.keys() == {"sealed"}:
             record = _parse(path, self._decrypt(path, record["sealed"]))
         body, mac = record.get("body"), record.get("mac")
-        if record.keys() - _SIGNED != {"body", "mac"} or not isinstance(body, str) or not isinstance(mac, str):
+        if not _has_form(record) or not isinstance(body, str) or not isinstance(mac, str):
             raise ForgedError(f"the record {path} is not one of hf_diloco's: {_ORIGIN}")
         try:
             text, claimed = body.encode(), mac.encode("ascii")
@@ -242,6 +242,15 @@ _ORIGIN = (
 )
 
 
+def is_wrapped(record: object) -> bool:
+    """Whether a JSON value has the form of what `Seal.wrap` writes, whoever wrote it, and for whatever place."""
+    return isinstance(record, dict) and (record.keys() == {"sealed"} or _has_form(record))
+
+
+def _has_form(record: Mapping[str, Any]) -> bool:
+    return record.keys() - _SIGNED == {"body", "mac"}
+
+
 def _parse(path: str, data: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(data.decode(), parse_constant=_refuse_constant)
@@ -256,4 +265,4 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-__all__ = ["ENV_KEY", "MAKE_KEY", "MAX_RECORD_BYTES", "MIN_KEY_BYTES", "Seal"]
+__all__ = ["ENV_KEY", "MAKE_KEY", "MAX_RECORD_BYTES", "MIN_KEY_BYTES", "Seal", "is_wrapped"]

@@ -20,6 +20,7 @@ from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.rubbish import JUNK, throw
+from tests.secret_files import make_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +157,25 @@ def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
     store.delete([gone])
     assert kinds(look(meeting.url)) == {gone: "damaged", short: "damaged"}
     assert kinds(look(meeting.url, is_deep=True)) == {gone: "damaged", short: "damaged", anchor: "damaged"}
+
+
+@pytest.mark.parametrize("encrypt_store", [False, True])
+def test_a_record_of_another_place_is_forged_however_it_is_sealed(
+    tmp_path: Path, encrypt_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_DILOCO_IDENTITY", raising=False)
+    secrets = make_secrets(tmp_path, 1)
+    meeting = Meeting(tmp_path, 1, encrypt_store=encrypt_store, **secrets)
+    meeting.island(0).train(2).leave()
+    store = ObjectStore(meeting.url)
+    record = store.get("heartbeats/0/000001.json", MAX_RECORD_BYTES)
+    assert record is not None
+    store.put("heartbeats/0/000009.json", record)
+    store.put("heartbeats/0/000010.json", b'{"wind": "north"}')
+    assert kinds(look(meeting.url, secrets["key_file"].read_bytes().strip())) == {
+        "heartbeats/0/000009.json": "forged",
+        "heartbeats/0/000010.json": "damaged",
+    }
 
 
 def test_where_there_is_no_run_or_no_name_of_it(meeting: Meeting, tmp_path: Path) -> None:
