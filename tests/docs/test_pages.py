@@ -14,6 +14,7 @@ from hf_diloco import config, errors
 from hf_diloco.apps.common.yaml_file import read_yaml
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.store.credentials import ENV_IDENTITY
 from hf_diloco.store.signing import ENV_KEY
 from scripts.site import run_file_tables
 from tests.docs.pages import PAGES, Block, all_blocks, anchors, blocks, links
@@ -203,7 +204,7 @@ def test_every_deepspeed_layout_is_listed() -> None:
 
 def test_environment_variables_are_listed() -> None:
     rows = set(re.findall(r"^\| `(HF_DILOCO_\w+)` \|", (DOCS / "launching.md").read_text(), re.MULTILINE))
-    whole_run = {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY}
+    whole_run = {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY, ENV_IDENTITY}
     assert rows == {*whole_run, config.ENV_FOLDER, "HF_DILOCO_DEBUG"}
 
 
