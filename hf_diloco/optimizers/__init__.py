@@ -62,11 +62,11 @@ class OptimizerBlock(Block):
     @model_validator(mode="after")
     def _check(self) -> OptimizerBlock:
         if self.name != "muon" and "freeze_step" not in self.model_fields_set:
-            raise ValueError(f"{self.name} needs freeze_step: about 15 % of max_steps, or null for no compression")
+            raise ValueError(f"{self.name} needs freeze_step: about 30 % of max_steps, or null for no compression")
         if self.freeze_step is not None and self.freeze_step < 2:
             raise ValueError(
                 f"freeze_step={self.freeze_step}: the second moments need a warm-up of 2 steps or more; use about "
-                "15 % of max_steps, or null for no compression"
+                "30 % of max_steps, or null for no compression"
             )
         for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
             if getattr(self, low) > getattr(self, high):

@@ -256,6 +256,16 @@ def test_defaults_are_the_methods() -> None:
             {**SLOWMO, "options": {"inner_buffers": "average"}, "rendezvous": "file:///tmp/x"},
             "options.inner_buffers=average needs a rendezvous at tcp://",
         ),
+        (
+            {
+                **SLOWMO,
+                "options": {"inner_buffers": "average"},
+                "rendezvous": "tcp://127.0.0.1:29400",
+                "num_islands": 2,
+                "min_islands": 1,
+            },
+            "options.inner_buffers=average needs .* islands that stay",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value.values())),
 )

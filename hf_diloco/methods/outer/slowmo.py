@@ -104,8 +104,8 @@ class SlowMo(OuterMethod):
         options = SlowMoOptions.model_validate(config.options)
         if options.inner_buffers == "average" and config.meets_in_store:
             raise ValueError(
-                "options.inner_buffers=average needs a rendezvous at tcp://HOST:PORT: in an object store islands come "
-                "late and leave, and an average of moments would miss theirs; set it to keep or zero"
+                "options.inner_buffers=average needs a rendezvous at tcp://HOST:PORT, and islands that stay: where "
+                "they come late and leave, an average of moments would miss theirs; set it to keep or zero"
             )
 
     @classmethod

@@ -78,7 +78,7 @@ class OneBitOptimizer(Optimizer):
     ) -> None:
         if freeze_step is not None and freeze_step < 2:
             raise ConfigError(
-                f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 15 % of "
+                f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 30 % of "
                 "all steps, or null for no compression"
             )
         for name in ("lr", "eps", "weight_decay"):
