@@ -48,14 +48,16 @@ class DataBlock(Block):
         None,
         description="sources hub and c4: the split to evaluate on (c4: validation); null: a held-out part of split",
     )
-    files: list[str] = Field([], description="source files: globs of .json, .jsonl or .txt files, also .gz")
+    files: list[str] = Field(
+        [], description="source files: globs of .json, .jsonl, .txt or .parquet files, also compressed"
+    )
     eval_files: list[str] = Field([], description="globs of files to evaluate on; empty: a held-out part of the data")
     text_column: str = Field("text", description="sources c4, hub and files: the column that holds the text")
     streaming: bool = Field(False, description="read while training, without a copy on disk (c4: true)")
     sequence_length: int = Field(256, ge=2, description="tokens of one training example; documents are packed to it")
     num_eval_sequences: int = Field(64, ge=1, description="examples held out for evaluation, the same on all islands")
     shares: Literal["iid", "domains", "same"] = Field(
-        "iid", description="iid: disjoint random shares; domains: file k for island k % islands; same: all for all"
+        "iid", description="iid: every M-th document of M islands; domains: file k for island k % M; same: all for all"
     )
 
     @model_validator(mode="before")

@@ -230,6 +230,7 @@ class VisionRun(BaseRun):
     where: ClassVar[Where] = "nodes"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS}
 
+    deepspeed: None = Field(None, description="DeepSpeed is for language models: nodes average whole vectors")
     fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
     data: ImageDataBlock = ImageDataBlock()

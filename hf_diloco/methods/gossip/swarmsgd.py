@@ -87,7 +87,7 @@ class SwarmSGD(MomentumOptimizer):
             blocking: whether both of a pair average, and wait for each other.
             quantization: how models travel: none, lattice-16 or lattice-8 (2 or 1 bytes a value).
             lattice_step: ε of the lattice code, the same on all nodes. Decoded values are within ε / 2 while models
-                are not farther apart than 32,768 ε (lattice-16; default: that is 1) or 128 ε (lattice-8; 1/8).
+                are less than 32,767.5 ε (lattice-16; default: that is 1) or 127.5 ε (lattice-8; 1/8) apart.
             seed: of the partners; the same on all nodes.
 
         Raises:
