@@ -810,8 +810,8 @@ def test_an_island_that_is_lost_in_the_exchange_costs_no_step(
     tmp_path: Path, fast_clock: FastClock, num_before: int
 ) -> None:
     """The others drop their connections, if they have any yet, and try again without it, with what they had."""
-    grace = 60.0 if num_before else 1.0  # connecting takes as much of real time
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=grace, **FEDAVG)
+    patience: dict[str, Any] = {} if num_before else {"exchange_timeout": 3.0}  # connecting takes as much of real time
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=60.0, **patience, **FEDAVG)
     islands = run_islands(3, meeting.island)
     run_islands(3, lambda which: islands[which].train(2 * num_before))
     start = islands[0].weights
