@@ -346,6 +346,10 @@ class ElasticSession(BaseSession):
         if self._host is not None:
             self._end_store(self._host, finished)
 
+    def abandon(self) -> None:
+        self._is_training = False  # so that `leave` makes no offer
+        super().abandon()
+
     def _end_store(self, host: StoreHost, finished: bool) -> None:
         """Others end the run with what lies in the store; then its port is free."""
         wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")

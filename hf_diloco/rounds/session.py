@@ -286,6 +286,10 @@ class BaseSession(ABC):
             finished: this island has done all it was to do; otherwise it stops early.
         """
 
+    def abandon(self) -> None:
+        """As `leave`, where the model may hold anything by now: nothing of it is offered."""
+        self.leave(finished=False)
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of all connections."""

@@ -101,6 +101,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._unnoted: list[SyncReport] = []
         self._num_evaluations: int | None = None
         self._has_finished = False
+        self._has_joined = False
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
         """Meets the other islands and agrees on the round to resume from.
@@ -153,6 +154,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, self._examples)
+        self._has_joined = True
         session.join(shards, folder_of(args), self._facts, checkpoint)
         follow_schedule(session, state, kwargs.get("lr_scheduler"))
         self._view = OuterView(session.outer)
@@ -259,11 +261,15 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             )
 
     def _connect(self, folder: Path) -> BaseSession:
+        if self._has_joined and not self._need_session().has_left:
+            self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
+            self._stop.uninstall()
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
             finished = self._session if self._has_finished else None
             self._session = None  # of a training that failed nothing is kept: island 0 opens the rendezvous anew
+            self._has_joined = False
             self._session = open_session(self.config, island, self._stop.is_requested, finished, folder)
         return self._session
 

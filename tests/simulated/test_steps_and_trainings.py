@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.errors import FingerprintError, IslandLostError
@@ -147,6 +148,36 @@ def test_training_twice_in_a_store(tmp_path: Path) -> None:
         "training-2",
         "training-3",
     ]
+
+
+class Interrupts(TrainerCallback):
+    """Raises in a step, as a library or a second Ctrl-C may."""
+
+    def __init__(self, error: BaseException, callback: DiLoCoCallback) -> None:
+        self._errors = [error]
+        self._callback = callback
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and self._errors:
+            self._callback.stop()
+            raise self._errors.pop()
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("place", ["alone", "store", "tcp"])
+def test_a_training_that_ended_in_an_error_goes_on_with_the_same_callback(
+    tmp_path: Path, place: str, error: BaseException, free_port: int
+) -> None:
+    places = {"alone": None, "store": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port}"}
+    common: dict[str, Any] = {"sync_every": 2, "rendezvous": places[place]}
+    if places[place]:
+        common |= {"num_islands": 2, "min_islands": 1, "island": 0, "join_timeout": 0.5}
+    callback = DiLoCoCallback(**common)
+    trainer = make_trainer(tmp_path / "run", callback, Interrupts(error, callback), save_strategy="steps", save_steps=2)
+    with pytest.raises(type(error)):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert (callback.round, trainer.state.global_step, callback.stopped) == (2, 4, False)
 
 
 class Beside:
