@@ -109,7 +109,7 @@ class Members:
         unit: what the run calls one that takes part.
 
     Attributes:
-        log: of the run.
+        log, lease: see above.
         incarnation: which process of this island this is, from 1, once it has entered.
         standing: what the next heartbeat says.
         refresh: called before each heartbeat of the thread, to bring `standing` up to date.
@@ -131,7 +131,7 @@ class Members:
         self._unit = unit
         self.log = log
         self._folder = folder
-        self._lease = LEASE_SECONDS if lease is None else lease
+        self.lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
         self._incarnations: set[str] = set()
@@ -322,7 +322,7 @@ class Members:
             island: heartbeat
             for island, heartbeat in self.look().items()
             if heartbeat.phase not in ("left", "finished")
-            and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self._lease)
+            and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self.lease)
         }
 
     def are_under_way(self) -> bool:
@@ -348,10 +348,10 @@ class Members:
         if first and first.phase in ("left", "finished"):
             return False
         logger.info(
-            "%s %d was taken before: looking for %g s whether that process lives", self._unit, self.island, self._lease
+            "%s %d was taken before: looking for %g s whether that process lives", self._unit, self.island, self.lease
         )
-        deadline = self._clock.now() + self._lease
-        wait = WaitNotes(self.island, self._unit, clock=self._clock).begin(self._lease, "start")
+        deadline = self._clock.now() + self.lease
+        wait = WaitNotes(self.island, self._unit, clock=self._clock).begin(self.lease, "start")
         while self._clock.now() < deadline:
             wait.look(f"a sign of life of the process that had this number before ({self._where(incarnation)})")
             self._clock.sleep(_LOOK_SECONDS)

@@ -202,12 +202,15 @@ class Joining:
         """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
         members = self._pace.members
         wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
+        deadline = self._clock.now() + members.lease  # for the first sign of life of who has just begun the run
         while True:
             start = self._snapshots.start()
             if start is not None:
                 newest = self._snapshots.newest()
                 return newest.folder if newest and newest.round > round_of(start) else start
-            if self._run.by not in members.alive() or self._run.by == members.island:
+            lives = self._run.by in members.alive()
+            may_come = not members.incarnation_of(self._run.by) and self._clock.now() < deadline
+            if self._run.by == members.island or not (lives or may_come):
                 return None
             if self._should_stop():
                 raise StopRequested

@@ -173,7 +173,8 @@ def test_a_training_that_ended_in_an_error_goes_on_with_the_same_callback(
     if places[place]:
         common |= {"num_islands": 2, "min_islands": 1, "island": 0, "join_timeout": 0.5}
     callback = DiLoCoCallback(**common)
-    trainer = make_trainer(tmp_path / "run", callback, Interrupts(error, callback), save_strategy="steps", save_steps=2)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path / "run", callback, Interrupts(error, callback), **saving)
     with pytest.raises(type(error)):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
