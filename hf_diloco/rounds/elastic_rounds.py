@@ -77,6 +77,7 @@ class ElasticRounds(Rounds[PlannedRound]):
             try:
                 return self.plans.find()
             except PayloadError as error:
+                self.rest()
                 self.recovery.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
 
     @property
@@ -132,8 +133,7 @@ class ElasticRounds(Rounds[PlannedRound]):
             IslandLostError, StoreError: it does not take place. Nothing was changed.
         """
         self.rest()
-        mean = own.fragment.lend()  # another attempt needs the pseudo-gradient again
-        self._lent.append((own.fragment, mean))
+        mean = self._lend(own)  # another attempt needs the pseudo-gradient again
         while True:
             planned = self.agree(own)
             is_late = self._engine_of(own.number).needs_presence and planned.is_committed
@@ -174,13 +174,23 @@ class ElasticRounds(Rounds[PlannedRound]):
             return None
         own = own or capture(self.outer, clock, with_residual=part is Part.WHOLE)
         own.part = part
-        # The average may replace progress that is used up; other progress must outlast it.
-        mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
+        # The average may replace progress that is used up; other progress must outlast it. So must what begins behind
+        # the inner steps while the average is yet on its way into the store.
+        if self.config.overlaps and self._engine_of(planned.number).needs_presence:
+            mean = self._lend(own)
+        else:
+            mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
         try:
             return self.attempt(planned, own, mean)
         except PayloadError as error:
             self.recovery.pass_over(planned, error, part, is_resuming)
             return None
+
+    def _lend(self, own: Contribution) -> torch.Tensor:
+        """A vector beside the pseudo-gradient, until `rest`."""
+        mean = own.fragment.lend()
+        self._lent.append((own.fragment, mean))
+        return mean
 
     def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """See `Rounds.average`; the others are told what cannot be averaged.

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hf_diloco.codecs import Codec
 from hf_diloco.membership.heartbeats import Members
+from hf_diloco.transport.bucket import BucketExchange
 from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
-from tests.meetings import Meeting, Member
+from tests.meetings import ENGINES, Meeting, Member
 from tests.small_model import make_model, weights_of
+from tests.streaming_meetings import Streams
+
+pytestmark = pytest.mark.usefixtures("fast_clock")
 
 
 def test_a_run_starts_from_the_weights_of_who_began_it_though_others_are_faster(
@@ -34,3 +40,32 @@ def test_a_run_starts_from_the_weights_of_who_began_it_though_others_are_faster(
     monkeypatch.setattr(Members, "enter", enter_late)
     for member in run_islands(2, island_main):
         assert torch.equal(member.weights, weights_of(make_model(0)))
+
+
+def test_an_average_stays_as_it_is_until_it_is_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a round for which training waited, though rounds go on behind the inner steps: it is sent for long."""
+    monkeypatch.setattr(Meeting, "engine", ENGINES["mesh"])
+    meeting = Streams(tmp_path, 2, sync_every=8, fragment_sync_delay=3)
+    islands, may_go, publish = meeting.join_all(), threading.Event(), BucketExchange.publish
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def publish_late(self: BucketExchange, values: torch.Tensor, path: str, codec: Codec) -> Any:
+        if "/mean-" in path:
+            before = values.clone()
+            assert may_go.wait(LONG)
+            sent.append((before, values.clone()))
+        return publish(self, values, path, codec)
+
+    def island_main(island: int) -> None:
+        for _ in range(8):
+            islands[island].session.outer.count_step(1.0)
+        islands[island].session.sync()  # as where others have passed over the round that was under way
+        islands[island].stream(8)
+
+    monkeypatch.setattr(BucketExchange, "publish", publish_late)
+    run_islands(2, island_main)
+    assert islands[0].session.outer.num_begun == 2
+    may_go.set()
+    run_islands(2, lambda island: islands[island].settle())
+    (before, after), *_ = sent
+    assert torch.equal(before, after)
