@@ -214,6 +214,7 @@ class StoreHost:
             ) from None
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
         self._serving = Serving(app, listener)
         self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
         self._thread.start()
@@ -222,17 +223,20 @@ class StoreHost:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serving.begin())
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._serving.end())
+        self._loop.run_until_complete(self._answer())
         self._loop.close()
+
+    async def _answer(self) -> None:
+        await self._serving.begin()
+        await self._over.wait()
+        await self._serving.end()
 
     def close(self) -> None:
         """Returns when nobody is served any more, and the port is free."""
         if os.getpid() != self._process:  # a fork has no such thread
             return
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._over.set)
             if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
                 self._thread.join()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import compare_facts
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
+from hf_diloco.rounds.open import open_session
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
-from tests.islands import try_islands
+from tests.islands import run_islands, try_islands
 from tests.programs.trainer_island import make_model
 from tests.trainers import make_trainer
 
@@ -148,6 +150,39 @@ def test_training_twice_in_a_store(tmp_path: Path) -> None:
         "training-2",
         "training-3",
     ]
+
+
+def test_training_twice_where_island_0_keeps_the_store_and_takes_its_time(tmp_path: Path, free_port: int) -> None:
+    """Islands are back while it has yet to end the store of the first training, or has not opened the next one."""
+    common: dict[str, Any] = {"num_islands": 2, "max_islands": 3, "exchange": "bucket", "sync_every": 1}
+    common |= {"rendezvous": f"tcp://127.0.0.1:{free_port}", "exchange_timeout": 1.0}
+
+    def island_main(island: int) -> str:
+        session: Any = None
+        for _ in range(2):
+            config, folder = DiLoCoConfig(island=island, **common), tmp_path / str(island)
+            session = open_session(config, IslandGroup(), after=session, folder=folder)
+            session.num_rounds = 1
+            session.join(shards_of(island), folder)
+            session.outer.count_step(1.0)
+            session.sync()
+            session.leave(finished=True)
+            time.sleep(0 if island else 2.0)  # longer than a store may be silent
+        assert session.config.rendezvous.endswith("/training-2")
+        return str(session.outer.outer_hash)
+
+    assert len(set(run_islands(2, island_main))) == 1
+
+
+def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, free_port: int) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
+    config = DiLoCoConfig(num_islands=2, min_islands=1, island=0, rendezvous=rendezvous, join_timeout=0.5)
+    without_key = config.model_copy(update={"key_file": tmp_path / "key"})
+    with pytest.raises(ConfigError, match="key"):
+        open_session(without_key, IslandGroup(), folder=tmp_path)
+    session = open_session(config, IslandGroup(), folder=tmp_path)
+    session.join(shards_of(0), tmp_path)
+    session.leave(finished=False)
 
 
 class Interrupts(TrainerCallback):

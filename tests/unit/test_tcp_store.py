@@ -6,6 +6,7 @@ import base64
 import gc
 import itertools
 import logging
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -278,3 +279,12 @@ def test_a_key_can_be_required(
     file.write_bytes(KEY)
     file.chmod(0o600)
     assert find_key(kind(require_key=True, key_file=file)) == KEY
+
+
+def test_a_store_that_is_closed_as_it_opens_leaves_its_port(port: Port) -> None:
+    host = StoreHost(port.config())
+    closing = threading.Thread(target=host.close, daemon=True)
+    closing.start()
+    closing.join(AT_ONCE)
+    assert not closing.is_alive()
+    StoreHost(port.config()).close()
