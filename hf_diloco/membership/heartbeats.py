@@ -256,16 +256,14 @@ class Members:
         self.stop_heartbeats()
         self.standing.phase = phase
         try:
-            self.heartbeat()
+            if self.incarnation:  # else nobody has heard of this process
+                self.heartbeat()
         except StoreError as error:
             logger.info("left without a last word: %s", error)
 
     @property
     def num_heartbeats(self) -> int:
-        """How many signs of life this process has given: a later one has a higher count.
-
-        Read without the lock, under which one may be on its way to the store.
-        """
+        """How many signs of life this process has given, one on its way included: a later one has a higher count."""
         return self._count
 
     # All islands
@@ -317,10 +315,12 @@ class Members:
 
         While the store did not answer, no other island could give a sign of life either: their lease begins anew.
         """
-        now = self._clock.now()
+        now, heartbeats = self._clock.now(), self.look()
+        if self._clock.now() - now >= self.lease / 2:  # it was silent, but answered before asking it counted as failed
+            self._reached_at = self._clock.now()
         return {
             island: heartbeat
-            for island, heartbeat in self.look().items()
+            for island, heartbeat in heartbeats.items()
             if heartbeat.phase not in ("left", "finished")
             and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self.lease)
         }

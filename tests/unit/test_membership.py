@@ -139,6 +139,37 @@ def test_signs_of_life_end_with_whoever_gives_them(log: RunLog, monkeypatch: pyt
         thread.join(0.05)
 
 
+def test_a_store_that_was_silent_for_longer_than_a_lease_makes_nobody_count_as_gone(
+    store: Any, process: Process, clock: EventfulClock
+) -> None:
+    """It answers in the end, and the other island's next sign of life is on its way."""
+    here, there = process(0), process(1)
+    assert here.alive().keys() == {0, 1}
+
+    def list_late(prefix: str = "") -> Any:
+        clock.time += 2 * LEASE
+        del store.list
+        return store.list(prefix)
+
+    store.list = list_late
+    assert here.alive().keys() == {0, 1}
+    clock.time += 2.0
+    assert here.alive().keys() == {0, 1}
+    clock.time += LEASE
+    assert here.alive().keys() == {0}, "it has had a lease's time"
+    there.heartbeat()
+    assert here.alive().keys() == {0, 1}
+
+
+def test_who_was_refused_leaves_no_sign_of_life(log: RunLog, process: Process) -> None:
+    process()
+    second = process(enters=False)
+    with pytest.raises(DuplicateIslandError):
+        second.enter(may_return=False)
+    second.leave("left")
+    assert log.list("heartbeats") == ["heartbeats/0/000001.json"]
+
+
 def test_an_island_that_leaves_is_not_waited_for_until_its_lease_ends(process: Process, clock: EventfulClock) -> None:
     """By a process that is to follow it."""
     before, since = process(), clock.now()
