@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,16 @@ class ElasticSession(BaseSession):
         return Rules(
             *numbers, needs_presence=config.is_direct, num_fragments=config.num_fragments, linger=self._linger
         )
+
+    @contextmanager
+    def _leave_on_error(self) -> Iterator[None]:
+        try:
+            with super()._leave_on_error():
+                yield
+        except KeyboardInterrupt:  # the process may go on, as a notebook's does, and join again
+            if self.island.size == 1:  # else the other ranks may be anywhere
+                self.abandon()
+            raise
 
     # Rounds
 

@@ -69,3 +69,14 @@ def test_an_average_stays_as_it_is_until_it_is_in_the_store(tmp_path: Path, monk
     run_islands(2, lambda island: islands[island].settle())
     (before, after), *_ = sent
     assert torch.equal(before, after)
+
+
+def test_who_is_interrupted_while_it_waits_for_others_may_join_again_in_the_same_process(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1)
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meeting.island(0, should_stop=interrupt)
+    assert meeting.island(0).session.outer.outer_hash

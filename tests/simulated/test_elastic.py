@@ -1236,14 +1236,17 @@ def test_the_run_starts_though_whoever_began_it_is_gone(tmp_path: Path, monkeypa
     """The first island was killed between its first record and its snapshot."""
     meeting = Meeting(tmp_path, 2)
 
+    class Killed(BaseException):
+        pass
+
     def die(*_: Any, **__: Any) -> bool:
-        raise KeyboardInterrupt
+        raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(Joining, "take_state", die)
         session = ElasticSession(meeting.config(0), IslandGroup())
         model = make_model()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             session.join(open_shards(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), tmp_path)
         assert session.members is not None
         session.members.stop_heartbeats()
