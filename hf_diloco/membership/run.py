@@ -68,17 +68,17 @@ def enter_run(
         run=secrets.token_hex(16), by=island, parent=parent, num_rounds=num_rounds, fingerprint=dict(fingerprint)
     )
     found = find_run(log) or _find_again(log, clock)
-    if found.waits_for_all if found else store.get(MEETING, MAX_RECORD_BYTES) is not None:
-        raise RendezvousError(
-            f"the islands of the run at {store.url} wait for each other, and this one may come and go: give all the "
-            "same settings (min_islands, max_islands, exchange)"
-        )
-    if found is None:
+    if found is None and not _has_begun(store):
         store.check_creation()
         try:
             found = log.decide(PATH, mine)
         except ForgedError as error:
             raise _not_ours(store, error) from None
+    if found is None or found.waits_for_all:
+        raise RendezvousError(
+            f"the islands of the run at {store.url} wait for each other, and this one may come and go: give all the "
+            "same settings (min_islands, max_islands, exchange)"
+        )
     _check(found, fingerprint, island, store.url)
     return found, found == mine
 
@@ -96,10 +96,10 @@ def find_run(log: RunLog) -> RunRecord | None:
 
 
 def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
-    """The run whose other records are there already; None if there are none.
+    """The run whose other records are there already; None if there are none, or it is of fixed membership.
 
-    `run.json` is written before all others. Whoever sees others, but not it, has looked too early, or reads it from a
-    network file system that remembers for a while that there was none.
+    `run.json` is written before all others, unless islands wait for each other. Whoever sees others, but not it, has
+    looked too early, or reads it from a network file system that remembers for a while that there was none.
 
     Raises:
         RendezvousError: it is gone.
@@ -114,11 +114,18 @@ def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
         if PATH not in paths:
             break
         clock.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
+    if _has_begun(log.store):
+        return None
     raise RendezvousError(
         f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {PATH}, which names "
         f"that run, is gone: a second run in the same place would mix with them. Bring {PATH} back from a copy; or "
         "stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
     )
+
+
+def _has_begun(store: ObjectStore) -> bool:
+    """Whether a run of fixed membership has, of which `run.json` may come later than other records."""
+    return store.get(MEETING, MAX_RECORD_BYTES) is not None
 
 
 def open_log(store: ObjectStore, seal: Seal, run: RunRecord) -> RunLog:
@@ -133,10 +140,9 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
         RendezvousError: there is none, or it was begun with another key.
     """
     log = RunLog(store, Seal(key, NO_RUN))
-    found = find_run(log)
-    if found is None and store.get(MEETING, MAX_RECORD_BYTES) is not None:
+    found = find_run(log) or _find_again(log, clock)
+    if found is None and _has_begun(store):
         raise RendezvousError(f"the run at {store.url} has just begun: look again in a moment")
-    found = found or _find_again(log, clock)
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
     return found, open_log(store, log.seal, found)

@@ -19,7 +19,7 @@ from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
-from hf_diloco.membership.run import PATH, RunRecord, enter_run
+from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, Seal
@@ -341,6 +341,39 @@ def test_who_may_come_and_go_does_not_join_those_who_wait_for_each_other(store: 
     with pytest.raises(
         RendezvousError, match=r"wait for each other.*same settings \(min_islands, max_islands, exchange\)"
     ):
+        begin(store)
+
+
+def test_a_run_of_those_who_wait_for_each_other_that_begins_between_two_questions_has_just_begun(store: Any) -> None:
+    """Its first records come before `run.json`."""
+    get = store.get
+
+    def begin_meanwhile(path: str, limit: int) -> bytes | None:
+        store.get = get
+        found = get(path, limit)
+        store.put(MEETING, b"")
+        store.put("incarnations/0/000001.json", b"")
+        return bytes(found) if found else None
+
+    store.get = begin_meanwhile
+    with pytest.raises(RendezvousError, match="has just begun: look again in a moment"):
+        open_run(store, b"")
+    store.delete([MEETING, "incarnations/0/000001.json"])
+    store.get = begin_meanwhile
+    with pytest.raises(RendezvousError, match="wait for each other"):
+        begin(store)
+
+
+def test_who_decides_too_late_on_a_run_does_not_join_those_who_wait_for_each_other(store: Any) -> None:
+    check = store.check_creation
+
+    def begin_meanwhile() -> None:
+        check()
+        run = RunRecord(run="0" * 32, by=0, parent="", num_rounds=None, fingerprint={}, waits_for_all=True)
+        RunLog(store, Seal(b"", "-")).put(PATH, run)
+
+    store.check_creation = begin_meanwhile
+    with pytest.raises(RendezvousError, match="wait for each other"):
         begin(store)
 
 
