@@ -113,6 +113,7 @@ class Members:
         incarnation: which process of this island this is, from 1, once it has entered.
         standing: what the next heartbeat says.
         refresh: called before each heartbeat of the thread, to bring `standing` up to date.
+        heard: islands whose signs of life have changed: the first that is seen may be that of a process long gone.
     """
 
     def __init__(
@@ -134,13 +135,12 @@ class Members:
         self.lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
+        self.heard: set[int] = set()
         self._incarnations: set[str] = set()
         self._count = 0
-        self._is_cut_off = False
-        self._reached_at = -math.inf
+        self._is_cut_off, self._reached_at = False, -math.inf
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._nudged = clock.event()
+        self._ended, self._nudged = threading.Event(), clock.event()
         self._thread: threading.Thread | None = None
 
     # This island
@@ -301,11 +301,11 @@ class Members:
             for incarnation, path in sorted(of_island, reverse=True):
                 if known and incarnation < known[0]:
                     break
-                heartbeat = (
-                    read.get(path) if path == newest[island][1] else self.log.read_or_refuse(path, HeartbeatRecord)
-                )
+                is_newest = path == newest[island][1]
+                heartbeat = read.get(path) if is_newest else self.log.read_or_refuse(path, HeartbeatRecord)
                 if heartbeat is not None:  # else an earlier process may have given a sign of life
                     if not known or known[:2] != (incarnation, heartbeat):
+                        self.heard |= {island} if known else set()
                         self._seen[island] = incarnation, heartbeat, self._clock.now()
                     break
         return {island: heartbeat for island, (_, heartbeat, _) in self._seen.items()}

@@ -269,7 +269,9 @@ def await_islands(
         alive = members.alive()
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members)
-        if members.are_under_way() or len(alive.keys() | ended) >= config.num_islands:
+        under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in ("training", "syncing")}
+        doubtful = under_way - members.heard  # all may have been killed, and begin again
+        if under_way - doubtful or len((alive.keys() - doubtful) | ended) >= config.num_islands:
             return
         if should_stop():
             raise StopRequested

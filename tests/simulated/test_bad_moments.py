@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_diloco.codecs import Codec
-from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership import heartbeats
+from hf_diloco.membership.heartbeats import LEASE_SECONDS, Members
 from hf_diloco.transport.bucket import BucketExchange
 from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
@@ -80,3 +81,24 @@ def test_who_is_interrupted_while_it_waits_for_others_may_join_again_in_the_same
     with pytest.raises(KeyboardInterrupt):
         meeting.island(0, should_stop=interrupt)
     assert meeting.island(0).session.outer.outer_hash
+
+
+def test_after_all_islands_were_killed_those_that_come_back_wait_for_each_other(
+    tmp_path: Path, fast_clock: FastClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others said of themselves before they were killed is in the store for ever."""
+    meeting = Meeting(tmp_path, 2, min_islands=1)
+    islands = run_islands(2, lambda island: meeting.island(island).train(3))
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
+    for member in islands:
+        member.die()
+    monkeypatch.setattr(heartbeats, "_runs", lambda pid: False)  # as is seen at once on the machine where they were
+    fast_clock.sleep(3 * LEASE_SECONDS)
+
+    def come_back(island: int) -> float:
+        fast_clock.sleep(4.0 * island)
+        meeting.island(island, checkpoint=checkpoints[island])
+        return fast_clock.now()
+
+    begun = fast_clock.now()
+    assert min(run_islands(2, come_back)) >= begun + 4.0
