@@ -166,11 +166,12 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
     )
 
 
-def check_welcome(members: Members) -> None:
+def check_welcome(members: Members, clock: Clock = REAL) -> None:
     """Where islands have identities: makes sure that those that are there list this island's.
 
     Args:
         members: this island, and the others.
+        clock: by which it waits.
 
     Raises:
         RendezvousError: one does not, or has replaced it; says which.
@@ -178,15 +179,23 @@ def check_welcome(members: Members) -> None:
     signer, number = members.log.seal.signer, members.island
     if signer is None:
         return
+    own = show_public(signer.public)
     for island in sorted(members.alive().keys() - {number}):
-        path = incarnation_path(island, members.incarnation_of(island))
-        incarnation = members.log.read_or_refuse(path, IncarnationRecord)
-        own = show_public(signer.public)
-        listed = incarnation.identities if incarnation else {str(number): [own]}
-        if own not in listed.get(str(number), ()):
-            raise RendezvousError(
-                f"island {island} does not believe island {number}: this one's identity {own} is not listed there "
-                f"(identities.{number}), or only until a round, as it was replaced, or this island taken out. Give "
-                "this one the identity_file whose key is listed; or list its key on all islands, and start island "
-                f"{island} again"
-            )
+        while not _lists(members, island, own):
+            if island in members.heard:
+                raise RendezvousError(
+                    f"island {island} does not believe island {number}: this one's identity {own} is not listed there "
+                    f"(identities.{number}), or only until a round, as it was replaced, or this island taken out. "
+                    "Give this one the identity_file whose key is listed; or list its key on all islands, and start "
+                    f"island {island} again"
+                )
+            clock.sleep(_LOOK_SECONDS)  # it may have said so long ago, and been killed
+            if island not in members.alive():
+                break
+
+
+def _lists(members: Members, island: int, own: str) -> bool:
+    """Whether the newest process of an island lists this one's identity."""
+    path = incarnation_path(island, members.incarnation_of(island))
+    incarnation = members.log.read_or_refuse(path, IncarnationRecord)
+    return incarnation is None or own in incarnation.identities.get(str(members.island), ())

@@ -187,7 +187,7 @@ class ElasticSession(BaseSession):
             self._log = log = open_log(self.store, seal, run)
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
-            check_welcome(self.members)
+            check_welcome(self.members, self._clock)
             self.members.enter()
             self._show_standing()
             self._give_heartbeats(self.members)

@@ -268,7 +268,7 @@ def await_islands(
         heartbeats = members.look()
         alive = members.alive()
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
-        check_welcome(members)
+        check_welcome(members, clock)
         under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in ("training", "syncing")}
         doubtful = under_way - members.heard  # all may have been killed, and begin again
         if under_way - doubtful or len((alive.keys() - doubtful) | ended) >= config.num_islands:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from hf_diloco.cli.status import render
 from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.membership import heartbeats
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord, author_of
 from hf_diloco.membership.run import NO_RUN, open_log, open_run
@@ -102,6 +103,25 @@ def test_an_island_that_was_taken_out_is_refused_by_name_and_the_others_train(
     *_, said = run_islands(3, run)
     assert "does not believe island 2: this one's identity ed25519:" in said
     assert "is not listed there (identities.2)" in said
+
+
+def test_islands_that_were_killed_refuse_nobody(
+    tmp_path: Path, secrets: dict[str, Any], fast_clock: FastClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Island 0 gets another key, and what island 1 listed before lies in the store."""
+    meeting = Meeting(tmp_path / "run", 2, **secrets)
+    for member in run_islands(2, lambda island: meeting.island(island).train(2)):
+        member.die()
+    monkeypatch.setattr(heartbeats, "_runs", lambda pid: False)  # as is seen at once on the machine where they were
+    old, new = secrets["identities"], tmp_path / "new.pem"
+    identities = {**old, 0: [f"{old[0][0]} until 1", text_of(make_identity(new))]}
+
+    def come_back(island: int) -> int:
+        fast_clock.sleep(2.0 * island)
+        identity = secrets["identity_file"] if island else new
+        return meeting.island(island, identities=identities, identity_file=identity).session.outer.round
+
+    assert run_islands(2, come_back) == [1, 1]
 
 
 def test_what_an_unlisted_island_leaves_in_the_store_is_refused_and_shown(
