@@ -209,6 +209,7 @@ class Decisions:
                     raise
             looks_left -= 1
             self._clock.sleep(SETTLE_SECONDS / _LOOKS)
+            self._log.store.sights.current = None  # what was seen before stays damaged
 
 
 def plan_path(attempt: str) -> str:

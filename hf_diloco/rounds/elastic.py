@@ -364,13 +364,15 @@ class ElasticSession(BaseSession):
         """Others end the run with what lies in the store; then its port is free."""
         wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")
         deadline = self._clock.now() + self.config.sync_timeout
-        while finished and self.members is not None and self._clock.now() < deadline and not self._should_stop():
-            others = self.members.alive().keys() - {self.config.island}
-            if not others:
-                break
-            wait.look(others)
-            self._clock.sleep(LOOK_SECONDS)
-        host.close()
+        try:
+            while finished and self.members is not None and self._clock.now() < deadline and not self._should_stop():
+                others = self.members.alive().keys() - {self.config.island}
+                if not others:
+                    break
+                wait.look(others)
+                self._clock.sleep(LOOK_SECONDS)
+        finally:
+            host.close()
 
     def _note_missing_rounds(self) -> None:
         if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:

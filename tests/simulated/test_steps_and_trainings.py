@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -183,6 +184,28 @@ def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, fr
     session = open_session(config, IslandGroup(), folder=tmp_path)
     session.join(shards_of(0), tmp_path)
     session.leave(finished=False)
+
+
+def test_who_is_interrupted_while_the_others_end_leaves_no_port_taken(tmp_path: Path, free_port: int) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
+    config = DiLoCoConfig(num_islands=1, max_islands=2, exchange="bucket", island=0, rendezvous=rendezvous)
+    is_ending = threading.Event()
+
+    def stop_or_interrupt() -> bool:
+        if is_ending.is_set():
+            raise KeyboardInterrupt
+        return False
+
+    keeper = open_session(config, IslandGroup(), stop_or_interrupt, folder=tmp_path)
+    keeper.join(shards_of(0), tmp_path / "0")
+    other = open_session(config.model_copy(update={"island": 1}), IslandGroup(), folder=tmp_path)
+    other.join(shards_of(0), tmp_path / "1")
+    is_ending.set()
+    with pytest.raises(KeyboardInterrupt):
+        keeper.leave(finished=True)
+    socket.create_server(("127.0.0.1", free_port)).close()
+    assert other.members is not None
+    other.members.stop_heartbeats()
 
 
 class Interrupts(TrainerCallback):

@@ -16,12 +16,14 @@ import pytest
 from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
 from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.question import Sight
 from hf_diloco.store.signing import MEETING, Seal
 from tests.clocks import LONG, StillClock
 
@@ -375,6 +377,15 @@ def test_who_decides_too_late_on_a_run_does_not_join_those_who_wait_for_each_oth
     store.check_creation = begin_meanwhile
     with pytest.raises(RendezvousError, match="wait for each other"):
         begin(store)
+
+
+def test_what_was_seen_while_it_was_copied_is_looked_at_again(log: RunLog, clock: EventfulClock) -> None:
+    """Where one request has answered all that an island asks before a round."""
+    outcome = OutcomeRecord(by=0, kind="abort")
+    decisions = Decisions(log, 0, clock)
+    log.put(path := "rounds/00000001/00/outcome.json", outcome)
+    with log.store.sights.answer_from(Sight(prefixes=("rounds",), objects={path: b""}, tags={path: ""})):
+        assert decisions.outcome("rounds/00000001/00") == outcome
 
 
 @pytest.mark.parametrize("num_looks", [1, 3, 100])
