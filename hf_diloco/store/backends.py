@@ -157,6 +157,7 @@ class Server(Cloud):
         self._timeout = timeout
         self._connections = urllib3.connection_from_url(address, maxsize=_CONNECTIONS_KEPT, retries=False)
         self._path = f"/changes/{path}"
+        self._has_answered = False
 
     def greet(self) -> None:
         self._ask()  # which goes by no proxy, whatever the environment says
@@ -203,7 +204,7 @@ class Server(Cloud):
         Raises:
             ConnectionRefusedError: nobody listens there.
             OSError: no answer, or a refusal.
-            RendezvousError: the server does not know such requests.
+            RendezvousError: the server has never known such requests.
         """
         from hf_diloco.store.question import Answer
 
@@ -212,14 +213,16 @@ class Server(Cloud):
             said = self._connections.request(
                 "POST", self._path, body=question.model_dump_json(exclude_defaults=True).encode(), timeout=limits
             )
-            if said.status == 404:
+            if said.status == 404 and not self._has_answered:  # else what stands before it does not find it now
                 raise RendezvousError(
                     f"the server at {self._connections.host}:{self._connections.port} is of an older version of "
                     "hf_diloco, or none: install this version there, and start `hf-diloco rendezvous` again"
                 )
             if said.status != 200:
                 raise ConnectionError(f"status code: {said.status} {said.reason} {said.data[:300]!r}")
-            return Answer.model_validate_json(said.data)
+            answer = Answer.model_validate_json(said.data)
+            self._has_answered = True
+            return answer
         except urllib3.exceptions.NewConnectionError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there") from None

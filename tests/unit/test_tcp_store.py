@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,33 @@ def test_a_store_that_is_closed_as_it_opens_leaves_its_port(port: Port) -> None:
     closing.join(AT_ONCE)
     assert not closing.is_alive()
     StoreHost(port.config()).close()
+
+
+class _NotFound(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_store_that_is_not_found_for_a_while_may_come_back(port: Port) -> None:
+    """As behind a proxy, which says so while nobody serves."""
+    host = StoreHost(port.config())
+    store = ObjectStore(url_of(port.url), 5.0)
+    store.put("here", b"it is")
+    host.close()
+    with ThreadingHTTPServer(("127.0.0.1", port.port), _NotFound) as proxy:
+        serving = threading.Thread(target=proxy.serve_forever, daemon=True)
+        serving.start()
+        with pytest.raises(StoreError, match="404"):
+            store.get("here", 100)
+        with pytest.raises(RendezvousError, match="of an older version of hf_diloco, or none"):
+            ObjectStore(url_of(port.url), 5.0)
+        proxy.shutdown()
+        serving.join()
+    host = StoreHost(port.config())
+    try:
+        assert store.get("here", 100) is None  # it was in memory
+    finally:
+        host.close()
