@@ -37,6 +37,9 @@ MAX_BODY_BYTES = 64 << 20
 """Of one request: islands send larger objects in parts of 5 MiB."""
 _PIECE_BYTES = 4 << 20
 _MAX_PARTS = 10_000
+_WORD_SECONDS = 0.5
+"""So often a client that waits for a large object to be completed hears that this is at work."""
+_KEPT_UPLOADS = 64
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 T = TypeVar("T")
@@ -73,6 +76,7 @@ class StoreServer:
         self._folder: Folder | MemoryFolder = MemoryFolder()
         self._uploads: Path | None = None
         self._do: Do = _do_at_once
+        self._completing: dict[str, asyncio.Task[None]] = {}  # and those that were completed last
         if folder is not None:
             objects, self._uploads = folder / "objects", folder / "uploads"
             shutil.rmtree(self._uploads, ignore_errors=True)
@@ -115,12 +119,12 @@ class StoreServer:
         await answer.write_eof()
         return answer
 
-    async def _put(self, request: web.Request) -> web.Response:
+    async def _put(self, request: web.Request) -> web.StreamResponse:
         path = _path_of(request)
         if "uploadId" in request.query:
             return await self._put_part(request)
         if source := request.headers.get("x-amz-copy-source"):
-            return await self._copy(_checked(source.strip("/").removeprefix(f"{BUCKET}/")), path)
+            return await self._copy(request, _checked(source.strip("/").removeprefix(f"{BUCKET}/")), path)
         data = await request.read()
         if request.headers.get("If-None-Match") == "*":
             await self._do(self._folder.create, path, data)
@@ -128,13 +132,12 @@ class StoreServer:
             await self._do(self._folder.put, path, memoryview(data))
         return web.Response(headers={"ETag": _new_tag()})
 
-    async def _copy(self, source: str, path: str) -> web.Response:
+    async def _copy(self, request: web.Request, source: str, path: str) -> web.StreamResponse:
         def copy() -> None:
             with self._folder.opened(source) as file:
                 self._folder.assemble(path, iter(lambda: os.read(file, _PIECE_BYTES), b""))
 
-        await self._do(copy)
-        return _xml("CopyObjectResult", f"<ETag>{escape(_new_tag())}</ETag>")
+        return await self._tell_when_done(request, asyncio.create_task(self._do(copy)), "CopyObjectResult")
 
     async def _delete(self, request: web.Request) -> web.Response:
         if "uploadId" in request.query:
@@ -145,7 +148,7 @@ class StoreServer:
 
     # Large ones, in parts
 
-    async def _upload(self, request: web.Request) -> web.Response:
+    async def _upload(self, request: web.Request) -> web.StreamResponse:
         """Begins an upload in parts, or completes it."""
         path = _path_of(request)
         if "uploads" in request.query:
@@ -154,16 +157,53 @@ class StoreServer:
             upload = uuid.uuid4().hex
             (self._uploads / upload).mkdir()
             return _xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
-        folder = self._upload_of(request)
+        return await self._tell_when_done(
+            request, await self._complete(request, path), "CompleteMultipartUploadResult"
+        )
+
+    async def _complete(self, request: web.Request, path: str) -> asyncio.Task[None]:
+        """Makes an object of its parts; once, though a client that had no answer asks again."""
+        name = request.query.get("uploadId", "")
+        if task := self._completing.get(name):
+            return task
         numbers = [int(number) for number in re.findall(r"<PartNumber>(\d+)</PartNumber>", await request.text())]
+        folder = self._upload_of(request)
         if not numbers or numbers != sorted(set(numbers)):
             raise _Refused(400, "InvalidPartOrder", "parts are listed in their order")
         parts = [folder / f"{number:05d}" for number in numbers]
         if not all(part.is_file() for part in parts):
             raise _Refused(400, "InvalidPart", "a part is missing")
-        await self._do(self._folder.assemble, path, (part.read_bytes() for part in parts))
-        await self._do(shutil.rmtree, folder, True)
-        return _xml("CompleteMultipartUploadResult", f"<ETag>{escape(_new_tag())}</ETag>")
+
+        async def complete() -> None:
+            try:
+                await self._do(self._folder.assemble, path, (part.read_bytes() for part in parts))
+            except BaseException:
+                del self._completing[name]  # it may be tried again
+                raise
+            await self._do(shutil.rmtree, folder, True)
+
+        if len(self._completing) >= _KEPT_UPLOADS:
+            done = next((upload for upload, task in self._completing.items() if task.done()), None)
+            self._completing.pop(done or "", None)
+        self._completing[name] = task = asyncio.create_task(complete())
+        return task
+
+    async def _tell_when_done(self, request: web.Request, task: asyncio.Task[None], name: str) -> web.StreamResponse:
+        """White space says meanwhile that this is at work, as S3 does; an error then comes in the text."""
+        if (await asyncio.wait([task], timeout=_WORD_SECONDS))[0]:
+            task.result()
+            return _xml(name, f"<ETag>{escape(_new_tag())}</ETag>")
+        answer = web.StreamResponse(headers={"Content-Type": "application/xml"})
+        await answer.prepare(request)
+        while not (await asyncio.wait([task], timeout=_WORD_SECONDS))[0]:
+            await answer.write(b" ")
+        error = task.exception()
+        text = f"<{name}><ETag>{escape(_new_tag())}</ETag></{name}>"
+        if error is not None:
+            text = f"<Error><Code>InternalError</Code><Message>{escape(str(error))}</Message></Error>"
+        await answer.write(text.encode())
+        await answer.write_eof()
+        return answer
 
     async def _put_part(self, request: web.Request) -> web.Response:
         number = request.query.get("partNumber", "")

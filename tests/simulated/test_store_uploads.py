@@ -1,0 +1,82 @@
+"""Large objects that travel in parts to a server of ours, whose disk may be slow, or full."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from hf_diloco.errors import StoreError
+from hf_diloco.store.backends import PART_BYTES
+from hf_diloco.store.folder import Folder
+from hf_diloco.store.objects import ObjectStore
+from tests.clocks import LONG
+from tests.store_servers import serving
+
+DATA = bytes(2 * PART_BYTES + 1)
+TIMEOUT = 4.0
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    with serving(tmp_path / "store") as address:
+        yield address
+
+
+def test_an_object_may_take_longer_to_complete_than_the_store_may_be_silent(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble, num_times = Folder.assemble, []
+
+    def assemble_slowly(self: Folder, *args: Any) -> None:
+        num_times.append(1)
+        time.sleep(TIMEOUT)  # a client waits for half of it
+        assemble(self, *args)
+
+    monkeypatch.setattr(Folder, "assemble", assemble_slowly)
+    store = ObjectStore(f"{address}/run", TIMEOUT)
+    store.put("large", DATA)
+    assert store.list() == [("large", len(DATA))]
+    store.move("large", "moved")
+    assert store.list() == [("moved", len(DATA))]
+    assert len(num_times) == 2
+
+
+def test_a_disk_that_fails_while_an_object_is_completed_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_late(self: Folder, *_: Any) -> None:
+        time.sleep(1.0)  # when the answer has begun
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Folder, "assemble", fail_late)
+    with pytest.raises(StoreError, match="does not write large"):
+        ObjectStore(f"{address}/run", TIMEOUT).put("large", DATA)
+
+
+def test_who_had_no_answer_may_ask_again_to_complete_an_object(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assemble, may_go, num_times = Folder.assemble, threading.Event(), []
+
+    def assemble_late(self: Folder, *args: Any) -> None:
+        num_times.append(1)
+        assert may_go.wait(LONG)
+        assemble(self, *args)
+
+    monkeypatch.setattr(Folder, "assemble", assemble_late)
+    pool = urllib3.PoolManager(retries=False)
+    url = f"{address}/runs/run/large"
+    said = pool.request("POST", f"{url}?uploads").data.decode()
+    (upload,) = re.findall("<UploadId>(.*)</UploadId>", said)
+    assert pool.request("PUT", f"{url}?uploadId={upload}&partNumber=1", body=b"all").status == 200
+    completing: dict[str, Any] = {"url": f"{url}?uploadId={upload}", "body": "<PartNumber>1</PartNumber>"}
+    with pytest.raises(urllib3.exceptions.ReadTimeoutError):
+        pool.request("POST", timeout=0.2, **completing)
+    may_go.set()
+    for _ in range(2):
+        answer = pool.request("POST", **completing)
+        assert (answer.status, b"<ETag>" in answer.data) == (200, True)
+    assert (len(num_times), pool.request("GET", url).data) == (1, b"all")
