@@ -113,7 +113,7 @@ class Members:
         incarnation: which process of this island this is, from 1, once it has entered.
         standing: what the next heartbeat says.
         refresh: called before each heartbeat of the thread, to bring `standing` up to date.
-        heard: islands whose signs of life have changed: the first that is seen may be that of a process long gone.
+        heard: islands that have given a sign of life since the first look, which may see those of processes long gone.
     """
 
     def __init__(
@@ -135,10 +135,9 @@ class Members:
         self.lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
-        self.heard: set[int] = set()
-        self._incarnations: set[str] = set()
+        self.heard, self._incarnations = set[int](), set[str]()
         self._count = 0
-        self._is_cut_off, self._reached_at = False, -math.inf
+        self._has_looked, self._is_cut_off, self._reached_at = False, False, -math.inf
         self._lock = threading.Lock()
         self._ended, self._nudged = threading.Event(), clock.event()
         self._thread: threading.Thread | None = None
@@ -305,9 +304,10 @@ class Members:
                 heartbeat = read.get(path) if is_newest else self.log.read_or_refuse(path, HeartbeatRecord)
                 if heartbeat is not None:  # else an earlier process may have given a sign of life
                     if not known or known[:2] != (incarnation, heartbeat):
-                        self.heard |= {island} if known else set()
+                        self.heard |= {island} if self._has_looked else set()
                         self._seen[island] = incarnation, heartbeat, self._clock.now()
                     break
+        self._has_looked = True
         return {island: heartbeat for island, (_, heartbeat, _) in self._seen.items()}
 
     def alive(self) -> dict[int, HeartbeatRecord]:
