@@ -148,7 +148,7 @@ def launch(
     if simulate is not None:
         from hf_diloco.cli.run import run_simulation
 
-        raise typer.Exit(run_simulation(asked, simulate))
+        raise typer.Exit(run_simulation(asked, simulate, dry_run=dry_run))
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
 
 

@@ -6,7 +6,7 @@ At the end it says how it went: the report of a finished run, how to resume a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +34,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
         run = load_options(options)
-        use_cache_without_hub(run.needs_hub)
-        from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
-
-        check_all(run, lambda: plan_islands(run, options))
+        _check(run, lambda: plan_islands(run, options))
         print_commands(plan_islands(run, options).islands, run.unit, out)
         return 0
     plan = make_plan(options)
@@ -47,6 +44,13 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     result = run_islands(plan.islands, notes, out, grace, keep_going=run.meeting.survives_losses)
     print_ending(result, plan, options, out, err)
     return result.exit_code
+
+
+def _check(run: BaseRun, *others: Callable[[], object]) -> None:
+    use_cache_without_hub(run.needs_hub)
+    from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
+
+    check_all(run, *others)
 
 
 def run_islands(
@@ -84,7 +88,7 @@ def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> No
         out.out(island.shell_line() + "\n", highlight=False)
 
 
-def run_simulation(options: LaunchOptions, num_islands: int) -> int:
+def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = False) -> int:
     """Trains all islands, or nodes, in this process, prints the report, and returns the exit code.
 
     Raises:
@@ -96,8 +100,13 @@ def run_simulation(options: LaunchOptions, num_islands: int) -> int:
         raise ConfigError(f"{wrong[0]} beside --simulate {num_islands}, which trains all of them in this process")
     unsharded = ["deepspeed=null", "fsdp=null", "accelerate=null"]
     run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
-    code = _simulate(run, num_islands)
     out = terminal(sys.stdout)
+    if dry_run:
+        _check(run)
+        what = f"{num_islands} {plural(run.unit, num_islands)}"
+        out.print(f"this process would train {what} in {run.folder}", soft_wrap=True)
+        return 0
+    code = _simulate(run, num_islands)
     if code:
         out.print(f"stopped; the same command goes on from the checkpoints in {run.folder}")
     else:

@@ -65,6 +65,14 @@ def test_options_of_processes_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
+    command: Command = [*LAUNCH, "--simulate", "2", "--dry-run", "--output", tmp_path]
+    assert "this process would train 2 islands" in run(command, timeout=PATIENCE).output
+    assert not list(tmp_path.iterdir())
+    told = run([*command, "training.optim=rubbish"], timeout=PATIENCE, expect=2)
+    assert "rubbish" in told.output
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.ipynb")), ids=lambda path: str(path.name))
 def test_notebook(path: Path, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
