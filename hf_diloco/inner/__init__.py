@@ -50,6 +50,16 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def trains_another(model: nn.Module, optimizer: Any) -> bool:
+    """Whether a (possibly wrapped) optimizer has none of the model's trainable parameters."""
+    inner = unwrap_optimizer(optimizer)
+    if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
+        return False
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    return bool(mine) and not mine & trained
+
+
 def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
     for name, module in model.named_modules():
         if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
@@ -68,4 +78,13 @@ def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
             raise UnsupportedError(f"parameter {name} has no data (meta device): load the model before training")
 
 
-__all__ = ["AlignedPartition", "LanePartition", "Partition", "Segment", "Shards", "open_shards", "unwrap_optimizer"]
+__all__ = [
+    "AlignedPartition",
+    "LanePartition",
+    "Partition",
+    "Segment",
+    "Shards",
+    "open_shards",
+    "trains_another",
+    "unwrap_optimizer",
+]

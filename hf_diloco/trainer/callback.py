@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.config.advice import warn_about_plan
 from hf_diloco.errors import (
+    ConfigError,
     DiLoCoError,
     DivergedError,
     DuplicateIslandError,
@@ -20,7 +21,7 @@ from hf_diloco.errors import (
     MissedRoundError,
     StopRequested,
 )
-from hf_diloco.inner import Shards, open_shards, unwrap_optimizer
+from hf_diloco.inner import Shards, open_shards, trains_another, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
@@ -141,6 +142,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._failure = None
         callbacks = trainer.callback_handler.callbacks if trainer else ()
         check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
+        if trains_another(kwargs["model"], kwargs["optimizer"]):
+            kind = type(kwargs["model"]).__name__
+            raise ConfigError(
+                f"optimizer trains none of the parameters of model, a {kind}: give the Trainer an optimizer of this "
+                "model's parameters, or leave `optimizers` out"
+            )
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
         self._examples = examples_per_step(args)
         checkpoint = self._resume_path
@@ -148,7 +155,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if checkpoint is not None:
             uses_deepspeed = args.deepspeed_plugin is not None
-            check_resumption(checkpoint, shards, uses_deepspeed, self._examples, state.is_world_process_zero)
+            check_resumption(checkpoint, shards, uses_deepspeed, self._examples, state)
         session = self._connect(folder_of(args))
         self._has_finished = False
         session.num_steps = state.max_steps
@@ -156,6 +163,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.tokens_per_step = tokens_per_step(self._facts, self._examples)
         self._has_joined = True
         session.join(shards, folder_of(args), self._facts, checkpoint)
+        self._resume_path = None  # the next training resumes from elsewhere, or begins anew
         follow_schedule(session, state, kwargs.get("lr_scheduler"))
         self._view = OuterView(session.outer)
         self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
@@ -185,6 +193,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session = self._need_session()
         if session.is_over:
             self._end_with_the_run(state, control)
+            return
+        if state.global_step > state.max_steps and self._outer.on_boundary:
+            # The Trainer takes one step more where a finished training is resumed. The model is the run's, without it.
+            self._outer.write_masters()
+            control.should_save = False
             return
         weight = float(examples_per_step(args))
         if self.config.weight_by == "tokens":
@@ -264,6 +277,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if self._has_joined and not self._need_session().has_left:
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
             self._stop.uninstall()
+            if self._saving:
+                self._saving.end()
+                self._saving = None
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
-from hf_diloco.inner import open_shards, unwrap_optimizer
+from hf_diloco.inner import open_shards, trains_another, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index
@@ -217,12 +217,7 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
             "accelerator.prepare(model, optimizer) returned"
         )
-    inner = unwrap_optimizer(optimizer)
-    if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
-        return
-    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    if mine and not mine & trained:
+    if trains_another(model, optimizer):
         raise ConfigError(
             f"optimizer trains none of the parameters of model, a {type(model).__name__}: give both as one call of "
             "accelerator.prepare(model, optimizer) returned them"

@@ -304,7 +304,9 @@ def _class_name(model: nn.Module) -> str:
 # Resuming
 
 
-def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, examples: int, is_leader: bool) -> None:
+def check_resumption(
+    checkpoint: Path, shards: Shards, uses_deepspeed: bool, examples: int, state: TrainerState
+) -> None:
     """Refuses to go on without the inner optimizer's state; warns if the island's batch is another now.
 
     Args:
@@ -312,11 +314,17 @@ def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, exa
         shards: how the island trains now.
         uses_deepspeed: whether DeepSpeed does, whose stage 0 has whole parameters as plain training has.
         examples: of the island in an optimizer step now.
-        is_leader: this rank warns.
+        state: the Trainer's.
 
     Raises:
-        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word.
+        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word; or it
+            has resumed from another checkpoint, or from none.
     """
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} is not there, and the Trainer has resumed from another folder: say which to the callback, "
+            "too: DiLoCoCallback(resume_from_checkpoint=FOLDER)"
+        )
     saved = saved_kind(checkpoint)
     now = "ZeRO" if uses_deepspeed else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
     if saved and saved != now:
@@ -325,8 +333,15 @@ def check_resumption(checkpoint: Path, shards: Shards, uses_deepspeed: bool, exa
             "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
             "checkpoint export)"
         )
-    before = read_index(checkpoint).data.get(EXAMPLES)
-    if is_leader and before not in (None, examples):
+    index = read_index(checkpoint)
+    if index.global_step != state.global_step:
+        raise CheckpointError(
+            f"{checkpoint} holds the outer state of step {index.global_step}, and the Trainer is at step "
+            f"{state.global_step}: call trainer.train(resume_from_checkpoint={str(checkpoint)!r}), or leave "
+            "resume_from_checkpoint of DiLoCoCallback out"
+        )
+    before = index.data.get(EXAMPLES)
+    if state.is_world_process_zero and before not in (None, examples):
         logger.warning(
             "%s: this island took %d examples a step, and takes %d now: set per_device_train_batch_size or "
             "gradient_accumulation_steps so that their product with the number of ranks stays the same",

@@ -541,6 +541,32 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
     assert same_bits(weights_of(resumed), weights_of(whole))
 
 
+def test_a_training_after_one_that_resumed_elsewhere_begins_anew(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=4), save_strategy="steps", save_steps=4).train()
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    callback = DiLoCoCallback(sync_every=4, resume_from_checkpoint=checkpoint)
+    trainer = make_trainer(tmp_path / "b", callback)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert callback.round == 2
+    trainer.train()
+    assert callback.round == 2
+    assert [event["resumed"] for event in events(tmp_path / "b", "start")] == [True, False]
+
+
+def test_a_finished_training_that_is_resumed_keeps_the_outer_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Trainer takes one step more, on each island another one."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
+    whole = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **saving)
+    whole.train()
+    resumed = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert same_bits(weights_of(resumed), weights_of(whole))
+    assert complete_steps(tmp_path) == [4, 8]
+    assert "after the last synchronisation" not in caplog.text
+
+
 def test_the_common_checkpoint_of_one_island_is_its_newest(tmp_path: Path) -> None:
     make_trainer(tmp_path, DiLoCoCallback(sync_every=4), save_strategy="steps", save_steps=3).train()
     (tmp_path / "checkpoint-8" / "diloco" / "outer.json").unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
-from hf_diloco.errors import ConfigError, FingerprintError, UnsupportedError
+from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -248,3 +248,21 @@ def test_loops_of_unequal_lengths_are_refused_when_they_meet(tmp_path: Path, fre
     for outcome in try_islands(2, island_main):
         assert isinstance(outcome, FingerprintError)
         assert "max_steps differs (island 0: 8, island 1: 12)" in str(outcome)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=2))
+    trainer.optimizer = torch.optim.AdamW(make_model(lora=False, tied=True, seed=1).parameters())
+    with pytest.raises(ConfigError, match="optimizer trains none of the parameters of model, a LlamaForCausalLM"):
+        trainer.train()
+
+
+def test_resuming_from_another_folder_needs_to_be_said_to_both(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=2), save_strategy="steps", save_steps=2).train()
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2))
+    with pytest.raises(CheckpointError, match=r"DiLoCoCallback\(resume_from_checkpoint=FOLDER\)"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2, resume_from_checkpoint=checkpoint))
+    with pytest.raises(CheckpointError, match=r"outer state of step 2, and the Trainer is at step 0: call"):
+        trainer.train()
