@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +158,8 @@ def _write_parts(folder: Path, rank: int, parts: Sequence[OuterPart]) -> list[Ou
             return [_write_part(path, part) for path, part in zip(paths, parts, strict=True)]
     except CheckpointError:
         for path in paths:
-            _temporary(path).unlink(missing_ok=True)  # its space may be what others lack
+            with suppress(OSError):  # there may be no such folder
+                _temporary(path).unlink()  # its space may be what others lack
         raise
 
 

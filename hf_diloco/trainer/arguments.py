@@ -83,7 +83,7 @@ def examples_per_step(args: TrainingArguments) -> int:
 def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
     """Tokens in so many examples, if the facts of the run say how long one is."""
     length = facts.get("sequence_length")
-    return examples * int(length) if length else None
+    return examples * int(length) if isinstance(length, int | float) and length else None
 
 
 def is_of_training(logs: Mapping[str, Any]) -> bool:

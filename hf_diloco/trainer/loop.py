@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class OuterLoop(HasOuterWeights):
 
     Raises:
         TypeError: an argument is of another kind.
-        ConfigError: `optimizer` was not prepared, or trains another model; on entering: the Accelerator has a setting
-            that does not go with the outer loop.
+        ConfigError: `optimizer` was not prepared, or trains another model; a count is no whole number; on entering:
+            the Accelerator has a setting that does not go with the outer loop.
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
@@ -82,10 +83,10 @@ class OuterLoop(HasOuterWeights):
         self._facts: Facts = facts_given(fingerprint)
         self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
         self._resume_from = Path(resume_from) if resume_from else None
-        self._num_steps = num_steps
-        self._num_rounds = (
-            count_rounds(self.config, num_steps) or None if num_steps and num_rounds is None else num_rounds
-        )
+        self._num_steps = _checked_count("num_steps", num_steps)
+        self._num_rounds = _checked_count("num_rounds", num_rounds)
+        if num_steps is not None and num_rounds is None:
+            self._num_rounds = count_rounds(self.config, num_steps) or None
         self._global_step = 0
 
     def __enter__(self) -> OuterLoop:
@@ -133,10 +134,15 @@ class OuterLoop(HasOuterWeights):
 
         Raises:
             ExchangeError: an island was lost; nothing was changed, `save_state` still works.
-            ConfigError: the weight is missing, negative or not finite; or the loop has ended.
+            ConfigError: the weight is missing, negative or not finite; or the loop has ended; or the model shows the
+                outer parameters.
         """
         if self._need_session().has_left:
             raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
+        if self._shown is not None and self._shown.is_on:
+            raise ConfigError(
+                "step() within outer_weights(), whose end puts back the weights from before: train outside"
+            )
         if weight is None and self.config.weight_by != "uniform":
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
@@ -199,10 +205,21 @@ def _checked(weight: Any) -> float:
     """A step's weight as a number."""
     try:
         number = float(weight or 0.0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
         number = math.nan
     if isinstance(weight, str) or not 0 <= number < math.inf:
         raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
+    return number
+
+
+def _checked_count(name: str, value: Any) -> int | None:
+    """A number of steps or rounds; None if it is not known."""
+    try:
+        number = None if value is None else operator.index(value)
+    except TypeError:
+        number = 0
+    if number is not None and (number < 1 or isinstance(value, bool)):
+        raise ConfigError(f"OuterLoop(..., {name}={value!r}): give a whole number from 1 on, or leave it out")
     return number
 
 

@@ -214,13 +214,40 @@ def test_a_loop_refuses_schedule_free_optimizers(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("weight", [-3, float("nan"), float("inf"), "4", [1]], ids=str)
+@pytest.mark.parametrize("weight", [-3, float("nan"), float("inf"), "4", [1], torch.tensor([3, 4])], ids=str)
 def test_weights_of_steps_that_are_none(weight: Any, tmp_path: Path) -> None:
     config = DiLoCoConfig(sync_every=1, weight_by="examples")
     with make_loop(config=config, output_dir=tmp_path) as outer:
         with pytest.raises(ConfigError, match=r"step\(weight=.*\): give the number of examples"):
             outer.step(weight=weight)
         assert outer.step(weight=torch.tensor(4)).weight == 4  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize("count", ["ten", -3, 0, 12.5, True], ids=str)
+@pytest.mark.parametrize("name", ["num_steps", "num_rounds"])
+def test_counts_that_are_none(name: str, count: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"OuterLoop\(..., {name}=.*\): give a whole number from 1 on"):
+        make_loop(output_dir=tmp_path, **{name: count})
+
+
+def test_a_loop_is_not_stepped_while_it_shows_the_outer_parameters(tmp_path: Path) -> None:
+    with make_loop(config=DiLoCoConfig(sync_every=2), output_dir=tmp_path) as outer:
+        outer.step()
+        with outer.outer_weights(), pytest.raises(ConfigError, match=r"step\(\) within outer_weights\(\)"):
+            outer.step()
+        outer.step()
+
+
+def test_a_loop_whose_state_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with make_loop(output_dir=tmp_path) as outer:
+        with pytest.raises(CheckpointError, match="Not a directory"):
+            outer.save_state(tmp_path / "file" / "state")
+        outer.save_state(tmp_path / "state")
+
+
+def test_a_sequence_length_that_is_text_is_a_fact_like_others(tmp_path: Path) -> None:
+    make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"sequence_length": "long"})).train()
 
 
 def test_a_loop_is_entered_once_and_stepped_inside(tmp_path: Path) -> None:
