@@ -13,6 +13,7 @@ from pathlib import Path
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
+from hf_diloco.apps.common.process import check_folder
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
@@ -144,7 +145,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     threads = str(run.launch.threads or devices.fitting_threads(len(numbers) * num_processes))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
-        _check_resume(run, number)
+        _check_folders(run, number)
         folder = run.island_folder(number)
         own_file = folder / "accelerate.yaml"
         command = accelerate.command(
@@ -208,8 +209,9 @@ def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     return run
 
 
-def _check_resume(run: BaseRun, island: int) -> None:
-    """What `launch.resume` names is there, if it names something."""
+def _check_folders(run: BaseRun, island: int) -> None:
+    """What `launch.resume` names is there, if it names something; and the folder is this run's."""
+    check_folder(run, island)
     if run.launch.resume not in ("auto", "never"):
         try:
             given_checkpoint(run.launch.resume, island)

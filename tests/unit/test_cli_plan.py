@@ -254,3 +254,22 @@ def test_nvidia_smi_is_asked_when_nothing_is_said(tmp_path: Path, monkeypatch: p
 def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):
         make_plan(LaunchOptions(run_file(folder), (setting,)))
+
+
+def test_the_folder_of_an_earlier_run_is_refused_before_anything_starts(folder: Path) -> None:
+    (folder / "runs" / "tiny" / "island-1" / "checkpoint-4").mkdir(parents=True)
+    make_plan(LaunchOptions(run_file(folder)))
+    make_plan(LaunchOptions(run_file(folder), resume="never", island=0, rendezvous="tcp://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="island-1 holds checkpoints of an earlier run"):
+        make_plan(LaunchOptions(run_file(folder), resume="never"))
+
+
+def test_the_folder_of_a_run_of_another_kind_is_refused(folder: Path) -> None:
+    """The model that it has trained would be overwritten."""
+    (folder / "runs" / "tiny").mkdir(parents=True)
+    (folder / "runs" / "tiny" / "run.json").write_text(json.dumps({"name": "tiny", "gossip": {"num_nodes": 4}}))
+    with pytest.raises(ConfigError, match="tiny holds a run of nodes, of another kind: choose another name"):
+        make_plan(LaunchOptions(run_file(folder)))
+    for text in ('{"diloco": {"num_islands": 2}}', "[]", "not JSON"):
+        (folder / "runs" / "tiny" / "run.json").write_text(text)
+        make_plan(LaunchOptions(run_file(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 import os
 import platform
@@ -76,7 +77,7 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     Raises:
         ConfigError: a setting is wrong, or the folder is an earlier run's.
     """
-    _check_folder(run)
+    check_folder(run)
     use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.arguments import check_training
     from hf_diloco.apps.common.hub import check_login
@@ -100,9 +101,19 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
         raise
 
 
-def _check_folder(run: BaseRun) -> None:
-    """Refuses to mix a new run into an old one's folder."""
-    folder = run.island_folder()
+def check_folder(run: BaseRun, island: int | None = None) -> None:
+    """Refuses to mix a new run into an old one's folder.
+
+    Args:
+        run: the run file.
+        island: whose folder; default: this one's.
+
+    Raises:
+        ConfigError: it is an earlier run's, or read-only.
+    """
+    folder = run.island_folder(island)
+    if others := _other_kind(run):
+        raise ConfigError(f"name: {run.folder} holds a run of {others}, of another kind: choose another name")
     if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
         raise ConfigError(
             f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
@@ -110,6 +121,17 @@ def _check_folder(run: BaseRun) -> None:
         )
     if folder.exists() and not os.access(folder, os.W_OK):
         raise ConfigError(f"output: {folder} cannot be written to")
+
+
+def _other_kind(run: BaseRun) -> str:
+    """What takes part in the run that has this one's folder, if it is of another kind; else nothing."""
+    try:
+        saved = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    kinds = {"diloco": "islands", "gossip": "nodes"}
+    found = [name for name in kinds if isinstance(saved, dict) and saved.get(name)]
+    return kinds[found[0]] if len(found) == 1 and found[0] != run.meeting_name else ""
 
 
 def _prepare_folder(run: BaseRun) -> None:

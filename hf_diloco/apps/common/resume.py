@@ -60,7 +60,7 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
         reason = str(error).splitlines()[-1].strip().rstrip(".")
         raise CheckpointError(
             f"{checkpoint} is of another model than the run file's ({reason}): give another name for a new run, or "
-            "train this one anew with --resume never"
+            "delete the checkpoints of this one on all islands"
         ) from error
 
 
