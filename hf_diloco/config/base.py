@@ -104,7 +104,7 @@ def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
     if problem["type"] == "missing":  # the input is the whole block around it
         return f"{name}: {message}"
     if problem["type"] == "value_error":  # the validator's own text names the value
-        return f"{name}: {message}" if name else message
+        return f"{name}: {message}{_origin(name, problem['input'])}" if name else message
     remedy = f": write {name}=[{shown}]" if problem["type"] == "list_type" and isinstance(shown, str) else ""
     return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}{remedy}"
 

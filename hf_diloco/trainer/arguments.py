@@ -11,7 +11,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
-from hf_diloco.trainer.refusals import is_schedule_free, refuse
+from hf_diloco.trainer.refusals import is_schedule_free, refuse, refuse_uncounted
 
 
 def check_arguments(
@@ -31,11 +31,7 @@ def check_arguments(
     name = type(optimizer).__name__
     given = {"optim": name} if is_schedule_free(name) else {}
     refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
-    if config.weight_by == "tokens" and args.include_num_input_tokens_seen == "no":
-        raise ConfigError(
-            "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
-            "TrainingArguments, or use weight_by='examples'"
-        )
+    refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
 
 
 def check_gossip_arguments(

@@ -222,6 +222,20 @@ def refuse(settings: Mapping[str, Any], where: Where) -> None:
         raise ConfigError("; ".join(problems))
 
 
+def refuse_uncounted(weight_by: str, counted: Any) -> None:
+    """Raises `ConfigError` where tokens are to be weighed that the Trainer does not count.
+
+    Args:
+        weight_by: of the outer loop.
+        counted: `include_num_input_tokens_seen` of the Trainer.
+    """
+    if weight_by == "tokens" and counted in ("no", False, None):
+        raise ConfigError(
+            "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
+            "TrainingArguments (in the block training of a run file), or use weight_by='examples'"
+        )
+
+
 def _shown(value: Any) -> str:
     """A value in an error message: short, as settings may be whole configurations."""
     text = repr(getattr(value, "value", value))

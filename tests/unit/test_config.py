@@ -351,6 +351,12 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
         DiLoCoConfig()
 
 
+def test_a_wrong_rendezvous_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_RENDEZVOUS, "foo")
+    with pytest.raises(ConfigError, match=rf"rendezvous 'foo': the scheme must be .* \(from {ENV_RENDEZVOUS}\)$"):
+        DiLoCoConfig()
+
+
 def test_a_value_that_was_passed_is_not_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_ISLAND, "0")
     with pytest.raises(ConfigError) as caught:

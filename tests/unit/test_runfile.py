@@ -205,6 +205,13 @@ def test_domains_need_a_file_an_island(tmp_path: Path) -> None:
         load(tmp_path, MINIMAL, "data={source: files, files: ['a.jsonl'], shares: domains}", "diloco.num_islands=2")
 
 
+def test_tokens_that_are_weighed_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_by='tokens' needs .* include_num_input_tokens_seen='all'"):
+        load(tmp_path, "{training: {max_steps: 4}, diloco: {weight_by: tokens}}")
+    load(tmp_path, MINIMAL, "diloco.weight_by=tokens", "training.include_num_input_tokens_seen=all")
+    load(tmp_path, MINIMAL, "diloco.weight_by=tokens", "diloco.enabled=false")
+
+
 def test_several_islands_need_a_rendezvous_only_when_they_start(tmp_path: Path) -> None:
     run = load(tmp_path, MINIMAL, "diloco.num_islands=2")
     with pytest.raises(ConfigError, match="need a place to meet"):

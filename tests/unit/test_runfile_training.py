@@ -20,6 +20,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": -3.0}, "training.learning_rate: must be greater than 0, got -3.0"),
     ({"learning_rate": 0}, "must be greater than 0"),
     ({"learning_rate": float("nan")}, "must be greater than 0"),
+    ({"learning_rate": float("inf")}, "training.learning_rate: must be finite, got inf"),
     ({"learning_rat": 1e-3}, "unknown setting training.learning_rat=0.001 (did you mean learning_rate?)"),
     ({"bf16": 1}, "training.bf16: input should be a valid boolean, got 1"),
     ({"save_steps": "10"}, "training.save_steps: input should be a valid number, got '10'"),

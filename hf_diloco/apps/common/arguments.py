@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -190,6 +191,8 @@ def _type_problem(name: str, value: Any, kind: Any) -> str | None:
 def _range_problem(name: str, key: str, value: Any) -> str | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
+    if key in (*_POSITIVE, *_NOT_NEGATIVE) and value == math.inf:
+        return f"{name}: must be finite, got {value!r}"
     if key in _POSITIVE and not value > 0:
         return f"{name}: must be greater than 0, got {value!r}"
     if key in _NOT_NEGATIVE and not value >= 0:

@@ -19,7 +19,7 @@ from hf_diloco.apps.data.sources import DataBlock, open_documents, texts
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
 from hf_diloco.config.base import Count
 from hf_diloco.optimizers import OptimizerBlock
-from hf_diloco.trainer.refusals import find_refused
+from hf_diloco.trainer.refusals import find_refused, refuse_uncounted
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import check_between_processes
 
@@ -140,6 +140,12 @@ class RunFile(BaseRun):
                 f"data.shares: domains gives file k to island k % num_islands, but {len(self.data.files)} files "
                 f"cannot serve {self.diloco.num_shares} islands"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> RunFile:
+        if self.diloco.enabled:
+            refuse_uncounted(self.diloco.weight_by, self.training.get("include_num_input_tokens_seen"))
         return self
 
     @model_validator(mode="after")
