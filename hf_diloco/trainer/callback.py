@@ -277,9 +277,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if self._has_joined and not self._need_session().has_left:
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
             self._stop.uninstall()
-            if self._saving:
-                self._saving.end()
-                self._saving = None
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
