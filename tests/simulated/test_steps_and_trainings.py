@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
@@ -137,30 +137,6 @@ def test_training_twice_with_two_islands(tmp_path: Path, free_port: int) -> None
         assert callback.round == 2
     assert not failures
     assert len(set(rounds)) == 2
-
-
-class FailingOnce(TrainerCallback):
-    """Somebody else's callback that raises at step 3."""
-
-    has_failed = False
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step == 3 and not self.has_failed:
-            self.has_failed = True
-            raise ValueError("an error of a user's")
-
-
-@pytest.mark.parametrize("in_store", [False, True])
-def test_training_again_after_an_error_of_somebody_elses(in_store: bool, tmp_path: Path) -> None:
-    store = {"num_islands": 2, "min_islands": 1, "island": 0, "rendezvous": f"file://{tmp_path}/store"}
-    callback = DiLoCoCallback(sync_every=2, join_timeout=0.3, **(store if in_store else {}))
-    trainer = make_trainer(tmp_path / "run", FailingOnce(), callback, save_strategy="steps", save_steps=2)
-    with pytest.raises(ValueError, match="an error of a user's"):
-        trainer.train()
-    checkpoint = callback.common_checkpoint(tmp_path / "run")
-    assert checkpoint == tmp_path / "run" / "checkpoint-2"
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert (callback.round, trainer.state.global_step) == (2, 4)
 
 
 def test_training_twice_in_a_store(tmp_path: Path) -> None:
