@@ -63,7 +63,7 @@ class Connections:
         lane: what they agree on.
 
     Raises:
-        IslandLostError: the others did not connect in time.
+        IslandLostError: the others did not connect in time; or this end cannot listen.
         ForgedError: who answered for one of them does not hold the key; its island is named.
         RendezvousError: one of them has another version, or another way to prove itself.
 
@@ -86,6 +86,8 @@ class Connections:
                     self.groups = _connect_all(meeting, lane, deadline)
             except (IslandLostError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, lane) from None
+            except OSError as error:  # of this end's own, which `__cause__` tells
+                raise _not_listening(error, lane) from error.with_traceback(None)
             self._sealer = Sealer(meeting.channels) if lane.key else None
         self._waiter = Waiter()
 
@@ -297,6 +299,13 @@ def _not_connected(error: Exception, lane: Lane) -> IslandLostError:
         "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),
+    )
+
+
+def _not_listening(error: OSError, lane: Lane) -> IslandLostError:
+    return IslandLostError(
+        f"{lane.parties.name(lane.island)} cannot listen on {lane.address} for the others ({reason(error)}): check "
+        "bind_address, whether the interface with this address is up, and how many files the process may open"
     )
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -40,8 +41,22 @@ class End(NamedTuple):
     connection: int
 
 
+class Place(NamedTuple):
+    """Where an end listens for the others."""
+
+    host: str
+    port: int
+
+
 Swap = Callable[[Mapping[End, bytes]], Awaitable[Mapping[End, bytes]]]
 """Sends a message for each connection, and returns what came back for each."""
+
+
+def way_of(key: LinkKey | None) -> str:
+    """How an end proves itself, in words that follow "it connects"."""
+    if key is None:
+        return "without a key"
+    return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"
 
 
 async def agree(
@@ -138,8 +153,9 @@ class Line:
         return parts
 
     def end(self) -> None:
-        """Nothing more is sent; what was is delivered."""
-        self._writer.write_eof()
+        """Nothing more is sent; what was is delivered, unless the other end is gone."""
+        with suppress(OSError):
+            self._writer.write_eof()
 
     def close(self) -> None:
         """Closes the socket; may be called more than once."""

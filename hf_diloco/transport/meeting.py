@@ -15,7 +15,6 @@ that it claimed to be may still come.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import ipaddress
 import json
@@ -26,15 +25,14 @@ import struct
 import threading
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing.channel import Channel
-from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.rendezvous import local_address
-from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, agree
+from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, Place, agree, way_of
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.transfers import Deadline
 
@@ -64,13 +62,6 @@ _RETRY_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOOK_SECONDS = 3.0
 _LINGER_SECONDS = 10.0
-
-
-class Place(NamedTuple):
-    """Where an end listens for the others."""
-
-    host: str
-    port: int
 
 
 class Meeting:
@@ -110,9 +101,12 @@ class Meeting:
         listener = _listen(lane.address)
         self._place = Place(*listener.getsockname()[:2])
         is_up, self._all_connected = threading.Event(), threading.Event()
-        run = functools.partial(asyncio.run, self._run(listener, is_up))
-        threading.Thread(target=run, name="hf-diloco-meeting", daemon=True).start()
+        self._failure: Exception | None = None
+        args = listener, is_up
+        threading.Thread(target=self._serve, args=args, name="hf-diloco-meeting", daemon=True).start()
         is_up.wait()
+        if self._failure:
+            raise self._failure
         try:
             self._meet(lane.store)
         except BaseException:
@@ -135,7 +129,7 @@ class Meeting:
     # In the thread of who connects
 
     def _meet(self, store: Store) -> None:
-        shown = {"version": VERSION, "way": _way(self._key), **self._place._asdict()}
+        shown = {"version": VERSION, "way": way_of(self._key), **self._place._asdict()}
         store.set(_path(self._name, self._own), json.dumps(shown))
         met = asyncio.run_coroutine_threadsafe(self._gather(self._find(store)), self._loop)
         try:
@@ -171,9 +165,9 @@ class Meeting:
             raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
         if version != VERSION:
             raise self._other_version(peer, f"protocol {version}, where this one has {VERSION}")
-        if way != _way(self._key):
+        if way != way_of(self._key):
             raise RendezvousError(
-                f"{self._parties.name(peer)} connects {way}, and this one {_way(self._key)}: give all the same key "
+                f"{self._parties.name(peer)} connects {way}, and this one {way_of(self._key)}: give all the same key "
                 "(key_file or HF_DILOCO_KEY) and the same `encrypt`"
             )
         return place
@@ -187,6 +181,19 @@ class Meeting:
         self._loop.call_soon_threadsafe(self._ended.put_nowait, at_once)
 
     # In a thread of its own
+
+    def _serve(self, listener: socket.socket, is_up: threading.Event) -> None:
+        """Who waits for this thread goes on in any case: no file may be left for its loop."""
+        serving = self._run(listener, is_up)
+        try:
+            asyncio.run(serving)
+        except Exception as error:
+            self._failure = error
+        finally:
+            serving.close()
+            listener.close()
+            is_up.set()
+            self._all_connected.set()
 
     async def _run(self, listener: socket.socket, is_up: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
@@ -391,10 +398,3 @@ def _path(name: str, end: int) -> str:
 
 def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
-
-
-def _way(key: LinkKey | None) -> str:
-    """How an end proves itself, in words that follow "it connects"."""
-    if key is None:
-        return "without a key"
-    return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"

@@ -11,7 +11,14 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 
-from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError, UnsupportedError
+from hf_diloco.errors import (
+    ConfigError,
+    ExchangeError,
+    ForgedError,
+    IslandLostError,
+    PayloadError,
+    UnsupportedError,
+)
 from hf_diloco.gossip import mesh as mesh_module
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.config import SlowMoSettings
@@ -21,11 +28,13 @@ from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import MAX_RECORD_BYTES
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.sealing.keys import LinkKey
+from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.lane import RateLimit
 from hf_diloco.transport.transfers import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG
-from tests.gossip_meshes import join, talk_together
+from tests.gossip_meshes import LOCALHOST, join, talk_together
 from tests.islands import run_islands, try_islands
 from tests.tcp_stores import KeptStore
 
@@ -568,3 +577,34 @@ def test_who_cannot_join_lets_go_of_those_it_connected_to(store: KeptStore, monk
     with pytest.raises(IslandLostError, match=r"node 0 broke off after \d+\.\d s, while connecting"):
         raise cast(BaseException, error)
     assert time.monotonic() - started < AT_ONCE
+
+
+def test_who_ends_over_a_forged_neighbour_lets_go_of_the_others(
+    store: KeptStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for it until an exchange's time is over, as long as anybody holds the error."""
+    monkeypatch.setattr(meeting, "FORGED_SECONDS", 0.5)
+    keys, lives = [LinkKey(b"a" * 32), LinkKey(b"b" * 32), LinkKey(b"a" * 32)], {1: "1.1", 2: "1.1"}
+    have_ended = threading.Barrier(3)
+
+    def run(node: int) -> None:
+        endpoint = Endpoint(store.client(), node, LOCALHOST, LONG, key=keys[node])
+        try:
+            edges, _ = connect_edges(endpoint, "gossip", {0: "1.1"} if node else lives, LONG)
+            if node == 2:
+                until_broken(edges[0])
+        finally:
+            have_ended.wait(LONG)
+
+    first, second, third = try_islands(3, run)
+    assert isinstance(first, ForgedError)
+    assert isinstance(second, ForgedError)
+    assert third is None
+
+
+def until_broken(edge: Edge) -> None:
+    deadline = time.monotonic() + AT_ONCE
+    while not edge._links.find_broken():
+        assert time.monotonic() < deadline, "it stands"
+        time.sleep(0.05)
+    edge.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +15,7 @@ import torch
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.transport import meeting
 from tests.clocks import LONG
 from tests.gossip_meshes import members_of
 from tests.islands import run_islands
@@ -163,6 +167,35 @@ def test_a_connection_that_breaks_is_made_again(graph: str) -> None:
             f"node {peer} is connected again: it takes part from step {again} on",
         ]
     assert nodes.news[0] == nodes.news[3] == []
+
+
+def test_a_connection_is_made_again_when_the_own_address_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A VPN that goes down takes with it the address on which its node listens."""
+    nodes, one, other = Nodes(make_topology("ring", 4)), 1, 2
+    is_down, num_refused, listen = threading.Event(), 0, meeting._listen
+
+    def listen_if_up(address: str) -> socket.socket:
+        nonlocal num_refused
+        if is_down.is_set() and num_refused < 3:
+            num_refused += 1
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        return listen(address)
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours, x = nodes.join(node), start(node)
+        for step in range(4):
+            if node == one and step == 2:
+                is_down.set()
+                give_up(neighbours, other)
+                nodes.trouble()
+            x = nodes.step(neighbours, x, step)
+        return nodes.go_on(neighbours, x, 4)
+
+    monkeypatch.setattr(meeting, "_listen", listen_if_up)
+    nodes.run(live)
+    nodes.check_averages()
+    nodes.check_pair(one, other)
+    assert num_refused == 3
 
 
 def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import socket
+import struct
 import threading
 import time
 import uuid
@@ -22,6 +25,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport import Exchange, connections
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
+from hf_diloco.transport.handshake import Line
 from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
@@ -117,6 +121,29 @@ def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
     assert isinstance(here, IslandLostError)
     assert str(here).startswith("the islands could not connect to each other within 0.5 s")
     assert isinstance(there, ConnectionError)
+
+
+def test_an_address_that_this_machine_has_not_is_told() -> None:
+    """As that of a VPN that is down for a moment: others are told apart from it."""
+    with pytest.raises(IslandLostError, match=r"island 1 cannot listen on 192\.0\.2\.1 .*check bind_address") as told:
+        Connections(Lane(HashStore(), "0", 1, 2, "192.0.2.1", LONG))
+    assert not told.value.islands
+
+
+def test_an_end_that_is_gone_when_nothing_more_is_said_ends_nothing() -> None:
+    """This end has yet to hear of it; else its thread would end, and whoever waits for that wait for ever."""
+
+    async def meet() -> None:
+        with socket.create_server((LOCALHOST, 0)) as listener:
+            line = Line(*await asyncio.open_connection(*listener.getsockname()))
+            other, _ = listener.accept()
+        line.send(b"what the other end does not read")
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()  # as a process that is killed closes it
+        line.end()
+        line.close()
+
+    asyncio.run(meet())
 
 
 @pytest.mark.parametrize("num_connections", [1, 3, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -17,11 +18,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from hf_diloco.errors import IslandLostError
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door
+from hf_diloco.utils.threads import call_within
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
@@ -166,6 +170,25 @@ def limits() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])  # not even a socket; a socket, and nothing for the thread's loop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's, of a loop half made
+def test_who_has_no_files_left_to_meet_others_says_so_at_once(num_left: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(first_free)
+
+    def connect() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + num_left, before[1]))
+        try:
+            Connections(Lane(HashStore(), "lane", 0, 2, LOCALHOST, LONG))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    with pytest.raises(IslandLostError, match=r"island 0 cannot listen on 127\.0\.0\.1 .*Too many open files"):
+        call_within(AT_ONCE, connect)
 
 
 @pytest.mark.usefixtures("limits")

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from hf_diloco.errors import ExchangeError, IslandLostError, damage
+from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, damage
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
@@ -199,13 +199,19 @@ def connect_edges(
         The edges, by neighbour, and the neighbours that did not connect.
 
     Raises:
+        IslandLostError: this node cannot listen, for which no neighbour is to blame.
         ForgedError: who answered for a neighbour does not hold the key.
     """
+    failures: list[DiLoCoError] = []
 
     def connect(peer: int) -> Edge | None:
         try:
             return Edge(endpoint, name, peer, lives[peer], timeout, meanwhile)
-        except (IslandLostError, RuntimeError):
+        except RuntimeError:
+            return None
+        except DiLoCoError as error:
+            if not isinstance(error, IslandLostError) or isinstance(error.__cause__, OSError):
+                failures.append(error)
             return None
 
     if not lives:
@@ -213,4 +219,8 @@ def connect_edges(
     with ThreadPoolExecutor(len(lives), thread_name_prefix="hf-diloco-edges") as threads:
         made = dict(zip(lives, threads.map(connect, lives), strict=True))
     edges = {peer: edge for peer, edge in made.items() if edge is not None}
+    if failures:
+        for edge in edges.values():
+            edge.close()  # or those neighbours would wait for this node, which ends
+        raise failures[0]
     return edges, [peer for peer in lives if peer not in edges]
