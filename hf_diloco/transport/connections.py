@@ -63,7 +63,7 @@ class Connections:
         lane: what they agree on.
 
     Raises:
-        IslandLostError: the others did not connect in time; or this end cannot listen.
+        IslandLostError: the others did not connect in time; or this end cannot listen: its own island is named.
         ForgedError: who answered for one of them does not hold the key; its island is named.
         RendezvousError: one of them has another version, or another way to prove itself.
 
@@ -305,7 +305,8 @@ def _not_connected(error: Exception, lane: Lane) -> IslandLostError:
 def _not_listening(error: OSError, lane: Lane) -> IslandLostError:
     return IslandLostError(
         f"{lane.parties.name(lane.island)} cannot listen on {lane.address} for the others ({reason(error)}): check "
-        "bind_address, whether the interface with this address is up, and how many files the process may open"
+        "bind_address, whether the interface with this address is up, and how many files the process may open",
+        [lane.island],
     )
 
 

@@ -862,6 +862,27 @@ def test_who_shows_an_address_in_anothers_name_costs_an_attempt(
     assert islands[0].hash == islands[1].hash
 
 
+@only("mesh")
+def test_an_island_whose_own_address_is_gone_misses_a_round_and_no_more(tmp_path: Path) -> None:
+    """As while its VPN is down: the others take the round without it, and the next one with it."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=2.0, sync_timeout=600.0)  # connecting takes real time
+    islands = run_islands(3, meeting.island)
+    engine: Any = islands[1].session.engines[0]
+    address, engine._address = engine._address, "192.0.2.1"  # RFC 5737: no machine has it
+    run_islands(3, lambda which: islands[which].train(2))
+    for survivor in (islands[0], islands[2]):
+        assert survivor.reports[-1].participants == [0, 2]
+        assert survivor.missed == 0
+    _, log = open_run(ObjectStore(meeting.url), b"")
+    outcome = log.read("rounds/00000001/00/outcome.json", OutcomeRecord)
+    assert outcome is not None
+    assert "islands [1] were lost in round 1 (island 1 cannot listen on 192.0.2.1" in outcome.reason
+    engine._address = address
+    run_islands(3, lambda which: islands[which].train(2))
+    assert {tuple(member.reports[-1].participants) for member in islands} == {(0, 1, 2)}
+    assert len({member.hash for member in islands}) == 1
+
+
 class Vanished(BaseException):
     """This island is gone."""
 

@@ -124,10 +124,10 @@ def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
 
 
 def test_an_address_that_this_machine_has_not_is_told() -> None:
-    """As that of a VPN that is down for a moment: others are told apart from it."""
+    """As that of a VPN that is down for a moment: no other island is to blame."""
     with pytest.raises(IslandLostError, match=r"island 1 cannot listen on 192\.0\.2\.1 .*check bind_address") as told:
         Connections(Lane(HashStore(), "0", 1, 2, "192.0.2.1", LONG))
-    assert not told.value.islands
+    assert told.value.islands == (1,)
 
 
 def test_an_end_that_is_gone_when_nothing_more_is_said_ends_nothing() -> None:
