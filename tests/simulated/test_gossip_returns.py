@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hf_diloco.errors import IslandLostError
-from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh import MeshNeighbours, average
 from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.published import Published
 from hf_diloco.methods.topology import Topology, make_topology
 from tests.clocks import LONG
@@ -225,6 +226,45 @@ def test_the_average_of_all_nodes_goes_with_those_who_are_in(swarm: Swarm) -> No
         return neighbours
 
     swarm.run(leave_and_return)
+
+
+def test_who_returns_while_others_wait_in_an_average_is_waited_for_there(
+    store: KeptStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes 3 and 4 have seen it go, and are no neighbours of it: they do not see it come."""
+    monkeypatch.setattr(average, "SUSPECT_SECONDS", 0.1)
+    topology = make_topology("ring", 5)
+    board = Board(store.client(), "gossip")
+    has_left, has_returned = threading.Event(), threading.Event()
+
+    def have_come(*nodes: int) -> Callable[[], bool]:
+        return lambda: all(board.has(f"average2/{node}") for node in nodes)
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours = join(store, topology, node)
+        neighbours.published()
+        neighbours.average(torch.zeros(SIZE))
+        if node == LEAVER:
+            neighbours.close()
+            has_left.set()
+            until(have_come(3, 4), "the others wait")
+            neighbours = join(store, topology, node)
+            neighbours.published()
+            neighbours.enter(torch.empty(SIZE))
+            has_returned.set()
+            until(have_come(0, 2), "its neighbours wait for it, too")
+            time.sleep(0.5)  # its step takes longer than a suspect is waited for
+        elif node in topology.neighbours(LEAVER):
+            has_left.wait(LONG)
+            until(lambda: neighbours.offer(torch.zeros(SIZE), 0) or has_returned.is_set(), "it returns")
+        else:
+            has_left.wait(LONG)
+        neighbours.average(torch.zeros(SIZE))
+        assert neighbours.averaged_over == (0, 1, 2, 3, 4)
+        return neighbours
+
+    for neighbours in run_islands(5, live):
+        neighbours.close()
 
 
 @pytest.mark.parametrize("gone", ["before links", "before it asks"])

@@ -72,6 +72,7 @@ class GroupAverage:
         self._num_attempts = 0  # in this average
         self._begun = self._exchange_begun = 0.0
         self._suspects: set[int] = set()
+        self._num_returned_before = 0  # when they became suspects
         self._num_returned = 0  # when the group was formed
         self._is_new = is_new
         self._group: MeshExchange | None = None
@@ -136,8 +137,10 @@ class GroupAverage:
     def _give_up(self, error: ExchangeError) -> None:
         """Leaves the group; waits only a moment for nodes whose connection broke."""
         is_late = time.monotonic() - self._exchange_begun >= self._timeout
-        is_back = self._board.count("returned") != self._num_returned
+        num_returned = self._board.count("returned")
+        is_back = num_returned != self._num_returned
         if isinstance(error, IslandLostError) and not is_late and not is_back:
+            self._num_returned_before = num_returned
             self._suspects.update(self._group_members[place] for place in error.islands)
         self.close()
 
@@ -243,6 +246,8 @@ class GroupAverage:
 
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
         """The absent nodes that this node, or another one, has lost."""
+        if self._suspects and self._board.count("returned") != self._num_returned_before:
+            self._suspects.clear()  # who has returned may be one of them; of the others their neighbours say it
         suspects = self._suspects | set(self._find_lost())
         return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
 
