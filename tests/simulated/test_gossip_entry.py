@@ -26,6 +26,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.trainer.gossip_start import make_fingerprint
+from hf_diloco.utils.threads import call_within
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import join, members_of, talk_together
@@ -375,3 +376,35 @@ def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, ther
     greetings = Greetings(board, members[1], Discovery(members[1]), {1: 1, 3: 1})
     assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
     later.cancel()
+
+
+def test_over_a_slow_link_to_the_store_a_neighbour_that_stands_still_is_given_up() -> None:
+    """What the store takes to answer is no pause of the node that asks."""
+    store, topology = KeptStore(), make_topology("ring", 3)
+    have_lost, has_ended = threading.Barrier(3), threading.Event()
+
+    def wait_in_vain() -> None:
+        back = join(store, topology, 1, exchange_timeout=0.5)
+        read = back._board.read
+        back._board.read = lambda *args: time.sleep(0.6) or read(*args)  # type: ignore[method-assign,func-returns-value]
+        try:
+            with pytest.raises(IslandLostError, match="none of its neighbours is there"):
+                call_within(AT_ONCE, lambda: back.enter(torch.zeros(SIZE)))
+        finally:
+            has_ended.set()
+            back.close()
+
+    def run(node: int) -> None:
+        neighbours = join(store, topology, node)
+        if node == 1:
+            neighbours.close()
+            have_lost.wait(LONG)
+            wait_in_vain()
+            return
+        neighbours.offer(torch.zeros(SIZE), 0)
+        neighbours.mix([torch.zeros(SIZE)], [torch.empty(SIZE)], 0)
+        have_lost.wait(LONG)
+        has_ended.wait(LONG)
+        neighbours.close()
+
+    assert try_islands(3, run) == [None, None, None]

@@ -256,7 +256,12 @@ def test_who_returns_while_others_wait_in_an_average_is_waited_for_there(
             time.sleep(0.5)  # its step takes longer than a suspect is waited for
         elif node in topology.neighbours(LEAVER):
             has_left.wait(LONG)
-            until(lambda: neighbours.offer(torch.zeros(SIZE), 0) or has_returned.is_set(), "it returns")
+
+            def let_in() -> bool:
+                neighbours.offer(torch.zeros(SIZE), 0)
+                return has_returned.is_set()
+
+            until(let_in, "it returns")
         else:
             has_left.wait(LONG)
         neighbours.average(torch.zeros(SIZE))

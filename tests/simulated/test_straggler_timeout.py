@@ -57,6 +57,17 @@ def test_a_node_that_stood_still_itself_gives_up_nobody_for_that(timeout: Stragg
         look_for(timeout, clock, 0.5)
 
 
+def test_what_the_store_takes_to_answer_is_no_pause(board: Board, clock: StillClock) -> None:
+    class SlowBoard(Board):
+        def put(self, key: str, record: Record) -> None:
+            clock.sleep(0.8)
+
+    slow = SlowBoard(ValueStore.in_memory(), "gossip")
+    timeout = StragglerTimeout(slow, 0, 3, SECONDS, WaitNotes(0, "node", clock=clock))
+    with pytest.raises(IslandLostError, match="node 1 did not come within 3 s"):
+        look_for(timeout, clock, SECONDS)
+
+
 def test_a_neighbour_that_waits_for_another_one_has_as_much_time_again(
     timeout: StragglerTimeout, clock: StillClock, board: Board
 ) -> None:

@@ -234,7 +234,10 @@ class Entry:
         said: dict[int, T] = {}
         looked, await_news = time.monotonic(), self._board.news()
         while missing := sorted(self._edges.keys() - said.keys()):
-            said |= {peer: word for peer in missing if (word := say(peer)) is not None}
+            for peer in missing:
+                if (word := say(peer)) is not None:
+                    said[peer] = word
+                self._straggler_timeout.leave_out_own_pause()
             if time.monotonic() - looked > PROBE_SECONDS:
                 looked = time.monotonic()
                 self._look_at([peer for peer in missing if peer not in said])

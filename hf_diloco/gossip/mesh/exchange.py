@@ -122,7 +122,7 @@ class StragglerTimeout:
         def look() -> None:
             if self._has_given_up:
                 raise IslandLostError(f"node {peer} is waited for no more", [peer])
-            self._leave_out_own_pause()
+            self.leave_out_own_pause()
             self._wait.look([peer])
             self._say(peer)
             if peer not in self._seen:
@@ -136,7 +136,9 @@ class StragglerTimeout:
     def _is_over(self) -> bool:
         return self._clock.now() >= self._ends_at
 
-    def _leave_out_own_pause(self) -> None:
+    def leave_out_own_pause(self) -> None:
+        """To be called twice as often as `PAUSE_SECONDS`, and between two questions to the store: each takes a round
+        trip, which is no pause."""
         now = self._clock.now()
         if (pause := now - self._looked_at) > PAUSE_SECONDS:
             self._ends_at += pause
@@ -171,6 +173,8 @@ class StragglerTimeout:
         except DiLoCoError:
             self._is_silent = True
             return None
+        finally:
+            self.leave_out_own_pause()
 
 
 @dataclass
