@@ -121,6 +121,8 @@ class GlooListener:
                 self.device: Any = ProcessGroupGloo.create_device(hostname=address)
                 new = [number for name, number in _listening().items() if name not in before]
                 self.door = Door(new[0]) if len(new) == 1 else None
+                if len(new) > 1:
+                    continue  # another thread has begun to listen: which of them is the device's?
                 if self.door is None:
                     return
                 self.door.admit(hosts)

@@ -430,3 +430,23 @@ def test_a_device_that_somebody_has_reached_before_its_filter_is_not_used(monkey
         assert listener.door.address not in reached
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux'")
+def test_a_device_is_told_apart_from_what_else_begins_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another edge's meeting, in a thread of its own: without a door, Gloo would answer everybody to the end."""
+    create, others = ProcessGroupGloo.create_device, list[socket.socket]()
+
+    def create_among_others(**arguments: str) -> object:
+        if len(others) < 2:
+            others.append(socket.create_server((LOCALHOST, 0)))
+        return create(**arguments)
+
+    monkeypatch.setattr(ProcessGroupGloo, "create_device", create_among_others)
+    with GlooListener(LOCALHOST, {"127.0.0.2"}) as listener:
+        assert isinstance(listener.door, Door)
+        assert listener.door.address not in [other.getsockname() for other in others]
+        assert answers(listener.door.address, "127.0.0.2")
+        assert not answers(listener.door.address, "127.0.0.3")
+    for other in others:
+        other.close()
