@@ -15,6 +15,7 @@ import torch
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.store.rendezvous import GONE_SECONDS
 from hf_diloco.transport import meeting
 from tests.clocks import LONG
 from tests.gossip_meshes import members_of
@@ -196,6 +197,33 @@ def test_a_connection_is_made_again_when_the_own_address_is_back(monkeypatch: py
     nodes.check_averages()
     nodes.check_pair(one, other)
     assert num_refused == 3
+
+
+def cut_off_from_store(neighbours: MeshNeighbours, seconds: float) -> None:
+    """For a while its store is at a port where nobody listens."""
+    board, other = neighbours._board, KeptStore()
+    back, board._store = board._store, other.client()
+    del other  # which ends it
+    threading.Timer(seconds, lambda: setattr(board, "_store", back)).start()
+
+
+def test_a_connection_is_made_again_when_the_rendezvous_answers_again() -> None:
+    """What cuts off a neighbour may cut off the node that keeps the rendezvous as well."""
+    nodes, one, other = Nodes(make_topology("ring", 4)), 1, 2
+
+    def live(node: int) -> MeshNeighbours:
+        neighbours, x = nodes.join(node), start(node)
+        for step in range(4):
+            if node == one and step == 2:
+                cut_off_from_store(neighbours, 3 * GONE_SECONDS)
+                give_up(neighbours, other)
+                nodes.trouble()
+            x = nodes.step(neighbours, x, step)
+        return nodes.go_on(neighbours, x, 4)
+
+    nodes.run(live)
+    nodes.check_averages()
+    nodes.check_pair(one, other)
 
 
 def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:

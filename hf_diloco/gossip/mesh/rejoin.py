@@ -172,8 +172,8 @@ class Reception:
                             continue
                     with suppress(PayloadError):  # from one of them: the others are looked for all the same
                         self._look_for_one(peer, heard.get(peer))
-            except DiLoCoError:  # without the store nobody finds the way back
-                return
+            except DiLoCoError:  # the store does not answer now; without it nobody finds the way back
+                pass
             time.sleep(LOOK_SECONDS)
 
     def _look_for_one(self, peer: int, announcement: Announcement | None) -> None:
