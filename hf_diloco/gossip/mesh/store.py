@@ -53,6 +53,7 @@ class Board:
         self._store = store
         self._putting = threading.Lock()
         self._pending: dict[str, Record] = {}
+        self._is_putting = False  # in a thread; one at a time, or an earlier record may come after a later one
         self.name = name
 
     def put(self, key: str, record: Record) -> None:
@@ -63,20 +64,21 @@ class Board:
     def put_later(self, key: str, record: Record) -> None:
         """As `put`, without waiting for the store; of several records of this node the last one counts."""
         with self._putting:
-            is_idle = not self._pending
+            is_idle, self._is_putting = not self._is_putting, True
             self._pending[key] = record
         if is_idle:
             threading.Thread(target=self._put_pending, name="hf-diloco-put", daemon=True).start()
 
     def _put_pending(self) -> None:
-        while self._pending:
+        while True:
             with self._putting:
-                taken = dict(self._pending)
+                taken, self._pending = self._pending, {}
+                if not taken:
+                    self._is_putting = False
+                    return
             with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
                 for key, record in taken.items():
                     self.put(key, record)
-            with self._putting:
-                self._pending = {key: record for key, record in self._pending.items() if taken.get(key) is not record}
 
     def put_first(self, key: str, record: Record) -> None:
         """Shows a record under `key` unless there is one; of several who try, one succeeds."""
