@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_diloco.errors import UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner.base import Segment, Shards
 from hf_diloco.inner.partition import AlignedPartition, LanePartition, Partition
 from hf_diloco.inner.plain import PlainShards
@@ -50,14 +50,16 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def trains_another(model: nn.Module, optimizer: Any) -> bool:
-    """Whether a (possibly wrapped) optimizer has none of the model's trainable parameters."""
+def refuse_foreign_optimizer(model: nn.Module, optimizer: Any, remedy: str) -> None:
+    """Raises `ConfigError`, with the remedy, if a (possibly wrapped) optimizer has none of the model's parameters."""
     inner = unwrap_optimizer(optimizer)
     if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
-        return False
+        return
     mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    return bool(mine) and not mine & trained
+    if mine and not mine & trained:
+        kind = type(model).__name__
+        raise ConfigError(f"optimizer trains none of the parameters of model, a {kind}: {remedy}")
 
 
 def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
@@ -85,6 +87,6 @@ __all__ = [
     "Segment",
     "Shards",
     "open_shards",
-    "trains_another",
+    "refuse_foreign_optimizer",
     "unwrap_optimizer",
 ]

@@ -71,6 +71,16 @@ def folder_of(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output")
 
 
+def folder_given(resume_from_checkpoint: str | Path | None) -> Path | None:
+    """The folder that a callback is to resume from; raises `ConfigError` if it is none."""
+    if isinstance(resume_from_checkpoint, str | Path | None):
+        return Path(resume_from_checkpoint) if resume_from_checkpoint else None
+    raise ConfigError(
+        f"DiLoCoCallback(resume_from_checkpoint={resume_from_checkpoint!r}): give the folder, or leave it out, and "
+        "call trainer.train(resume_from_checkpoint=True)"
+    )
+
+
 def examples_per_step(args: TrainingArguments) -> int:
     """Examples that one optimizer step of this island sees."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)

@@ -12,7 +12,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.config.advice import warn_about_plan
 from hf_diloco.errors import (
-    ConfigError,
     DiLoCoError,
     DivergedError,
     DuplicateIslandError,
@@ -21,7 +20,7 @@ from hf_diloco.errors import (
     MissedRoundError,
     StopRequested,
 )
-from hf_diloco.inner import Shards, open_shards, trains_another, unwrap_optimizer
+from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
@@ -35,6 +34,7 @@ from hf_diloco.trainer.arguments import (
     check_arguments,
     examples_per_step,
     floats,
+    folder_given,
     folder_of,
     is_of_training,
     tokens_per_step,
@@ -46,6 +46,8 @@ from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumptio
 from hf_diloco.trainer.views import HasOuterWeights, OuterView
 
 logger = logging.getLogger("hf_diloco")
+
+_OWN_OPTIMIZER = "give the Trainer an optimizer of this model's parameters, or leave `optimizers` out"
 
 
 class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
@@ -95,7 +97,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         HasOuterWeights.__init__(self)
         self._sync_every = self.config.sync_every
         self._facts: Facts = facts_given(fingerprint)
-        self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._resume_path = folder_given(resume_from_checkpoint)
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
         self._view: OuterView | None = None
@@ -142,12 +144,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._failure = None
         callbacks = trainer.callback_handler.callbacks if trainer else ()
         check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
-        if trains_another(kwargs["model"], kwargs["optimizer"]):
-            kind = type(kwargs["model"]).__name__
-            raise ConfigError(
-                f"optimizer trains none of the parameters of model, a {kind}: give the Trainer an optimizer of this "
-                "model's parameters, or leave `optimizers` out"
-            )
+        refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
         self._examples = examples_per_step(args)
         checkpoint = self._resume_path

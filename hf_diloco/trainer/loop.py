@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
-from hf_diloco.inner import open_shards, trains_another, unwrap_optimizer
+from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index
@@ -234,11 +234,8 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
             "accelerator.prepare(model, optimizer) returned"
         )
-    if trains_another(model, optimizer):
-        raise ConfigError(
-            f"optimizer trains none of the parameters of model, a {type(model).__name__}: give both as one call of "
-            "accelerator.prepare(model, optimizer) returned them"
-        )
+    remedy = "give both as one call of accelerator.prepare(model, optimizer) returned them"
+    refuse_foreign_optimizer(model, optimizer, remedy)
 
 
 def _settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def split_tcp_url(url: str) -> tuple[str, int]:
             f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
             f"{', '.join(scheme for scheme in STORE_SCHEMES if scheme != 'memory')}"
         )
+    if parts and re.search(r"\s", parts.netloc):
+        parts = None
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
     return check_specific(parts.hostname), port

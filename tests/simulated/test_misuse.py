@@ -293,3 +293,9 @@ def test_resuming_from_another_folder_needs_to_be_said_to_both(tmp_path: Path) -
     trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2, resume_from_checkpoint=checkpoint))
     with pytest.raises(CheckpointError, match=r"outer state of step 2, and the Trainer is at step 0: call"):
         trainer.train()
+
+
+def test_a_callback_resumes_from_a_folder_only() -> None:
+    wrong: Any = True
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=True\): give the folder.*trainer\.train\("):
+        DiLoCoCallback(sync_every=2, resume_from_checkpoint=wrong)

@@ -109,6 +109,7 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("rendezvous", "tcp://:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://me@10.0.0.1:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://10.0.0.1:29400/path", "expected tcp://HOST:PORT"),
+        ("rendezvous", "tcp://a b:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://[::1:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "s3:/bucket/run", "expected file:///DIR, s3://BUCKET/PREFIX"),
         ("rendezvous", "s3://", "expected file:///DIR, s3://BUCKET/PREFIX"),
