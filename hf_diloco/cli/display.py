@@ -6,6 +6,7 @@ Without a terminal (a file, a pipe, a batch job) the bars become a line every fe
 from __future__ import annotations
 
 import contextlib
+import io
 import time
 from collections.abc import Sequence
 from typing import IO, Any, Self, cast
@@ -43,9 +44,9 @@ class _Unbreakable:
             self._stream.flush()
 
 
-def terminal(stream: IO[str]) -> Console:
-    """A console on stdout or stderr that survives its terminal."""
-    return Console(file=cast("IO[str]", _Unbreakable(stream)), highlight=False)
+def terminal(stream: IO[str] | None) -> Console:
+    """A console on stdout or stderr that survives its terminal; None is one that was closed before Python began."""
+    return Console(file=cast("IO[str]", _Unbreakable(stream or io.StringIO())), highlight=False)
 
 
 def make_display(console: Console, islands: Sequence[int]) -> LineDisplay:

@@ -18,6 +18,7 @@ import yaml
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of
+from hf_diloco.apps.common.yaml_file import dump_yaml
 from hf_diloco.cli import accelerate
 from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
@@ -138,7 +139,7 @@ def plan_deployment(
     return Deployment(
         run=run,
         run_file=options.run_file.resolve(),
-        overrides=(*options.overrides, f"name={run.name}"),
+        overrides=(*options.overrides, f"name={json.dumps(run.name)}"),
         rendezvous=run.meeting.rendezvous,
         num_gpus=num_gpus,
         num_nodes=num_nodes,
@@ -202,7 +203,7 @@ def portable_run_file(deployment: Deployment) -> str:
                 )
     if deployment.num_gpus:
         values.setdefault("launch", {})["num_processes"] = deployment.num_gpus
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return dump_yaml(values)
 
 
 Written = tuple[dict[str, str], str]

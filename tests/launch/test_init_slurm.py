@@ -81,7 +81,7 @@ def test_an_island_spans_its_nodes(tmp_path: Path, job: dict[str, object]) -> No
     config = script.parent / "accelerate.yaml"
     assert (
         f"launch --config_file {config} --main_process_ip node17 --main_process_port 32345 --machine_rank 1 "
-        f"-m hf_diloco.apps.lm {tmp_path / 'run.yaml'} {SETTING} name=run" in output
+        f'-m hf_diloco.apps.lm {tmp_path / "run.yaml"} {SETTING} name="run"' in output
     )
     assert "scontrol requeue" not in output
     values = yaml.safe_load(config.read_text())

@@ -83,6 +83,10 @@ def test_a_closed_terminal_does_not_end_the_launcher(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == ""
 
 
+def test_without_an_output_nothing_is_shown() -> None:
+    terminal(None).print("nobody reads this")  # Python's sys.stdout where a shell closed it: >&-
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"step": 3}', '{"state": "training", "step": "many"}', '"training"'],

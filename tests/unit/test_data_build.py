@@ -169,6 +169,25 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"cannot read .*a\.jsonl\.gz"):
             open_files([str(tmp_path / "a.jsonl.gz")])
 
+    @pytest.mark.parametrize("streaming", [False, True])
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+    def test_files_without_text(self, name: str, streaming: bool, tmp_path: Path) -> None:
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match=rf"{name} holds no text"):
+            open_files([str(tmp_path / name)], streaming=streaming)
+
+    def test_a_torn_line_is_the_reason(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
+        with pytest.raises(ConfigError, match=r"a\.jsonl: ArrowInvalid: JSON parse error"):
+            open_files([str(tmp_path / "a.jsonl")])
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_names_are_no_patterns(self, streaming: bool, tmp_path: Path) -> None:
+        for name in ("a[1]", "a1", "b*", "bc"):
+            (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+        files = [str(tmp_path / f"{name}.jsonl") for name in ("a[1]", "b*")]
+        assert list(texts(open_files(files, streaming=streaming))) == ["a[1]", "b*"]
+
     def test_alternate(self, tmp_path: Path) -> None:
         for file in "abc":
             (tmp_path / f"{file}.txt").write_text("\n\n".join(f"{file}{number}" for number in range(ord(file) - 96)))

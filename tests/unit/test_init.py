@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -221,6 +222,18 @@ def test_the_run_file_of_pods_is_complete(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_run_file_of_pods_keeps_what_names_no_file(given: str) -> None:
     config, _ = kubernetes_files(f"deepspeed={given}")
     assert yaml.safe_load(config["data"]["run.yaml"])["deepspeed"] == yaml.safe_load(given)
+
+
+@pytest.mark.parametrize("name", ["1e5", "123", "null"])
+def test_names_that_yaml_would_take_for_something_else(name: str, tmp_path: Path) -> None:
+    init("kubernetes", "--name", name, "--rendezvous", BUCKET, "--image", "image", "--folder", "pods")
+    config = next(yaml.safe_load_all(Path("pods", "job.yaml").read_text()))
+    Path("there.yaml").write_text(config["data"]["run.yaml"])
+    assert load_run_file("there.yaml").name == name
+    init("slurm", "--name", name, "--rendezvous", BUCKET, "--folder", "jobs")
+    line = re.search(r"run\.yaml (\S+) &", Path("jobs", "islands.sbatch").read_text())
+    assert line is not None
+    assert load_run_file("run.yaml", shlex.split(line[1])).name == name
 
 
 # SkyPilot

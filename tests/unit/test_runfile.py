@@ -122,6 +122,14 @@ class TestFiles:
         run = load(tmp_path, MINIMAL + "data: {source: files, files: ['*.jsonl']}")
         assert run.data.files == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
 
+    def test_names_that_look_like_patterns(self, tmp_path: Path) -> None:
+        folder = tmp_path / "try [1]"
+        folder.mkdir()
+        for name in ("a.jsonl", "b[1].txt", "b1.txt"):
+            write(folder, "", name)
+        run = load(folder, MINIMAL + "data: {source: files, files: ['*.jsonl', 'b[1].txt']}")
+        assert run.data.files == [str(folder / "a.jsonl"), str(folder / "b[1].txt")]
+
     def test_a_hub_id_stays_as_it_is(self, tmp_path: Path) -> None:
         assert load(tmp_path, MINIMAL, "model={path: org/name}").model.path == "org/name"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,10 @@ def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mappi
     if "://" in pattern:
         return [pattern]
     for folder in folders:
-        files = sorted(glob.glob(str(folder / Path(pattern).expanduser()), recursive=True))
+        given = Path(pattern).expanduser()
+        if (folder / given).exists():  # also of a name that is a pattern, such as a[1].txt
+            return [str((folder / given).resolve())]
+        files = sorted(glob.glob(os.path.join(glob.escape(str(folder)), given), recursive=True))
         if files:
             return [str(Path(file).resolve()) for file in files]
     raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file matches {pattern!r} in {_names(folders)}")

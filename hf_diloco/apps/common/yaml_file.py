@@ -40,6 +40,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes words which `_Loader` would take for numbers, as `1e5`."""
+
+
 _DIGITS = r"[-+]?[0-9][0-9_]*"
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -47,7 +51,13 @@ for _tag, _pattern, _first in (
     ("float", rf"{_DIGITS}\.[0-9]*([eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+", "-+0123456789"),
     ("float", r"[-+]?\.[0-9]+([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """The YAML that `read_yaml` reads as these values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import glob
 import hashlib
 import inspect
 import json
@@ -159,6 +160,11 @@ def open_files(files: Sequence[str], text_column: str = "text", streaming: bool 
     return _load(reader, text_column, streaming, data_files={"train": list(files)}, split="train", **options)
 
 
+def _literal(file: str) -> str:
+    """A file of this machine as `datasets` takes it, which reads names as patterns: `a[1].txt` would be `a1.txt`."""
+    return file if "://" in file else glob.escape(file)
+
+
 def texts(documents: Documents) -> Iterator[str]:
     """The documents one after the other, without the empty ones."""
     rows = iter(documents)
@@ -193,15 +199,24 @@ def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
 
 def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Documents:
     from datasets import load_dataset
+    from datasets.arrow_writer import SchemaInferenceError
+    from datasets.exceptions import DatasetGenerationError
 
     where, remedy = path, "; where the Hub cannot be reached, download the files and use source files"
     if "data_files" in options:
-        where, remedy = ", ".join(options["data_files"]["train"][:3]), ""
+        files = options["data_files"]["train"]
+        where, remedy = ", ".join(files[:3]), ""
+        options["data_files"] = {"train": list(map(_literal, files))}
     try:
         documents = load_dataset(path, streaming=streaming, **options)
         columns = documents.column_names or list(next(iter(documents)))
+    except StopIteration:
+        raise ConfigError(f"data: {where} holds no text") from None
     except Exception as error:  # of the Hub, the network, the file system or the parser
-        raise ConfigError(f"data: cannot read {where}: {type(error).__name__}: {error}{remedy}") from error
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        if isinstance(reason, SchemaInferenceError):  # not one example
+            raise ConfigError(f"data: {where} holds no text") from error
+        raise ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {reason}{remedy}") from error
     if text_column not in columns:
         raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(columns)})")
     documents = documents.select_columns([text_column])
