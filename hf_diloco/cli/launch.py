@@ -115,11 +115,15 @@ class Island:
                 self._progress = (changed, read_progress(path))
         return self._progress[1]
 
-    def ask_to_stop(self) -> None:
-        """Asks it to finish the step, write a checkpoint and end."""
+    def ask_to_stop(self) -> bool:
+        """Asks it to finish the step, write a checkpoint and end; False where its folder takes no file."""
         stop = self._folder / "stop"
-        stop.touch()
-        self._asked_to_stop_at = stop.stat().st_mtime  # by the clock of the file system, as the checkpoint's
+        try:
+            stop.touch()
+            self._asked_to_stop_at = stop.stat().st_mtime  # by the clock of the file system, as the checkpoint's
+        except OSError:  # the folder is gone, or its file system full
+            return False
+        return True
 
     def terminate(self) -> None:
         """Ends its processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
@@ -310,8 +314,11 @@ class Launcher:
         for island in starting:
             self._terminate(island)
         training = [island for island in running if island not in starting and not island.progress.is_ending]
-        for island in training:
-            island.ask_to_stop()
+        unreached = [island for island in training if not island.ask_to_stop()]
+        for island in unreached:
+            self._display.note(f"island {island.number} cannot be asked for a checkpoint, ending it")
+            self._terminate(island)
+        training = [island for island in training if island not in unreached]
         if training:
             finish, write = ("finishes", "writes") if len(training) == 1 else ("finish", "write")
             self._display.note(

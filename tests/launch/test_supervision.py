@@ -107,6 +107,18 @@ def test_an_island_that_saved_as_asked_has_not_failed(tmp_path: Path, processes:
     assert "island 1 stopped, with a checkpoint (round 3 did not take place" in launched.wait(expect=3).output
 
 
+def test_an_island_whose_folder_takes_no_file_keeps_no_other_from_its_checkpoint(
+    tmp_path: Path, processes: Processes
+) -> None:
+    launched = launch(processes, tmp_path, LONG, LONG)
+    wait_until_training(tmp_path, 0, 1)
+    (tmp_path / "island-0" / "stop").symlink_to(tmp_path / "no folder" / "stop")
+    launched.interrupt()
+    assert "island 0 cannot be asked for a checkpoint, ending it" in launched.wait(expect=130).output
+    assert checkpoints(tmp_path, 1)
+    assert_nothing_left(processes)
+
+
 def test_ctrl_c_while_waiting_after_a_failure(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, {**LONG, "fail_at": 20}, grace=100)
     launched.wait_for("island 0 finishes the step")
