@@ -25,7 +25,7 @@ from hf_diloco.report.figures import (
     thinned,
 )
 from hf_diloco.report.html import fill, write_page
-from hf_diloco.report.island import exchanges, total
+from hf_diloco.report.island import exchanges, seen_until, total
 from hf_diloco.report.read import IslandRun, Run, load_run
 from hf_diloco.report.records import Train
 from hf_diloco.report.summary import Report, summarise
@@ -76,9 +76,7 @@ class Candidate:
     def at_seen(self, step: float) -> float | None:
         """Tokens, or images, that all islands have trained on after so many steps each."""
         per_step = "tokens_per_step" if self.unit == "tokens" else "examples_per_step"
-        rates: list[float | None] = [getattr(island.start, per_step, None) for island in self.run.islands]
-        known = [rate for rate in rates if rate is not None]
-        return step * sum(known) if known and len(known) == len(rates) else None
+        return total(seen_until(island, per_step, step) for island in self.run.islands)
 
     def at_time(self, step: float) -> float | None:
         """Seconds of training until the slowest island had taken so many steps."""

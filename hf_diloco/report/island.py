@@ -135,7 +135,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         inner_eval_step=inner.step if inner else None,
         on_boundary=end[0].on_boundary if end else None,
         steps_since_sync=end[0].steps_since_sync if end else None,
-        num_tokens=_seen(start.tokens_per_step, num_steps, _number(island.summary, "num_tokens")),
+        num_tokens=_seen(island, "tokens_per_step", _number(island.summary, "num_tokens")),
         tokens_per_second=_number(island.summary, "tokens_per_second") if token_rate is None else token_rate,
         bytes_sent=bytes_sent,
         bytes_received=bytes_received,
@@ -148,7 +148,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         sample=sample if isinstance(sample, str) else None,
         eval_accuracy=outer.eval_accuracy if outer else None,
         consensus_distance=outer.consensus_distance if outer else None,
-        num_images=_seen(start.images_per_step, num_steps),
+        num_images=_seen(island, "images_per_step"),
         images_per_second=_per_second([one for one in island.sections if one.start], "images_per_step"),
         noun="node" if start.method is not None else "island",
     )
@@ -204,10 +204,32 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if abs(value) <= LARGEST else None  # NaN compares false
 
 
-def _seen(per_step: float | None, num_steps: int | None, otherwise: float | None = None) -> int | None:
-    """Tokens, or images, of so many steps."""
-    seen = otherwise if per_step is None or num_steps is None else num_steps * per_step
+def _seen(island: IslandRun, per_step: str, otherwise: float | None = None) -> int | None:
+    """Tokens, or images, of the steps that stand; `otherwise` where starts do not tell."""
+    steps = max((record.step for record in island.of(Record)), default=None)
+    seen = None if steps is None else seen_until(island, per_step, steps)
+    seen = otherwise if seen is None else seen
     return None if seen is None else round(seen)
+
+
+def seen_until(island: IslandRun, per_step: str, step: float) -> float | None:
+    """Tokens, or images, of an island's steps up to this one, as far as they are on record.
+
+    Each start counts at its own batch, which another number of ranks may have changed, until where a later one resumes.
+
+    Args:
+        island: its record.
+        per_step: what `Start` calls the number of them in a step.
+        step: the last that counts.
+    """
+    seen: float | None = None
+    for section in reversed(island.sections):
+        number: float | None = getattr(section.start, per_step, None)
+        if section.start is None or number is None:
+            return None
+        seen = (seen or 0.0) + max(0.0, step - section.start.step) * number
+        step = min(step, section.start.step)
+    return seen
 
 
 def _per_second(sections: Sequence[Section], per_step: str) -> float | None:

@@ -137,6 +137,13 @@ def test_a_resumed_run_by_hand(tmp_path: Path) -> None:
     assert island.ended
 
 
+def test_a_resume_with_another_batch_counts_each_step_at_its_own(tmp_path: Path) -> None:
+    begun = [start(max_steps=6), train(1, 2.0), train(5, 2.0)]
+    resumed = [start(step=4, tokens_per_step=50, max_steps=6), train(6, 2.0), end(6)]
+    (island,) = report_of(tmp_path, begun + resumed).islands
+    assert island.num_tokens == 4 * 100 + 2 * 50
+
+
 def test_rounds_that_end_with_one_step_all_count(tmp_path: Path) -> None:
     """As after the last step, where what was under way arrives, and a last round is made."""
     records = [start(), sync(1, 2), sync(2, 4), sync(3, 4), end()]
