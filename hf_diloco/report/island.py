@@ -215,7 +215,7 @@ def _seen(island: IslandRun, per_step: str, otherwise: float | None = None) -> i
 def seen_until(island: IslandRun, per_step: str, step: float) -> float | None:
     """Tokens, or images, of an island's steps up to this one, as far as they are on record.
 
-    Each start counts at its own batch, which another number of ranks may have changed, until where a later one resumes.
+    Each start counts at its own batch, which other ranks may have changed, until where a later one resumes.
 
     Args:
         island: its record.

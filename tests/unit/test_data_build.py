@@ -176,6 +176,13 @@ class TestFiles:
         with pytest.raises(ConfigError, match=rf"{name} holds no text"):
             open_files([str(tmp_path / name)], streaming=streaming)
 
+    @pytest.mark.parametrize("streaming", [False, True])
+    @pytest.mark.parametrize("value", [7, {"a": "b"}, ["a"]])
+    def test_a_column_of_something_else(self, value: object, streaming: bool, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": value}))
+        with pytest.raises(ConfigError, match="something other than text in 'text'"):
+            open_files([str(tmp_path / "a.jsonl")], streaming=streaming)
+
     def test_a_torn_line_is_the_reason(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
         with pytest.raises(ConfigError, match=r"a\.jsonl: ArrowInvalid: JSON parse error"):

@@ -209,7 +209,7 @@ def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Docum
         options["data_files"] = {"train": list(map(_literal, files))}
     try:
         documents = load_dataset(path, streaming=streaming, **options)
-        columns = documents.column_names or list(next(iter(documents)))
+        features = documents.features or next(iter(documents))  # of a stream, an example
     except StopIteration:
         raise ConfigError(f"data: {where} holds no text") from None
     except Exception as error:  # of the Hub, the network, the file system or the parser
@@ -217,10 +217,17 @@ def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Docum
         if isinstance(reason, SchemaInferenceError):  # not one example
             raise ConfigError(f"data: {where} holds no text") from error
         raise ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {reason}{remedy}") from error
-    if text_column not in columns:
-        raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(columns)})")
+    if text_column not in features:
+        raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(features)})")
+    if not _is_text(features[text_column]):
+        raise ConfigError(f"data.text_column: {where} holds something other than text in {text_column!r}")
     documents = documents.select_columns([text_column])
     return documents if text_column == "text" else documents.rename_column(text_column, "text")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a column's type, or a value of it, is text, or says nothing: documents may be missing."""
+    return value is None or isinstance(value, str) or getattr(value, "dtype", "") in ("string", "large_string", "null")
 
 
 def embedded_documents() -> list[str]:
