@@ -10,23 +10,35 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import split_tcp_url
 
+ANSWER_SECONDS = 60.0  # of nvidia-smi, which hangs where the driver does
 _PORTS = range(20_000, 32_000)
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them."""
+    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        ConfigError: nvidia-smi does not answer.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
+        named = (device.strip() for device in visible.split(","))
+        return [device for device in takewhile(lambda device: device != "-1", named) if device]  # -1 ends CUDA's list
     if shutil.which("nvidia-smi") is None:
         return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"`nvidia-smi -L` does not answer within {ANSWER_SECONDS:g} s, so the GPUs here are unknown: restart the "
+            "driver, or name devices in CUDA_VISIBLE_DEVICES (empty: none)"
+        ) from None
     gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     return [str(number) for number in range(len(gpus))] if listed.returncode == 0 else []
 

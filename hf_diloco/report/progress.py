@@ -60,7 +60,7 @@ def read_progress(path: Path) -> Progress:
             unit=str(values.get("unit") or "tokens"),
             message=str(values.get("message") or ""),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
         return Progress()
 
 

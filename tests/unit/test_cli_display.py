@@ -89,7 +89,16 @@ def test_without_an_output_nothing_is_shown() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"step": 3}', '{"state": "training", "step": "many"}', '"training"'],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"step": 3}',
+        '{"state": "training", "step": "many"}',
+        '{"state": "training", "step": 1e999}',
+        '"training"',
+    ],
 )
 def test_unreadable_progress_counts_as_not_yet_training(tmp_path: Path, text: str) -> None:
     path = tmp_path / "progress.json"

@@ -248,6 +248,18 @@ def test_nvidia_smi_is_asked_when_nothing_is_said(tmp_path: Path, monkeypatch: p
     assert devices.cuda_devices() == ["0", "1"]
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert devices.cuda_devices() == []
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(devices, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match="nvidia-smi -L` does not answer"):
+        devices.cuda_devices()
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("GPU-a, MIG-b", ["GPU-a", "MIG-b"]), ("", []), ("-1", []), ("2,-1,3", ["2"])]
+)
+def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.cuda_devices() == found  # -1 hides what follows, as CUDA has it
 
 
 @pytest.mark.parametrize("setting", ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b"])
