@@ -189,7 +189,9 @@ def _last_evaluations(island: IslandRun, end: int | None) -> tuple[Eval | None, 
 
 
 def _from_summary(island: IslandRun, step: int) -> list[Eval]:
-    """The evaluation after the end of training, if `summary.json` has one."""
+    """The evaluation after the end of training, if `summary.json` has one, and is not of an end before a resume."""
+    if island.summary.get("step", step) != step:
+        return []
     loss, weights = _number(island.summary, "eval_loss"), island.summary.get("eval_weights")
     if loss is None or not isinstance(weights, str):
         return []

@@ -238,6 +238,14 @@ def test_an_evaluation_after_training_comes_from_the_summary(
     assert report.sample == "Once upon"
 
 
+def test_the_summary_of_an_end_before_a_resume_says_nothing_of_the_next_one(tmp_path: Path) -> None:
+    went_on = [start(step=4, max_steps=8), sync(3, 6), end(6)]
+    folder = write_island(tmp_path / "run", 0, [start(), sync(1, 2), sync(2, 4), end(4), *went_on])
+    (folder / "summary.json").write_text(json.dumps({"step": 4, "eval_loss": 3.0, "eval_weights": "outer"}))
+    (island,) = summarise(load_run(tmp_path / "run")).islands
+    assert (island.eval_loss, island.eval_step) == (None, None)
+
+
 def test_tokens_are_taken_from_the_summary_when_steps_do_not_tell(tmp_path: Path) -> None:
     folder = write_island(tmp_path, 0, [start(tokens_per_step=None), train(4, 3.0), end()])
     (folder / "summary.json").write_text(json.dumps({"num_tokens": 1234, "tokens_per_second": 56.5}))

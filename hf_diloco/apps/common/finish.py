@@ -88,6 +88,7 @@ def write_summary(
     figures = summarise_island(record)
     summary = {
         "island": number,
+        "step": figures.steps,
         "eval_loss": evaluation["eval_loss"],
         "bytes_sent": figures.bytes_sent,
         "bytes_received": figures.bytes_received,
