@@ -27,7 +27,7 @@ from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
 from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.utils.redact import redact_text
 
@@ -40,7 +40,8 @@ class Island:
     """A started island.
 
     Raises:
-        DiLoCoError: when its folder already belongs to a running island.
+        ConfigError: when its folder cannot be written to.
+        DiLoCoError: when it already belongs to a running island.
     """
 
     def __init__(self, plan: IslandPlan) -> None:
@@ -52,8 +53,12 @@ class Island:
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._progress: tuple[int, Progress] = (0, Progress())
 
-        plan.folder.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("a") as log:
+        try:
+            plan.folder.mkdir(parents=True, exist_ok=True)
+            file = self.log_path.open("a")
+        except OSError as error:
+            raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
+        with file as log:
             self._lock(log.fileno())
             for stale in ("progress.json", "stop"):  # of an earlier start
                 (plan.folder / stale).unlink(missing_ok=True)

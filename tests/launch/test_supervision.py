@@ -18,6 +18,7 @@ from hf_diloco.cli.guard import TERMINATE_GRACE
 from hf_diloco.cli.launch import Island
 from hf_diloco.cli.log import FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
+from hf_diloco.errors import ConfigError
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
@@ -226,6 +227,12 @@ def test_a_file_system_without_locks_keeps_no_island_from_running(
     island.kill(after=60)
     assert island.new_lines()[-1] == "trained"
     assert island.outcome == Outcome(FINISHED)
+
+
+def test_an_output_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigError, match=r"island-0: Not a directory; give another --output"):
+        Island(IslandPlan(0, tmp_path / "runs" / "island-0", ("echo",), {}, {}))
 
 
 def test_a_run_folder_serves_one_launch_at_a_time(tmp_path: Path, processes: Processes) -> None:
