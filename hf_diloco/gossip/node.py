@@ -372,7 +372,7 @@ def _connect(config: GossipConfig, topology: Topology) -> tuple[Neighbours, Memb
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    store, key, address = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
+    store, key, address, _ = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
     if not credentials.key:
         warn_if_exposed(address)
     if is_host:

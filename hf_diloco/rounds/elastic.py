@@ -347,7 +347,7 @@ class ElasticSession(BaseSession):
                 self.rounds.publish_and_leave()
             except DiLoCoError as error:
                 logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
-        self.has_left = True
+        self.has_left, self.has_finished = True, finished
         self.close()
         if finished:
             self._note_missing_rounds()

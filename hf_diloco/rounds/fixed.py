@@ -269,7 +269,7 @@ class FixedSession(BaseSession):
                 logger.info("left without the others' goodbye: %s", error)
 
         self.island.on_leader(farewell)
-        self.has_left = True
+        self.has_left, self.has_finished = True, finished
         self.close()
 
     def close(self) -> None:

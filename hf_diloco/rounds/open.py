@@ -15,10 +15,13 @@ from hf_diloco.errors import RendezvousError, StopRequested, StoreError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.transport.open import Transport
 from hf_diloco.utils.waiting import WaitNotes
 
 if TYPE_CHECKING:
+    from hf_diloco.store.objects import ObjectStore
     from hf_diloco.store.rendezvous import StoreHost
+    from hf_diloco.store.signing import Seal
 
 _LINGER_SECONDS = 0.25
 """How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
@@ -39,8 +42,8 @@ def open_session(
         config: the outer loop's settings.
         island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        after: of a training that these islands have finished, where this process trains once more: they meet in the
-            same place, and in a store below it, at `training-2`.
+        after: of this process's last training, which it has left. If these islands have finished that, they meet in
+            the same place, and in a store below it, at `training-2`; else as they did for the last one.
         folder: where this island writes. Island 0 keeps the store there, in `rendezvous`, where islands that meet at
             tcp:// may come and go; default: the current folder.
 
@@ -59,17 +62,33 @@ def open_session(
             linger = _LINGER_SECONDS if config.island else 0.0
             config, host = _meet_at_island_0(config, island, folder or Path())
         try:
-            if after:
+            if after and after.has_finished:
                 config = next_training(config, after.config)
                 if place.meets_at_island_0 and config.island:
-                    island.on_leader(lambda: _await_training(place, str(config.rendezvous), should_stop))
+                    url = str(config.rendezvous)
+                    island.on_leader(lambda: _await_training(place, lambda: _has_run(url), should_stop))
             return ElasticSession(config, island, should_stop, host=host, linger=linger)
         except BaseException:
             if host is not None:
                 host.close()
             raise
-    transport = after.transport.again() if isinstance(after, FixedSession) else None
+    transport = None
+    if isinstance(after, FixedSession):
+        transport = _reach_again(config, island, after, should_stop)
     return FixedSession(config, island, should_stop, transport, folder=folder)
+
+
+def _reach_again(
+    config: DiLoCoConfig, island: IslandGroup, after: FixedSession, should_stop: Callable[[], bool]
+) -> Transport | None:
+    """The way to the others where the last training has finished; else None, once they can meet in a new run."""
+    if after.has_finished:
+        return after.transport.again()
+    after.transport.end()
+    if config.island:
+        seal = after.transport.store.log.seal
+        island.on_leader(lambda: _await_training(config, lambda: _has_other_run(config, seal), should_stop))
+    return None
 
 
 def _meet_at_island_0(
@@ -96,18 +115,15 @@ def _meet_at_island_0(
     return config.model_copy(update=found), next(iter(hosts), None)
 
 
-def _await_training(place: DiLoCoConfig, url: str, should_stop: Callable[[], bool]) -> None:
+def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
     """Returns once island 0 has begun one more training, before which it ends the store of the last one.
 
     Args:
         place: the settings with the address at which it keeps them.
-        url: of the store of this training.
+        has_begun: whether the store there is that of this training.
         should_stop: see `open_session`.
     """
-    from hf_diloco.store.log import MAX_RECORD_BYTES
-    from hf_diloco.store.objects import ObjectStore
     from hf_diloco.store.rendezvous import find_store
-    from hf_diloco.store.signing import RUN_PATH
 
     deadline = time.monotonic() + place.join_timeout
     notes = WaitNotes(place.island)
@@ -115,7 +131,7 @@ def _await_training(place: DiLoCoConfig, url: str, should_stop: Callable[[], boo
     while True:
         find_store(place, notes)
         with suppress(RendezvousError, StoreError):  # it ends just now
-            if ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0).get(RUN_PATH, MAX_RECORD_BYTES) is not None:
+            if has_begun():
                 return
         if should_stop():
             raise StopRequested
@@ -126,6 +142,30 @@ def _await_training(place: DiLoCoConfig, url: str, should_stop: Callable[[], boo
             )
         wait.look([0])
         time.sleep(_LOOK_SECONDS)
+
+
+def _has_run(url: str) -> bool:
+    """Whether a run in which islands come and go has begun in a store."""
+    from hf_diloco.store.log import MAX_RECORD_BYTES
+    from hf_diloco.store.signing import RUN_PATH
+
+    return _look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
+
+
+def _has_other_run(config: DiLoCoConfig, seal: Seal) -> bool:
+    """Whether island 0 keeps the store of another run of fixed membership than that of `seal`."""
+    from hf_diloco.store.rendezvous import url_of
+    from hf_diloco.store.tcp_store import has_other_run
+
+    assert config.rendezvous is not None
+    return has_other_run(_look_at(url_of(config.rendezvous)), seal)
+
+
+def _look_at(url: str) -> ObjectStore:
+    """A store that may end just now."""
+    from hf_diloco.store.objects import ObjectStore
+
+    return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
 
 
 def next_training(config: DiLoCoConfig, last: DiLoCoConfig) -> DiLoCoConfig:

@@ -83,6 +83,7 @@ class BaseSession(ABC):
         outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
         chosen: what `join` took for settings that are "auto", and where that comes from.
         has_left: `leave` was called; figures stay readable.
+        has_finished: it had done all that it was to do.
         members: this island's signs of life, and those of others; on the island's leader, once it has entered.
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
@@ -101,7 +102,7 @@ class BaseSession(ABC):
         self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
         self._background = Background(config, self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
-        self.has_left = False
+        self.has_left = self.has_finished = False
         self.chosen = ""
         self.num_steps: int | None = None
         self.num_rounds: int | None = None

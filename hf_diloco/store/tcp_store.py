@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
@@ -42,11 +42,13 @@ class Rendezvous(NamedTuple):
         store: what all see.
         key: what seals connections between them; None without the run's key.
         address: the local address that reaches the store, which is where this rank listens for others.
+        end: ends the store, where this process keeps it; until then that is there as long as `store`.
     """
 
     store: ValueStore
     key: LinkKey | None
     address: str
+    end: Callable[[], object]
 
 
 def meet(
@@ -83,12 +85,26 @@ def meet(
         if host:
             host.close()
         raise
-    if host:
-        weakref.finalize(store, host.close)
+    end = weakref.finalize(store, host.close) if host else lambda: None
     seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
     values = ValueStore(RunLog(store, seal), config.join_timeout)
     address = config.bind_address or address_towards(config.rendezvous)
-    return Rendezvous(values, credentials.link_key(run), address)
+    return Rendezvous(values, credentials.link_key(run), address, end)
+
+
+def has_other_run(store: ObjectStore, seal: Seal) -> bool:
+    """Whether the run there is another than that of `seal`; so is one that does not open with its key.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    found = store.get(MARK, MAX_RECORD_BYTES)
+    if found is None:
+        return False
+    try:
+        return seal.of(_NO_RUN).open(MARK, found).get("run") != seal.run_id
+    except ForgedError:
+        return True
 
 
 def _open(config: Place, silent_for: float) -> ObjectStore:

@@ -103,7 +103,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._view: OuterView | None = None
         self._unnoted: list[SyncReport] = []
         self._num_evaluations: int | None = None
-        self._has_finished = False
         self._has_joined = False
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
@@ -154,7 +153,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             uses_deepspeed = args.deepspeed_plugin is not None
             check_resumption(checkpoint, shards, uses_deepspeed, self._examples, state)
         session = self._connect(folder_of(args))
-        self._has_finished = False
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, self._examples)
@@ -252,8 +250,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             )
         self._warn_if_short(state)
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
-        self._has_finished = not (self._failure or self.stopped)
-        self._need_session().leave(finished=self._has_finished)
+        self._need_session().leave(finished=not (self._failure or self.stopped))
         if self._failure:
             raise self._failure
 
@@ -277,10 +274,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
-            finished = self._session if self._has_finished else None
-            self._session = None  # of a training that failed nothing is kept: island 0 opens the rendezvous anew
+            self._session = open_session(self.config, island, self._stop.is_requested, self._session, folder)
             self._has_joined = False
-            self._session = open_session(self.config, island, self._stop.is_requested, finished, folder)
         return self._session
 
     def _note(self, report: SyncReport) -> None:

@@ -49,6 +49,9 @@ class Transport(ABC):
         other.training += 1
         return other
 
+    def end(self) -> None:  # noqa: B027 - in memory nothing is kept open
+        """No other training has this access: where this process keeps the store, its port is free afterwards."""
+
     def _name(self, lane: int) -> str:
         return f"lane{lane}" if self.training == 1 else f"training-{self.training}/lane{lane}"
 
@@ -91,11 +94,14 @@ class MeshTransport(Transport):
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
-        self.store, self._key, self._address = meet(
+        self.store, self._key, self._address, self._end = meet(
             config, credentials, is_host, f"island {config.island}", SILENT_SECONDS, self._notes
         )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)
+
+    def end(self) -> None:
+        self._end()
 
     def open(self, lane: int) -> Exchange:
         config = self._config

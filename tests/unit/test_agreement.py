@@ -606,7 +606,7 @@ def test_both_ends_meet(free_port: int) -> None:
 
     def run(island: int) -> str:
         time.sleep(0.5 * (1 - island))  # island 1 knocks before anybody is there
-        store, _, address = connect(settings_for(url, island, join_timeout=10), is_host=island == 0)
+        store, _, address, _ = connect(settings_for(url, island, join_timeout=10), is_host=island == 0)
         opened.append(store)
         store.set(str(island), address)
         return store.get(str(1 - island)).decode()

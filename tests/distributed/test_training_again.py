@@ -1,0 +1,95 @@
+"""Islands of fixed membership that train again in the same processes, after a training that none has finished."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_diloco import DiLoCoConfig
+from hf_diloco.errors import RendezvousError, StopRequested
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.rounds.open import open_session
+from hf_diloco.rounds.session import BaseSession
+from tests.islands import run_islands
+from tests.processes import Processes
+from tests.programs.trainer_island import make_model
+
+pytestmark = pytest.mark.distributed
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "trains_again.py"
+
+
+def test_all_islands_train_again_after_an_error_and_after_a_stop(tmp_path: Path, free_port: int) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
+    with Processes() as processes:
+        islands = [
+            processes.spawn([sys.executable, PROGRAM, str(island), rendezvous, tmp_path / str(island)])
+            for island in range(2)
+        ]
+        islands[1].wait_for(r"^stopped$(?s:.)*waiting for island 0")  # which keeps the last training's store still
+        (tmp_path / "go").touch()
+        for island in islands:
+            output = island.wait().output
+            assert "ended by of the user's own" in output
+            assert "trained to the end" in output
+
+
+class Island:
+    """An island that trains once and again, and whose waits can be seen and stopped."""
+
+    def __init__(self, island: int, folder: Path, port: int, **settings: Any) -> None:
+        rendezvous = f"tcp://127.0.0.1:{port}"
+        self._config = DiLoCoConfig(island=island, num_islands=2, rendezvous=rendezvous, sync_every=1, **settings)
+        self._folder = folder / str(island)
+        self._model = make_model(lora=False, tied=True, seed=1)
+        self.session: BaseSession | None = None
+        self.waits, self.should_stop = threading.Event(), False
+
+    def open(self) -> BaseSession:
+        self.waits.clear()
+        self.session = open_session(self._config, IslandGroup(), self._is_stopping, self.session, self._folder)
+        return self.session
+
+    def train(self, finishes: bool) -> str:
+        session = self.open()
+        session.join(open_shards(self._model, None), self._folder)
+        session.outer.count_step(1.0)
+        session.sync()
+        session.leave(finished=finishes)
+        return str(session.outer.outer_hash)
+
+    def _is_stopping(self) -> bool:
+        self.waits.set()
+        return self.should_stop
+
+
+def test_an_island_that_is_back_first_waits_for_island_0(tmp_path: Path, free_port: int) -> None:
+    islands = [Island(number, tmp_path, free_port, join_timeout=30) for number in range(2)]
+    run_islands(2, lambda number: islands[number].train(finishes=False))
+    islands[1].waits.clear()
+
+    def island_main(number: int) -> str:
+        if number == 0:
+            assert islands[1].waits.wait(30)
+        return islands[number].train(finishes=True)
+
+    assert len(set(run_islands(2, island_main))) == 1
+
+
+def test_a_wait_for_island_0_ends_by_a_stop_or_in_time_and_can_be_taken_up_again(
+    tmp_path: Path, free_port: int
+) -> None:
+    islands = [Island(number, tmp_path, free_port, join_timeout=1.0 if number else 30) for number in range(2)]
+    run_islands(2, lambda number: islands[number].train(finishes=False))
+    islands[1].should_stop = True
+    with pytest.raises(StopRequested):
+        islands[1].open()
+    islands[1].should_stop = False
+    with pytest.raises(RendezvousError, match="island 0 has not begun another training at tcp://"):
+        islands[1].open()
+    assert len(set(run_islands(2, lambda number: islands[number].train(finishes=True)))) == 1
