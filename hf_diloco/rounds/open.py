@@ -62,9 +62,9 @@ def open_session(
             linger = _LINGER_SECONDS if config.island else 0.0
             config, host = _meet_at_island_0(config, island, folder or Path())
         try:
-            if after and after.has_finished:
-                config = next_training(config, after.config)
-                if place.meets_at_island_0 and config.island:
+            if after:
+                config = _place_after(config, after)
+                if after.has_finished and place.meets_at_island_0 and config.island:
                     url = str(config.rendezvous)
                     island.on_leader(lambda: _await_training(place, lambda: _has_run(url), should_stop))
             return ElasticSession(config, island, should_stop, host=host, linger=linger)
@@ -168,14 +168,16 @@ def _look_at(url: str) -> ObjectStore:
     return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
 
 
-def next_training(config: DiLoCoConfig, last: DiLoCoConfig) -> DiLoCoConfig:
-    """The settings of one more training: below the place where the first one met.
+def _place_after(config: DiLoCoConfig, after: BaseSession) -> DiLoCoConfig:
+    """The settings of one more training: below the place where the first one met; of one not finished, its own place.
 
     Args:
         config: of the first training.
-        last: of the last one.
+        after: of the last one.
     """
-    first, before = str(config.rendezvous), str(last.rendezvous)
+    first, before = str(config.rendezvous), str(after.config.rendezvous)
     found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))
-    number = int(found[1]) + 1 if found else 2
+    number = (int(found[1]) if found else 1) + after.has_finished
+    if number == 1:
+        return config
     return config.model_copy(update={"rendezvous": f"{first.rstrip('/')}/training-{number}"})

@@ -260,3 +260,17 @@ class Beside:
     def __exit__(self, *_: object) -> None:
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+def test_a_second_training_that_ended_in_an_error_goes_on_in_its_own_place(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    callback = DiLoCoCallback(num_islands=2, min_islands=1, island=0, rendezvous=url, sync_every=2, join_timeout=0.3)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path / "run", callback, **saving)
+    trainer.train()
+    trainer.add_callback(Interrupts(RuntimeError(), callback))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert (callback.round, trainer.state.global_step) == (2, 4)
+    assert sorted(path.parent.name for path in (tmp_path / "store").rglob("run.json")) == ["store", "training-2"]
