@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,8 @@ FOLDER = "diloco"
 _INDEX = "outer.json"
 _FORMAT = 3
 _READ_FORMATS = (1, 2, 3)  # 1: without the Trainer's files; 2: without the parameters' shapes
+
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 Interval = tuple[int, int]
 
@@ -298,20 +301,18 @@ def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path,
 
     def look() -> list[tuple[str, int]]:
         recover_replaced(output_dir, find_complete)
-        found = [(str(path), index.round) for path, index in complete_checkpoints(output_dir)]
-        for text in _broken_after(output_dir, found[-1][0] if found else ""):
+        complete = complete_checkpoints(output_dir)
+        for text in _broken_after(output_dir, complete[-1][1].global_step if complete else -1):
             logger.warning("%s", text)
-        return found
+        return [(str(path), index.round) for path, index in complete]
 
     return [(Path(path), number) for path, number in island.on_leader(look)]
 
 
-def _broken_after(output_dir: Path, newest: str) -> Iterator[str]:
-    """What is wrong with checkpoints of later steps than `newest`."""
-    numbered = [path for path in output_dir.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    last = int(newest.rpartition("-")[2]) if newest else -1
-    for path in numbered:
-        if int(path.name.rpartition("-")[2]) > last:
+def _broken_after(output_dir: Path, step: int) -> Iterator[str]:
+    """What is wrong with checkpoints of later steps."""
+    for path in output_dir.glob("checkpoint-*"):  # a user's copy or link may have a name without a step
+        if (numbered := _NUMBERED.fullmatch(path.name)) and int(numbered[1]) > step:
             try:
                 read_index(path)
                 reason = f"{path} has no trainer_state.json"

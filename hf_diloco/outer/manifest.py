@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
@@ -95,7 +95,7 @@ def read_record(path: Path, kind: type[M], absent: str) -> M:
         raise CheckpointError(
             f"{absent}, or the run was killed while writing it. Resume from an earlier checkpoint"
         ) from None
-    except (OSError, ValidationError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, no JSON, or not of this kind
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}): resume from an earlier checkpoint"
         ) from None

@@ -19,7 +19,15 @@ from safetensors.torch import save_file
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer import checkpoint as module
-from hf_diloco.outer.checkpoint import OuterIndex, OuterPart, complete_checkpoints, load_outer, read_index, save_outer
+from hf_diloco.outer.checkpoint import (
+    OuterIndex,
+    OuterPart,
+    complete_checkpoints,
+    load_outer,
+    read_index,
+    save_outer,
+    whole_checkpoints,
+)
 from tests.outer_state import make_index
 from tests.programs.shards_pieces import Cut, make_shards
 
@@ -233,6 +241,10 @@ def half_index(folder: Path) -> None:
     (folder / "outer.json").write_text(text[: len(text) // 2])
 
 
+def no_utf8(folder: Path) -> None:
+    (folder / "outer.json").write_bytes(b"\xff" + (folder / "outer.json").read_bytes()[1:])
+
+
 def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -253,6 +265,7 @@ def remove(name: str) -> Callable[[Path], None]:
         pytest.param(swapped, "rank-0000[01].safetensors does not hold what was written", id="swapped"),
         pytest.param(remove("outer.json"), "has no outer state .*outer.json is missing.*killed while", id="no index"),
         pytest.param(half_index, r"outer.json cannot be read \(ValidationError\): resume from", id="half an index"),
+        pytest.param(no_utf8, r"outer.json cannot be read \(UnicodeDecodeError\): resume from", id="no text"),
         pytest.param(
             change_index(format=4), "has format 4, this version of hf_diloco reads up to 3", id="later format"
         ),
@@ -351,3 +364,15 @@ def test_complete_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-x").mkdir()
     assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == [9, 100]
     assert complete_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_link_without_a_step_in_its_name_does_not_end_the_search(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named, newest = tmp_path / "checkpoint-20", tmp_path / "checkpoint-latest"
+    save(named, make_state(), intervals_of("flat", 1), 20)
+    save(tmp_path / "best", make_state(), intervals_of("flat", 1), 30)
+    newest.symlink_to(tmp_path / "best", target_is_directory=True)
+    (tmp_path / "checkpoint-40").mkdir()
+    assert [path for path, _ in whole_checkpoints(tmp_path, IslandGroup())] == [named, newest]
+    assert "checkpoint-40 is passed over" in caplog.text
