@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_ou
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
-_ADAPTER = re.compile(r"\.default(?=\.|$)")
+_COMPILED = "_orig_mod."  # put before names by torch.compile
+_ADAPTER = re.compile(r"(?:\.modules_to_save)?\.default(?=\.|$)")
 
 
 def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
@@ -48,7 +50,10 @@ def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Ten
         )
     values = load_outer(checkpoint, index, [(0, index.num_parameters)], only="anchor")["anchor"]
     parts = values.split([prod(shape) for shape in index.parameters.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(index.parameters.items(), parts, strict=True)}
+    return {
+        name.replace(_COMPILED, ""): part.view(shape)
+        for (name, shape), part in zip(index.parameters.items(), parts, strict=True)
+    }
 
 
 def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None = None) -> None:
@@ -99,14 +104,31 @@ def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
     config.dtype = torch.float32
     frozen = {name: value.float() for path in checkpoint.glob("model*.safetensors") for name, value in _read(path)}
     model, report = kind.from_pretrained(
-        None, config=config, state_dict={**frozen, **parameters}, dtype=torch.float32, output_loading_info=True
+        None, config=config, state_dict=frozen, dtype=torch.float32, output_loading_info=True
     )
-    if missing := sorted(report["missing_keys"]):
+    own = dict(model.named_parameters())
+    _refuse_unknown(checkpoint, parameters, own)
+    needed = own.keys() | {name for name, _ in model.named_buffers()}  # tied weights by their first name
+    if missing := sorted(set(report["missing_keys"]) & needed - parameters.keys()):
         raise CheckpointError(
             f"{checkpoint} has no values of {missing[0]} and {len(missing) - 1} others, which were not trained: they "
             "are only in the model that training began from"
         )
+    # By the names of training: files may have others, which `from_pretrained` translates.
+    for name, value in parameters.items():
+        own[name].data.copy_(value)
     model.save_pretrained(folder)
+
+
+def _refuse_unknown(
+    checkpoint: Path, parameters: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor]
+) -> None:
+    for name, value in parameters.items():
+        if name not in known or known[name].shape != value.shape:
+            raise CheckpointError(
+                f"{checkpoint} has outer values of {name}, {tuple(value.shape)}, and the model of {CONFIG} no such "
+                "parameter: give a folder with the configuration of the model that was trained by --like"
+            )
 
 
 def _read(path: Path) -> list[tuple[str, torch.Tensor]]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
 from typer.testing import CliRunner
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.cli.main import app
 from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.plain import PlainShards
+from hf_diloco.outer.checkpoint import OuterPart, read_index, save_outer
 from hf_diloco.outer.export import export, find_checkpoint
+from tests.outer_state import make_index
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_saving_trainer, weights_of
 
@@ -67,3 +73,69 @@ def test_adapters_become_a_folder_of_peft(tmp_path: Path) -> None:
     assert made.keys() == saved.keys()
     assert all(torch.equal(made[name], saved[name]) for name in made)
     PeftModel.from_pretrained(make_model(lora=False, tied=True, seed=1), str(tmp_path / "adapter"))
+
+
+def of_known_values(model: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Saves a model, and beside it other outer parameters, which are returned."""
+    getattr(model, "_orig_mod", model).save_pretrained(checkpoint)
+    shards = PlainShards(model)
+    anchor = torch.arange(shards.num_parameters, dtype=torch.float32)
+    shapes = {name: list(shape) for name, shape in shards.shapes.items()}
+    index = make_index(shards.num_parameters, parameters=shapes)
+    save_outer(checkpoint, IslandGroup(), [OuterPart({"anchor": anchor}, [(0, len(anchor))])], index)
+    values = zip(shapes.items(), anchor.split(list(shards.sizes.values())), strict=True)
+    return {name.removeprefix("_orig_mod."): part.view(shape) for (name, shape), part in values}
+
+
+def make_mixture() -> torch.nn.Module:
+    """Whose experts lie otherwise in files than in memory."""
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    return MixtralForCausalLM(config)
+
+
+def make_compiled() -> Any:
+    return torch.compile(make_model(lora=False, tied=True, seed=1))
+
+
+@pytest.mark.parametrize("make", [make_mixture, make_compiled])
+def test_names_in_training_are_not_those_in_files(make: Callable[[], Any], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    expected = of_known_values(make(), checkpoint)
+    index = read_index(checkpoint)
+    for folder in (tmp_path / "model", tmp_path / "from sharded"):
+        export(checkpoint, index, folder)
+        found = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        (checkpoint / "model.safetensors").unlink(missing_ok=True)  # sharded checkpoints of FSDP2 have none
+
+
+def test_whole_modules_beside_adapters(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(make_model(lora=False, tied=False, seed=1), settings)
+    expected = of_known_values(model, tmp_path / "checkpoint-1")
+    export(tmp_path / "checkpoint-1", read_index(tmp_path / "checkpoint-1"), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(make_model(lora=False, tied=False, seed=1), str(tmp_path / "adapter"))
+    found = dict(loaded.named_parameters())
+    assert any("modules_to_save" in name for name in expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_values_of_another_model_are_not_left_out(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    of_known_values(make_model(lora=False, tied=True, seed=1), checkpoint)
+    index = read_index(checkpoint)
+    index.parameters = {f"wrapped.{name}": shape for name, shape in index.parameters.items()}
+    with pytest.raises(CheckpointError, match=r"has outer values of wrapped\.\S+, \(.*\), and the model"):
+        export(checkpoint, index, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
