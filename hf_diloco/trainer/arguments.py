@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers.trainer_utils import SaveStrategy
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import is_schedule_free, refuse, refuse_uncounted
+
+_RUNTIME = re.compile(r"eval_(?:.*_)?runtime")
 
 
 def check_arguments(
@@ -95,6 +98,17 @@ def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
 def is_of_training(logs: Mapping[str, Any]) -> bool:
     """Whether what the Trainer logs says how training goes; at its end there may be bytes without a loss."""
     return "loss" in logs or "onebit/bytes_sent" in logs
+
+
+def name_evaluated(logs: Mapping[str, Any]) -> str | None:
+    """Which of several data sets the Trainer has evaluated, as "NAME_"; empty where there is one, None for none.
+
+    The Trainer logs eval_NAME_loss and eval_NAME_runtime then. The latter tells NAME from the name of a metric.
+    """
+    if "eval_loss" in logs:
+        return ""
+    names = [key.removeprefix("eval_").removesuffix("runtime") for key in logs if _RUNTIME.fullmatch(key)]
+    return next((name for name in names if f"eval_{name}loss" in logs), None)
 
 
 def floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -37,6 +37,7 @@ from hf_diloco.trainer.arguments import (
     folder_given,
     folder_of,
     is_of_training,
+    name_evaluated,
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
@@ -209,7 +210,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     ) -> None:
         """Records which weights were evaluated, and has training go on from its own."""
         metrics = kwargs.get("metrics") or {}
-        if self._record and "eval_loss" in metrics:
+        if self._record and name_evaluated(metrics) is not None:
             self._record.evaluate(state.global_step, floats(metrics), is_outer=self._holds_outer)
         if self._view is not None:
             self._view.end()
@@ -219,8 +220,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         logs = kwargs.get("logs")
         if logs is None or self._record is None:
             return
-        if "eval_loss" in logs and self._holds_outer:
-            self._record.log_outer_loss(float(logs["eval_loss"]))
+        if (name := name_evaluated(logs)) is not None and self._holds_outer:
+            self._record.log_outer_loss(float(logs[f"eval_{name}loss"]), name)
         if is_of_training(logs):
             self._record.write("train", state.global_step, **floats(logs))
         tell_trackers(self._record.take_for_trackers(), logs, state)

@@ -23,6 +23,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.state import OuterState
+from hf_diloco.report import load_run, summarise
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
@@ -260,6 +261,25 @@ def test_evaluations_say_whose_weights_they_saw(weights: str, expected: list[tup
     assert (history[6] == history[4]) is (weights == "outer"), "the outer parameters change with rounds only"
     logged = {entry["step"] for entry in trainer.state.log_history if "diloco/outer_loss" in entry}
     assert logged == {step for step, evaluated in expected if evaluated == "outer"}
+
+
+def test_evaluations_of_several_data_sets_are_recorded(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(sync_every=4, eval_weights="inner"), eval_strategy="steps", eval_steps=2
+    )
+    trainer.eval_dataset = {"one": Tokens(1, size=8), "two": Tokens(2, size=8)}
+    trainer.train()
+    recorded = events(tmp_path, "eval")
+    assert [(event["step"], event["weights"]) for event in recorded] == [
+        (step, "outer" if step in (4, 8) else "inner") for step in (2, 4, 6, 8) for _ in range(2)
+    ]
+    for number, name in enumerate(("one", "two")):
+        history = [entry for entry in trainer.state.log_history if f"eval_{name}_loss" in entry]
+        losses = [entry[f"eval_{name}_loss"] for entry in history]
+        assert [event[f"eval_{name}_loss"] for event in recorded[number::2]] == losses
+        assert [entry.get(f"diloco/outer_{name}_loss") for entry in history] == [None, losses[1], None, losses[3]]
+    report = summarise(load_run(tmp_path))
+    assert (report.eval_loss, report.islands[0].steps) == (None, MAX_STEPS)
 
 
 @pytest.mark.parametrize("settings", [{}, {"fragment_sync_delay": 3}], ids=["blocking", "behind the steps"])
