@@ -146,8 +146,10 @@ class Fragment:
         """
         own_square = self.take_progress()
         if with_residual and self.feedback is not None:
-            own_square = self.feedback.add_(self.scratch)
+            fed_square = self.feedback.add_(self.scratch)
             self._fed_at = self.steps
+            if math.isfinite(own_square):  # else it is beyond all reason, which sums in fp64 do not tell
+                own_square = fed_square
         (square,) = self._island.sum([own_square])
         return self.scratch, square
 
