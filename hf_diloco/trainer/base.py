@@ -167,9 +167,9 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     ) -> None:
         """From here on signals are wishes, and checkpoints are looked after; see `Saving`."""
         self.stopped = self.moved_at_end = False
-        self._stop.install(ranks, during=Trainer.train)
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
-            self._saving.end()
+            self._end()
+        self._stop.install(ranks, during=Trainer.train)
         self._saving = Saving(args, ranks, find_whole, trainer, find_needed)
         if trainer is not None:
             self._tell_launcher(args, trainer)

@@ -271,7 +271,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _connect(self, folder: Path) -> BaseSession:
         if self._has_joined and not self._need_session().has_left:
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
-            self._stop.uninstall()
+            self._end()
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)

@@ -208,6 +208,7 @@ class GossipCallback(RunCallback[NodeRecord]):
                 "optimizers=(callback.make_optimizer(model, args), None)"
             )
         model, node = kwargs["model"], self.node
+        self._hide_mean(model, is_loaded=state.global_step > 0)
         node.end.begin()
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
             node.end.window = 1
@@ -330,6 +331,20 @@ class GossipCallback(RunCallback[NodeRecord]):
         if wanted and self._view is not None and not self._view.is_on:
             self._shown.enter_context(self._view.shown())
             self._num_shown = self._num_evaluations
+
+    def _hide_mean(self, model: torch.nn.Module, is_loaded: bool) -> None:
+        """Gives the model its own weights back where the last training ended in an error while the mean was shown.
+
+        Args:
+            model: the Trainer's.
+            is_loaded: it holds those of a checkpoint by now, which stay.
+        """
+        if self._view is None or not self._view.is_on:
+            return
+        loaded = {name: value.clone() for name, value in model.state_dict().items()} if is_loaded else None
+        self._shown.close()
+        if loaded is not None:
+            model.load_state_dict(loaded)
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
         """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.gossip.config import GossipConfig
@@ -95,3 +96,102 @@ def test_nodes_that_differ_after_a_training_train_on(method: str, tmp_path: Path
 
 def test_a_training_that_was_asked_to_end_does_not_end_the_next(tmp_path: Path) -> None:
     train_twice(tmp_path, "dsgd", num_steps=12, stops_at_first=True)
+
+
+class EndsOnce(TrainerCallback):
+    """Raises an error of the user's own, or has two Ctrl-C come, the first time that an event comes at a step."""
+
+    def __init__(self, event: str, step: int, error: type[BaseException] = ValueError) -> None:
+        self._is_due = True
+
+        def end(args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+            if not self._is_due or state.global_step != step:
+                return
+            self._is_due = False
+            if error is not KeyboardInterrupt:
+                raise error
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+        setattr(self, event, end)
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [("on_step_begin", ValueError), ("on_step_begin", KeyboardInterrupt), ("on_prediction_step", ValueError)],
+)
+@pytest.mark.parametrize("options", [{}, {"combine_first": True}], ids=["", "ahead"])
+def test_a_training_goes_on_after_one_that_ended_in_an_error(
+    event: str, error: type[BaseException], options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, step, num_steps = Linear(), 2, 4
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=num_steps,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        eval_strategy="steps",
+        eval_steps=2,
+        use_cpu=True,
+        report_to="none",
+    )
+    callback = GossipCallback(method="dsgd", options=options, num_nodes=1)
+    optimizer = callback.make_optimizer(model, args)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=data_of(0),
+        eval_dataset=data_of(0),
+        optimizers=(optimizer, None),
+        callbacks=[callback, EndsOnce(event, step, error)],
+    )
+    with pytest.raises(error):
+        trainer.train()
+    trainer.train()
+    assert (trainer.state.global_step, callback.stopped) == (num_steps, False)
+    expected = train_plainly(step + num_steps)
+    torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_that_an_error_left_in_the_model_spares_a_loaded_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Linear()
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=4,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        use_cpu=True,
+        report_to="none",
+    )
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    optimizer = callback.make_optimizer(model, args)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=data_of(0),
+        eval_dataset=data_of(0),
+        optimizers=(optimizer, None),
+        callbacks=[callback, EndsOnce("on_prediction_step", 3)],
+    )
+    with pytest.raises(ValueError):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    torch.testing.assert_close(model.layer.weight, train_plainly(4).layer.weight, rtol=1e-5, atol=1e-6)
+
+
+def train_plainly(num_steps: int) -> Linear:
+    torch.manual_seed(0)
+    model, inputs = Linear(), torch.stack([example["x"] for example in data_of(0)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(inputs, torch.ones(8, 1))["loss"].backward()
+        optimizer.step()
+    return model

@@ -154,9 +154,11 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
         It then goes on behind forward and backward, and `step` waits for what is left of it. Every bit is the same
         with it and without. The parameters must stay as they are until `step`; inside `averaged_weights` they are
-        others, which is allowed. Does nothing where what is sent depends on the gradient, or where it has begun. What
-        goes wrong in the exchange is raised by `step`.
+        others, which is allowed. Does nothing where what is sent depends on the gradient, where it has begun, and on
+        a node that is alone. What goes wrong in the exchange is raised by `step`.
         """
+        if self.neighbours.num_nodes == 1:
+            return
         vectors_and_outs = self.sent_ahead(self._x)
         if vectors_and_outs is None or self._has_begun:
             return
@@ -197,8 +199,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._flat.read_gradients()
         self.average_gradient(self._g)
         self._flat.decay(self.param_groups)
-        self._has_begun = False
         self.update(self._x, self._g)
+        self._has_begun = False
         for group in self.param_groups:
             group["num_steps"] += 1
         if self._slow and self._slow.is_due(self.num_steps):
