@@ -315,6 +315,29 @@ def test_a_late_node_is_lost_and_finds_that_all_are(store: KeptStore) -> None:
     assert news[3] == [], "who waits for those who wait for the late one is not late"
 
 
+def test_what_an_interrupted_exchange_left_is_not_taken_for_the_next(
+    store: KeptStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = 0
+
+    def interrupt(*_: object) -> Traffic:
+        raise KeyboardInterrupt
+
+    def talk(node: int, neighbours: MeshNeighbours) -> None:
+        if node == interrupted:
+            with monkeypatch.context() as patch:
+                patch.setattr(neighbours._straggler_timeout, "wait_for", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    mixed(neighbours, 0)
+        else:
+            with suppress(IslandLostError):  # it may have all of the first exchange by then
+                mixed(neighbours, 0)
+        with pytest.raises(IslandLostError, match=f"all neighbours of node {node} are lost"):
+            mixed(neighbours, 1)
+
+    in_mesh(store, make_topology("ring", 2), talk)
+
+
 def test_a_neighbour_that_goes_before_it_publishes_is_not_waited_for(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         if node == 1:

@@ -209,7 +209,19 @@ class Swapping:
         self._pipeline: deque[_Flight] = deque()
 
     def run(self, pieces: Sequence[Piece]) -> Traffic:
-        """Sends each piece, and has it use what comes."""
+        """Sends each piece, and has it use what comes.
+
+        Where something else than a loss ends that, as a second Ctrl-C does, all edges are closed: what is in flight
+        would be taken for the next exchange.
+        """
+        try:
+            return self._run(pieces)
+        except BaseException:
+            for peer in list(self._edges):
+                self._let_go(peer)
+            raise
+
+    def _run(self, pieces: Sequence[Piece]) -> Traffic:
         self._straggler_timeout.begin()
         self._pipeline.clear()
         traffic = Traffic()
@@ -257,13 +269,16 @@ class Swapping:
         try:
             yield
         except IslandLostError:
-            self._edges.pop(peer).close()
-            for flight in self._pipeline:
-                if peer in flight.transfers:
-                    flight.transfers[peer].drop()  # or they would keep the sockets open
-            # Nobody may write to what was to be received.
-            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != peer}
-            self._lose(peer)
+            self._let_go(peer)
+
+    def _let_go(self, peer: int) -> None:
+        self._edges.pop(peer).close()
+        for flight in self._pipeline:
+            if peer in flight.transfers:
+                flight.transfers[peer].drop()  # or they would keep the sockets open
+        # Nobody may write to what was to be received.
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != peer}
+        self._lose(peer)
 
     def _room(self, peer: int, slot: int, num_bytes: int) -> torch.Tensor:
         known = self._buffers.get((peer, slot))
