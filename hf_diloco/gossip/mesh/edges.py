@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -184,7 +185,7 @@ def connect_edges(
     name: str,
     lives: Mapping[int, str],
     timeout: float,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[int], None] | None = None,
 ) -> tuple[dict[int, Edge], list[int]]:
     """Connects to several neighbours at the same time, as each takes many round trips.
 
@@ -193,7 +194,7 @@ def connect_edges(
         name: of the mesh, unique in the store.
         lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
         timeout: seconds that connecting may take.
-        meanwhile: see `Endpoint.lane`.
+        meanwhile: see `Endpoint.lane`; is given the neighbour.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.
@@ -206,7 +207,7 @@ def connect_edges(
 
     def connect(peer: int) -> Edge | None:
         try:
-            return Edge(endpoint, name, peer, lives[peer], timeout, meanwhile)
+            return Edge(endpoint, name, peer, lives[peer], timeout, partial(meanwhile, peer) if meanwhile else None)
         except RuntimeError:
             return None
         except DiLoCoError as error:

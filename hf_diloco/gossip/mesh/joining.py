@@ -242,16 +242,23 @@ class Joining:
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
         there = greetings.wait(self._connect_timeout, patience_with_others, wait)
-        edges, _ = self._connect_all(there, self._late)
+        edges, _ = self._connect_all(there, self._late, self._check_start)
         if not edges and self._peers:
             raise _not_connected(self._peers, self._endpoint.address, self._connect_timeout)
         return edges
 
-    def _connect_all(self, there: Collection[int], seconds: float) -> tuple[dict[int, Edge], list[int]]:
+    def _check_start(self, peer: int) -> None:
+        """Raises `IslandLostError` if a neighbour was started again: it waits to be let in, as this node does."""
+        if self.count_starts([peer])[peer] > self.starts[peer]:
+            raise IslandLostError(f"node {peer} was started again", [peer])
+
+    def _connect_all(
+        self, there: Collection[int], seconds: float, meanwhile: Callable[[int], None] | None = None
+    ) -> tuple[dict[int, Edge], list[int]]:
         self.starts |= self.count_starts(there)  # of others as before: who starts meanwhile is new
         lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
         with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
-            return self._connect(lives, seconds)
+            return self._connect(lives, seconds, meanwhile)
 
     def connect_again(self, peer: int, start: int, attempt: int, meanwhile: Callable[[], None]) -> Edge:
         """Connects to a neighbour that was started so many times; links to take what it publishes are made, too.
@@ -268,7 +275,7 @@ class Joining:
         seconds, life = self._late, self._life(peer, start)
         if attempt:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
-        edges, missing = self._connect({peer: life}, seconds, meanwhile)
+        edges, missing = self._connect({peer: life}, seconds, lambda _: meanwhile())
         if missing:
             raise _not_connected(missing, self._endpoint.address, seconds)
         if self.published is not None:
@@ -288,7 +295,7 @@ class Joining:
         published.connect(edge.peer, edge.life, self._connect_timeout, edge.check)
 
     def _connect(
-        self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[], None] | None = None
+        self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[int], None] | None = None
     ) -> tuple[dict[int, Edge], list[int]]:
         return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
 
