@@ -24,8 +24,9 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.history import RunHistory
+from hf_diloco.membership.member_records import Phase
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_diloco.errors import ExchangeError
-from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.membership.records import agree_on_rates
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
 from hf_diloco.store.log import RunLog

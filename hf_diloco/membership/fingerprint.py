@@ -14,7 +14,8 @@ from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, compare_facts
-from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints

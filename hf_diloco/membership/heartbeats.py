@@ -16,13 +16,12 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import psutil
-from pydantic import Field
 
 from hf_diloco.errors import DuplicateIslandError, StoreError
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Watch, looking_once
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait, WaitNotes
@@ -36,53 +35,6 @@ _LOOK_SECONDS = 0.5
 
 _HEARTBEAT_PATH = re.compile(r"heartbeats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
 _INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
-
-Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
-
-
-class IncarnationRecord(Record):
-    """A process that runs as an island.
-
-    Attributes:
-        host: its host's name, for people.
-        machine: the space of process numbers it lives in; "" if unknown.
-        pid: its number there.
-        folder: where it writes.
-        identities: the public keys that it believes, by island; none where islands have no identities.
-        nonce: random: of two processes that are otherwise alike, as in containers, one has written the record.
-    """
-
-    host: str
-    machine: str
-    pid: int
-    folder: str
-    identities: dict[str, list[str]] = Field(default_factory=dict)
-    nonce: str = ""
-
-
-class HeartbeatRecord(Record):
-    """An island's sign of life.
-
-    Attributes:
-        count: goes up with every heartbeat.
-        phase: "joining" until it holds the run's state; "passing" while it then lets a round pass, for which nobody is
-            to wait for it; "left" and "finished" are last words.
-        round: rounds completed.
-        steps: inner steps since it last took part in one.
-        num_ranks: processes of the island.
-        tokens_per_second: recent speed of the whole island; 0 if unknown.
-        refused: islands in whose name it was shown what it does not believe, each with the last reason.
-        misses: neighbours that a node has lost, and looks for.
-    """
-
-    count: int = Field(ge=0)
-    phase: Phase
-    round: int = Field(ge=0)
-    steps: int = Field(ge=0)
-    num_ranks: int = Field(ge=1)
-    tokens_per_second: float = Field(ge=0)
-    refused: dict[str, str] = Field(default_factory=dict)
-    misses: list[int] = Field(default_factory=list)
 
 
 @dataclass
@@ -109,7 +61,8 @@ class Members:
         unit: what the run calls one that takes part.
 
     Attributes:
-        log, lease: see above.
+        log: of the run.
+        lease: seconds, as given or by default.
         incarnation: which process of this island this is, from 1, once it has entered.
         standing: what the next heartbeat says.
         refresh: called before each heartbeat of the thread, to bring `standing` up to date.
@@ -135,11 +88,15 @@ class Members:
         self.lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
-        self.heard, self._incarnations = set[int](), set[str]()
+        self.heard: set[int] = set()
+        self._has_looked = False
+        self._incarnations: set[str] = set()
         self._count = 0
-        self._has_looked, self._is_cut_off, self._reached_at = False, False, -math.inf
+        self._is_cut_off = False
+        self._reached_at = -math.inf
         self._lock = threading.Lock()
-        self._ended, self._nudged = threading.Event(), clock.event()
+        self._ended = threading.Event()
+        self._nudged = clock.event()
         self._thread: threading.Thread | None = None
 
     # This island
@@ -304,7 +261,8 @@ class Members:
                 heartbeat = read.get(path) if is_newest else self.log.read_or_refuse(path, HeartbeatRecord)
                 if heartbeat is not None:  # else an earlier process may have given a sign of life
                     if not known or known[:2] != (incarnation, heartbeat):
-                        self.heard |= {island} if self._has_looked else set()
+                        if self._has_looked:
+                            self.heard.add(island)
                         self._seen[island] = incarnation, heartbeat, self._clock.now()
                     break
         self._has_looked = True
@@ -393,8 +351,3 @@ def _machine() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def incarnation_path(island: int, number: int) -> str:
-    """Where the incarnation of an island's process lies."""
-    return f"incarnations/{island}/{number:06d}.json"

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
-from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, RUN_PATH, Seal

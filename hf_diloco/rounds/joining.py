@@ -14,7 +14,8 @@ from functools import partial
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, IslandLostError, RendezvousError, StopRequested, StoreError
-from hf_diloco.membership.heartbeats import HeartbeatRecord, Members, Phase
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import HeartbeatRecord, Phase
 from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before

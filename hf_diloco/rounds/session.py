@@ -15,7 +15,8 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS, Facts
-from hf_diloco.membership.heartbeats import Members, Phase
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import Phase
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState

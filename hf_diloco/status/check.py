@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.decisions import is_outcome
-from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
+from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord
 from hf_diloco.membership.round_records import (
     OfferRecord,
     OutcomeRecord,

@@ -13,7 +13,7 @@ from typing import TypeVar
 from hf_diloco.errors import ForgedError, PayloadError, RendezvousError
 from hf_diloco.membership import heartbeats as members
 from hf_diloco.membership.decisions import is_outcome
-from hf_diloco.membership.heartbeats import HeartbeatRecord, IncarnationRecord
+from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord
 from hf_diloco.membership.round_records import (
     OfferRecord,
     OutcomeRecord,

@@ -20,7 +20,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
-from hf_diloco.membership.heartbeats import IncarnationRecord, incarnation_path
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.round_records import SnapshotRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds.joining import Joining

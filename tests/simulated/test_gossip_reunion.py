@@ -207,15 +207,15 @@ def cut_off_from_store(neighbours: MeshNeighbours, seconds: float) -> None:
     threading.Timer(seconds, lambda: setattr(board, "_store", back)).start()
 
 
-def test_a_connection_is_made_again_when_the_rendezvous_answers_again() -> None:
-    """What cuts off a neighbour may cut off the node that keeps the rendezvous as well."""
-    nodes, one, other = Nodes(make_topology("ring", 4)), 1, 2
+def lose_each_other_once(topology: str, one: int, other: int, trouble: Callable[[MeshNeighbours], None]) -> None:
+    """Four nodes go on; one of them gives up another just after some trouble, and both meet again."""
+    nodes = Nodes(make_topology(topology, 4))
 
     def live(node: int) -> MeshNeighbours:
         neighbours, x = nodes.join(node), start(node)
         for step in range(4):
             if node == one and step == 2:
-                cut_off_from_store(neighbours, 3 * GONE_SECONDS)
+                trouble(neighbours)
                 give_up(neighbours, other)
                 nodes.trouble()
             x = nodes.step(neighbours, x, step)
@@ -224,6 +224,11 @@ def test_a_connection_is_made_again_when_the_rendezvous_answers_again() -> None:
     nodes.run(live)
     nodes.check_averages()
     nodes.check_pair(one, other)
+
+
+def test_a_connection_is_made_again_when_the_rendezvous_answers_again() -> None:
+    """What cuts off a neighbour may cut off the node that keeps the rendezvous as well."""
+    lose_each_other_once("ring", 1, 2, lambda neighbours: cut_off_from_store(neighbours, 3 * GONE_SECONDS))
 
 
 def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:
@@ -348,19 +353,10 @@ def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
 
 
 def test_one_that_makes_no_sense_keeps_nobody_else_apart() -> None:
-    nodes, one, other, senseless = Nodes(make_topology("full", 4)), 1, 2, 0
+    senseless = 0
 
-    def live(node: int) -> MeshNeighbours:
-        neighbours, x = nodes.join(node), start(node)
-        for step in range(4):
-            if node == one and step == 2:
-                neighbours._members.log.store.put(f"heartbeats/{senseless}/000002.json", b"rubbish")
-                neighbours._reception.look_for([senseless])
-                give_up(neighbours, other)
-                nodes.trouble()
-            x = nodes.step(neighbours, x, step)
-        return nodes.go_on(neighbours, x, 4)
+    def throw_rubbish(neighbours: MeshNeighbours) -> None:
+        neighbours._members.log.store.put(f"heartbeats/{senseless}/000002.json", b"rubbish")
+        neighbours._reception.look_for([senseless])
 
-    nodes.run(live)
-    nodes.check_averages()
-    nodes.check_pair(one, other)
+    lose_each_other_once("full", 1, 2, throw_rubbish)

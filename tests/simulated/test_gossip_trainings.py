@@ -138,15 +138,7 @@ def test_a_training_goes_on_after_one_that_ended_in_an_error(
         report_to="none",
     )
     callback = GossipCallback(method="dsgd", options=options, num_nodes=1)
-    optimizer = callback.make_optimizer(model, args)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=data_of(0),
-        eval_dataset=data_of(0),
-        optimizers=(optimizer, None),
-        callbacks=[callback, EndsOnce(event, step, error)],
-    )
+    trainer = make_trainer(model, args, callback, EndsOnce(event, step, error))
     with pytest.raises(error):
         trainer.train()
     trainer.train()
@@ -171,15 +163,7 @@ def test_a_mean_that_an_error_left_in_the_model_spares_a_loaded_checkpoint(tmp_p
         report_to="none",
     )
     callback = GossipCallback(method="dsgd", num_nodes=1)
-    optimizer = callback.make_optimizer(model, args)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=data_of(0),
-        eval_dataset=data_of(0),
-        optimizers=(optimizer, None),
-        callbacks=[callback, EndsOnce("on_prediction_step", 3)],
-    )
+    trainer = make_trainer(model, args, callback, EndsOnce("on_prediction_step", 3))
     with pytest.raises(ValueError):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -195,3 +179,14 @@ def train_plainly(num_steps: int) -> Linear:
         model(inputs, torch.ones(8, 1))["loss"].backward()
         optimizer.step()
     return model
+
+
+def make_trainer(model: Linear, args: TrainingArguments, callback: GossipCallback, other: TrainerCallback) -> Trainer:
+    return Trainer(
+        model,
+        args,
+        train_dataset=data_of(0),
+        eval_dataset=data_of(0),
+        optimizers=(callback.make_optimizer(model, args), None),
+        callbacks=[callback, other],
+    )

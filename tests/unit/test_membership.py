@@ -17,7 +17,8 @@ from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostErro
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.decisions import Decisions
-from hf_diloco.membership.heartbeats import IncarnationRecord, Members, incarnation_path
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
 from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run

@@ -11,8 +11,9 @@ import pytest
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
 from hf_diloco.membership.candidates import Rules
-from hf_diloco.membership.heartbeats import IncarnationRecord, Members
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.member_records import IncarnationRecord
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.rounds.joining import await_islands

@@ -16,7 +16,8 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board, asking, company_key, greeting_key, lost_key
-from hf_diloco.membership.heartbeats import HeartbeatRecord, Members
+from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.store.question import looking_once
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import Wait, WaitNotes
