@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_diloco import errors
-from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
+from hf_diloco.errors import DiLoCoError
 
 T = TypeVar("T")
 
@@ -121,14 +121,12 @@ class IslandGroup:
 
 
 def _dump_error(error: DiLoCoError) -> dict[str, Any]:
-    about = error.islands if isinstance(error, IslandLostError) else getattr(error, "path", None)
-    return {"kind": type(error).__name__, "message": str(error), "about": about}
+    return {"kind": type(error).__name__, "message": str(error), "about": vars(error)}
 
 
 def _load_error(failure: dict[str, Any]) -> DiLoCoError:
-    if failure["kind"] == "IslandLostError":
-        return IslandLostError(failure["message"], failure["about"])
-    if failure["kind"] == "PayloadError":
-        return PayloadError(failure["message"], failure["about"])
-    kind = getattr(errors, failure["kind"], DiLoCoError) if failure["kind"] in errors.__all__ else DiLoCoError
-    return kind(failure["message"])
+    known: type[DiLoCoError] = getattr(errors, failure["kind"]) if failure["kind"] in errors.__all__ else DiLoCoError
+    error = known.__new__(known, failure["message"])
+    about = failure["about"].items()
+    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in about})
+    return error

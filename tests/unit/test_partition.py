@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain, pairwise
 from typing import Any, get_args
 
@@ -9,9 +10,18 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hf_diloco.errors import UnsupportedError
+from hf_diloco.errors import (
+    DamagedTransferError,
+    DiLoCoError,
+    DivergedError,
+    ForgedError,
+    IslandLostError,
+    PayloadError,
+    StopRequested,
+    UnsupportedError,
+)
 from hf_diloco.inner import AlignedPartition, LanePartition, partition
-from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.island import IslandGroup, _dump_error, _load_error
 from hf_diloco.inner.partition import check_cover, choose_partition, to_model_intervals
 from tests.programs.shards_pieces import Cut, ListShards, cut_pieces, make_shards
 
@@ -272,3 +282,23 @@ def test_ranks_with_other_parameters_are_refused() -> None:
     others = dict(reversed(SIZES.items()))
     with pytest.raises(UnsupportedError, match="the ranks of this island hold different parameters"):
         cover([whole, whole], replicated=True, sizes=[SIZES, others])
+
+
+# What ranks tell each other
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DamagedTransferError([2, 1], is_sealed=True),
+        DivergedError("averages differ", is_state_sound=True),
+        ForgedError("not signed", 3),
+        IslandLostError("gone", [1, 0]),
+        PayloadError("cut short", "payloads/1"),
+        StopRequested(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_one_rank_is_the_same_on_all(error: DiLoCoError) -> None:
+    loaded = _load_error(json.loads(json.dumps(_dump_error(error))))
+    assert (type(loaded), str(loaded), vars(loaded)) == (type(error), str(error), vars(error))
