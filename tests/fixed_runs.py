@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +14,18 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
+from hf_diloco.membership.unanimity import Links, Unanimity
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.fixed import FixedSession
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport, Transport
+from hf_diloco.utils.clock import REAL, Clock
 from tests.islands import run_islands
 from tests.small_model import batches, make_model, take_step, weights_of
 
@@ -175,3 +181,45 @@ def assert_resumed_is_uninterrupted(
         assert first[1] + one[1] == two[1]
         assert one[2] == two[2]
     return [one[2] for one in resumed]
+
+
+def unanimity(
+    store: ValueStore,
+    island: int,
+    num_islands: int,
+    patience: float = 20.0,
+    should_stop: Callable[[], bool] = lambda: False,
+    find_broken: Callable[[], Collection[int]] = tuple,
+    clock: Clock = REAL,
+    links: Sequence[Links] = (),
+    log: RunLog | None = None,
+) -> Unanimity:
+    """An island's part in deciding rounds, without a session; `patience`: for offers and for votes."""
+    ledger = Ledger(store, island, num_islands, should_stop, clock=clock)
+    return Unanimity(ledger, log or store.log, patience, patience, find_broken, links)
+
+
+def offer_of(island: int, weight: float = 1.0, state: str = "ab", serial: int = 1) -> OfferRecord:
+    return OfferRecord(island=island, incarnation=1, serial=serial, steps=2, weight=weight, norm=1.0, state=state)
+
+
+def convene(of: Unanimity, number: int, offer: OfferRecord) -> Attempt:
+    """Offers to the next attempt of a round; returns it once all have."""
+    return of.convene(of.current(number), offer)
+
+
+def vote(of: Unanimity, number: int, mean: str = "ab") -> OutcomeRecord:
+    """Votes in the next attempt of a round."""
+    return of.commit(of.current(number), [], mean)
+
+
+class CountingObjects:
+    """A store that counts the answers that an island waits for; what it writes behind everything else is none."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.trips = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.trips += name in ("ask", "decide") or (name in ("get", "list") and self._store.sights.current is None)
+        return getattr(self._store, name)

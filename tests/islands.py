@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
-
-from hf_diloco.store.torch_store import ValueStore
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
@@ -50,17 +48,3 @@ def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int
     unfinished = [island for island in range(num_islands) if island not in outcomes]
     assert not unfinished, f"islands {unfinished} still run after {timeout} s; the others: {outcomes}"
     return outcomes
-
-
-class CountingStore:
-    """A store that counts the round trips that an island waits for."""
-
-    TRIPS: ClassVar[dict[str, int]] = {"check": 1, "compare_set": 1, "find_all": 1}
-
-    def __init__(self, store: ValueStore) -> None:
-        self.trips = 0
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        self.trips += self.TRIPS.get(name, 0)
-        return getattr(self._store, name)

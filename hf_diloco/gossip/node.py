@@ -25,8 +25,8 @@ from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.history import RunHistory
 from hf_diloco.membership.member_records import Phase
+from hf_diloco.membership.run import announce_run
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
@@ -378,7 +378,7 @@ def _connect(config: GossipConfig, topology: Topology) -> tuple[Neighbours, Memb
         warn_if_exposed(address)
     if is_host:
         settings = config.model_dump(include={"method", "topology", "num_nodes", "payload"})
-        RunHistory(store.log).begin(None, settings, unit="node")
+        announce_run(store.log, None, settings, unit="node")
     members = Members(store.log, config.node, str(Path.cwd()), unit="node")
     mesh = MeshNeighbours(
         store,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from hf_diloco.errors import ExchangeError
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
-from hf_diloco.membership.records import agree_on_rates
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Awaited
@@ -80,10 +80,8 @@ class UsualNorms:
             smallest: norm of all that are offered. Where all have become long at once, it is the training that
                 changed, and nobody is an outlier.
         """
-        if offer.norm is None:
-            return "not finite"
-        if offer.weight == 0:
-            return "no examples behind it"
+        if offer.norm is None or not offer.weight:
+            return why_useless(offer)
         norms = self._norms[round_number % len(self._norms)]
         if self._factor and len(norms) >= _MIN_HISTORY_ROUNDS:
             usual = max(statistics.median(norms), smallest)
@@ -93,6 +91,52 @@ class UsualNorms:
                     "(outlier_factor)"
                 )
         return ""
+
+
+def why_useless(offer: OfferRecord) -> str:
+    """Why an offer never counts; "" if it may."""
+    if offer.norm is None:
+        return "not finite"
+    return "" if offer.weight else "no examples behind it"
+
+
+def make_plan(
+    round_number: int, by: int, offers: Mapping[int, tuple[str, OfferRecord]], why_not: Callable[[OfferRecord], str]
+) -> PlanRecord:
+    """Of some offers that start from the same state, those that count take part.
+
+    Args:
+        round_number: of the round that they are for.
+        by: the island that makes it.
+        offers: by island, with their paths.
+        why_not: says why one does not count; "" if it does.
+
+    Raises:
+        ExchangeError: none counts.
+    """
+    participants, rates, left_out = [], [], {}
+    for island, (path, offer) in sorted(offers.items()):
+        if reason := why_not(offer):
+            left_out[str(island)] = reason
+        else:
+            assert offer.norm is not None
+            participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
+            rates.append(offer.rates)
+    if not participants:
+        raise ExchangeError(
+            f"round {round_number}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
+            "learning rate and resume from an earlier checkpoint"
+        )
+    state = next(offer.state for _, offer in offers.values())
+    return PlanRecord(by=by, state=state, participants=participants, left_out=left_out, rates=agree_on_rates(rates))
+
+
+def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
+    """The inner learning rate of each parameter group with which all islands take an outer step.
+
+    The lower median of the participants': one that they all have comes out as it is.
+    """
+    return [statistics.median_low(group) for group in zip(*rates, strict=False)]
 
 
 class Candidates:
@@ -183,34 +227,11 @@ class Candidates:
             and author_of(island, self._members.incarnation_of(island)) not in lost
         }
 
-    def plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]], state: Digest) -> PlanRecord:
-        """Of some offers, those that count take part.
-
-        Raises:
-            ExchangeError: none counts.
-        """
-        participants, left_out = [], {}
+    def plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]]) -> PlanRecord:
+        """See `make_plan`."""
         smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
-        for island, (path, offer) in sorted(offers.items()):
-            reason = self._usual_norms.why_not(attempt.round, offer, smallest)
-            if reason:
-                left_out[str(island)] = reason
-            else:
-                assert offer.norm is not None
-                participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
-        if not participants:
-            raise ExchangeError(
-                f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
-                "learning rate and resume from an earlier checkpoint"
-            )
-        taking_part = [offer.rates for island, (_, offer) in sorted(offers.items()) if str(island) not in left_out]
-        return PlanRecord(
-            by=self._members.island,
-            state=state,
-            participants=participants,
-            left_out=left_out,
-            rates=agree_on_rates(taking_part),
-        )
+        why_not = partial(self._usual_norms.why_not, attempt.round, smallest=smallest)
+        return make_plan(attempt.round, self._members.island, offers, why_not)
 
 
 def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
@@ -244,7 +265,7 @@ def find_fault(
     """
     wrong = f"the plan that island {plan.by} wrote ({folder}) "
     for participant, offer in zip(plan.participants, offers, strict=True):
-        if offer is None or offer.island != participant.island:
+        if offer is None or offer.island != participant.island or not offer.objects:
             return Fault(f"{participant.offer}, which {wrong}names, is gone or cannot be read", participant.offer)
         if foreign := _foreign_object(offer):
             return Fault(

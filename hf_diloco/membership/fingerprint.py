@@ -22,7 +22,7 @@ from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.digests import model_digest
 from hf_diloco.utils.own_files import identify
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (

@@ -150,7 +150,7 @@ class Quorum:
                 waited = self._clock.now() - quorum_at
                 late = self._candidates.awaited(attempt, alive, waited) - offers.keys()
                 if not late or waited >= self._rules.grace or self._is_awaited():
-                    wish = self._candidates.plan(attempt, offers, offer.state)
+                    wish = self._candidates.plan(attempt, offers)
                     with contextlib.suppress(ForgedError):  # else the loop sees to it
                         plan = self._decisions.decide_plan(attempt.path, wish)
                         if late and plan == wish:

@@ -1,29 +1,18 @@
-"""What islands of fixed membership tell each other besides numbers, and what that amounts to.
+"""What islands of fixed membership tell each other before rounds, and what that amounts to.
 
 Small typed records, checked on arrival. Every island sees the same ones and comes to the same verdict.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hf_diloco.errors import (
-    CheckpointError,
-    DiLoCoError,
-    DivergedError,
-    ExchangeError,
-    IslandLostError,
-    RendezvousError,
-)
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.errors import CheckpointError, DivergedError, RendezvousError
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
-Rate = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -73,36 +62,7 @@ class StateRecord(_Record):
     resumed: bool
 
 
-class ArrivalRecord(_Record):
-    """What an island brings to a round.
-
-    Attributes:
-        weight: how much its pseudo-gradient counts; 0 if it is not finite.
-        norm: of its pseudo-gradient; 0 if that is not finite.
-        digest: of the outer parameters that it starts from.
-        rates: the inner learning rate of each parameter group at its last step, where the method wants them.
-    """
-
-    weight: float = Field(ge=0)
-    norm: float = Field(default=0.0, ge=0)
-    digest: Digest
-    rates: list[Rate] = []
-
-
-class VoteRecord(_Record):
-    """Whether an island holds the average of a round: with the average's digest, or with the reason why not.
-
-    Attributes:
-        again: it does not, but may if the round is taken again.
-    """
-
-    ok: bool
-    digest: str = ""
-    reason: str = ""
-    again: bool = False
-
-
-R = TypeVar("R", bound=_Record)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse_records(kind: type[R], raw: Sequence[dict[str, Any]]) -> list[R]:
@@ -146,65 +106,9 @@ def states_are_equal(states: Sequence[StateRecord]) -> bool:
         )
     equal = len({state.digest for state in states}) == 1
     if states[0].resumed and not equal:
+        digests = ", ".join(f"island {island}: {state.digest[:12]}" for island, state in enumerate(states))
         raise DivergedError(
             f"the islands' checkpoints of round {states[0].round} hold different outer parameters "
-            f"({_digests(dict(enumerate(states)))}): they belong to different runs, or a disk lies"
+            f"({digests}): they belong to different runs, or a disk lies"
         )
     return equal
-
-
-def weigh(arrivals: Sequence[ArrivalRecord], round_number: int) -> list[float]:
-    """Each island's weight in the average.
-
-    Raises:
-        DivergedError: the islands start the round from different outer parameters.
-        ExchangeError: no island has anything to contribute.
-    """
-    if len({arrival.digest for arrival in arrivals}) > 1:
-        raise DivergedError(
-            f"before round {round_number} the islands hold different outer parameters "
-            f"({_digests(dict(enumerate(arrivals)))}): this should be impossible; suspect memory or a changed "
-            "library, and resume from the last checkpoint"
-        )
-    weights = [arrival.weight for arrival in arrivals]
-    if not any(weights):
-        raise ExchangeError(
-            f"round {round_number}: no island has a finite pseudo-gradient with any examples behind it: lower the "
-            "inner learning rate and resume from an earlier checkpoint"
-        )
-    return weights
-
-
-def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The inner learning rate of each parameter group with which all islands take an outer step.
-
-    The lower median of the participants': one that they all have comes out as it is.
-    """
-    return [statistics.median_low(group) for group in zip(*rates, strict=False)]
-
-
-def why_aborted(votes: Mapping[int, VoteRecord], round_number: int, num_islands: int) -> DiLoCoError:
-    """The error for a round that was not committed."""
-    reasons = [f"island {island}: {vote.reason}" for island, vote in votes.items() if not vote.ok]
-    if len(votes) == num_islands and not reasons:
-        digests = Counter(vote.digest for vote in votes.values())
-        usual, count = digests.most_common(1)[0]
-        wrong = [island for island, vote in votes.items() if vote.digest != usual] if 2 * count > num_islands else []
-        who = f"{plural('island', len(wrong))} {numbers(wrong)} did each time: suspect" if wrong else "suspect"
-        return DivergedError(
-            f"round {round_number} was aborted: the islands computed different averages again and again "
-            f"({_digests(votes)}); {who} memory, or a library or processor that differs. Each writes a checkpoint of "
-            "its state before the round; start all islands again",
-            is_state_sound=True,
-        )
-    silent = sorted(set(range(num_islands)) - votes.keys())
-    cause = "; ".join(reasons) or f"islands {silent} did not vote, being lost or late"
-    return IslandLostError(
-        f"round {round_number} was aborted; {cause}. Start all islands again: the run resumes from the "
-        "newest round that all hold",
-        () if reasons else silent,
-    )
-
-
-def _digests(records: Mapping[int, StateRecord | ArrivalRecord | VoteRecord]) -> str:
-    return ", ".join(f"island {island}: {record.digest[:12]}" for island, record in records.items())

@@ -30,7 +30,7 @@ class OfferRecord(Record):
         norm: its Euclidean norm; None if it is not finite.
         state: digest of the outer parameters that it starts from.
         objects: one entry a rank: where the pseudo-gradient is (see `transport.objects`), or, where islands
-            exchange directly, which range of it the rank owns.
+            exchange directly, which range of it the rank owns; none where membership is fixed.
         links: names the direct connections that this island holds.
         rates: the inner learning rate of each parameter group at its last step, where the method wants them.
         heartbeat: count of the island's last heartbeat before it: a later one says whether the island still waits.
@@ -43,7 +43,7 @@ class OfferRecord(Record):
     weight: float = Field(ge=0)
     norm: float | None = Field(ge=0)
     state: str = Field(pattern="^[0-9a-f]{1,64}$")
-    objects: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
+    objects: list[dict[str, Any]] = Field(default_factory=list, max_length=4096)
     links: str = ""
     rates: list[Rate] = Field(default_factory=list)
     heartbeat: int = Field(default=0, ge=0)
@@ -90,7 +90,8 @@ class OutcomeRecord(Record):
         mean: digest of the average, if committed.
         unusable: the offer whose objects could not be used, if aborted.
         reason: why aborted.
-        is_split: it was aborted because those who voted disagree, so that nobody can have committed it.
+        is_split: it was aborted because those who voted do not hold one average, so that nobody can have committed it.
+        lost: islands without which it cannot take place, where all must be there.
     """
 
     by: int = Field(ge=0)
@@ -99,6 +100,7 @@ class OutcomeRecord(Record):
     unusable: str = ""
     reason: str = ""
     is_split: bool = False
+    lost: list[int] = Field(default_factory=list)
 
 
 class VoteRecord(Record):
@@ -107,10 +109,14 @@ class VoteRecord(Record):
     Attributes:
         island: which.
         mean: digest of the average; "" for an abstention.
+        reason: why it holds none, where all must.
+        again: it may hold one if the round is taken again.
     """
 
     island: int = Field(ge=0)
     mean: str
+    reason: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError
+from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError, StoreError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
@@ -16,6 +16,7 @@ from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.public_keys import show_public
+from hf_diloco.utils.threads import call_behind
 
 PATH = RUN_PATH
 NO_RUN = "-"  # what seals the record that names the run
@@ -82,6 +83,30 @@ def enter_run(
         )
     _check(found, fingerprint, island, store.url)
     return found, found == mine
+
+
+def announce_run(
+    log: RunLog, num_rounds: int | None, fingerprint: Facts, unit: Literal["island", "node"] = "island"
+) -> None:
+    """Writes down, for people, a run in which nobody comes or goes: it is known already, and nobody waits for this.
+
+    Args:
+        log: of the run.
+        num_rounds: after which it is over; None: unknown.
+        fingerprint: what all have in common.
+        unit: what the run calls one that takes part.
+    """
+    record = RunRecord(
+        run=log.seal.run_id,
+        by=0,
+        parent="",
+        num_rounds=num_rounds,
+        fingerprint=dict(fingerprint),
+        waits_for_all=True,
+        unit=unit,
+    )
+    names_run = RunLog(log.store, log.seal.of(NO_RUN))
+    call_behind(lambda: names_run.put(PATH, record), StoreError)
 
 
 def find_run(log: RunLog) -> RunRecord | None:

@@ -108,7 +108,7 @@ class Voting:
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
         self._voted.add(folder)
         awaited = self._rules.awaits(outcome_path(folder))
-        watch = self._log.watch([folder, "heartbeats"], self._clock, _vote_path(folder, own), vote, awaited)
+        watch = self._log.watch([folder, "heartbeats"], self._clock, vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace
         while True:
             votes, at_it = watch.ask(
@@ -140,7 +140,7 @@ class Voting:
 
         Others cannot tell that from a vote by which somebody has committed.
         """
-        path = _vote_path(folder, self._island)
+        path = vote_path(folder, self._island)
         is_there = path in self._log.list(f"{folder}/votes/")
         if is_there and folder not in self._voted and self._log.read_or_refuse(path, VoteRecord) is None:
             self._place(folder, self._island, ABSTENTION)
@@ -165,7 +165,7 @@ class Voting:
         return won_by != mean
 
     def _place(self, folder: str, island: int, mean: str) -> None:
-        self._log.place(_vote_path(folder, island), VoteRecord(island=island, mean=mean))
+        self._log.place(vote_path(folder, island), VoteRecord(island=island, mean=mean))
 
     def _look(self, folder: str, participants: Collection[int], mean: str) -> dict[int, str] | OutcomeRecord:
         """What each island that has voted holds; the outcome if the attempt is decided.
@@ -181,8 +181,9 @@ class Voting:
 
     def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
-        return {vote.island: vote.mean for path, vote in votes.items() if path == _vote_path(folder, vote.island)}
+        return {vote.island: vote.mean for path, vote in votes.items() if path == vote_path(folder, vote.island)}
 
 
-def _vote_path(folder: str, island: int) -> str:
+def vote_path(folder: str, island: int) -> str:
+    """Where an island's vote on the attempt in a folder lies."""
     return f"{folder}/votes/{island:05d}.json"

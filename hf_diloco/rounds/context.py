@@ -84,18 +84,8 @@ class Offers:
             own.clock.traffic += traffic
             objects = self.island.gather(said)
             self._announced = _Announced(self._announced.serial + 1, own.number, own.steps, objects)
-        return OfferRecord(
-            island=self.config.island,
-            incarnation=self._incarnation,
-            serial=self._announced.serial,
-            steps=self._announced.steps,
-            weight=own.weight if own.is_finite else 0.0,
-            norm=own.norm if own.is_finite else None,
-            state=self.outer.outer_hash,
-            objects=self._announced.objects,
-            links=engine.links,
-            rates=list(own.rates),
-        )
+        offer = own.offer(self.config.island, self._incarnation, self._announced.serial, self.outer.outer_hash)
+        return offer.model_copy(update={"objects": self._announced.objects, "links": engine.links})
 
     def holds(self, number: int, steps: int) -> bool:
         """Whether what was announced last is for round `number`, with so many inner steps."""

@@ -25,7 +25,7 @@ from hf_diloco.rounds.catch_up import Archive, Recovery
 from hf_diloco.rounds.context import Offers, RoundContext
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
-from hf_diloco.rounds.round_plan import Doubts, PlannedRound, Plans
+from hf_diloco.rounds.round_plan import Doubts, PlannedRound, QuorumPlans
 
 logger = logging.getLogger("hf_diloco")
 
@@ -35,7 +35,7 @@ MAX_IN_A_ROW = 4
 missed, and from then on after each further attempt, by all islands alike."""
 
 
-class ElasticRounds(Rounds[PlannedRound]):
+class ElasticRounds(Rounds):
     """Offers and carries out rounds. Every method is collective over the island's ranks.
 
     Args:
@@ -54,7 +54,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         self.context = context
         self._engine_of = context.engine_of
         self._snapshots = context.snapshots
-        self.plans = Plans(context.outer, context.island, context.quorum)
+        self.plans = QuorumPlans(context.outer, context.island, context.quorum)
         self.recovery = Recovery(context)
         self._offers = Offers(context)
         self._doubts = Doubts(context.island.is_leader)
@@ -314,14 +314,14 @@ class ElasticRounds(Rounds[PlannedRound]):
     def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
         """Before the round is decided: aborts the attempt."""
         named = [
-            participant
+            participant.island
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
             if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
-        self.refused |= {participant.island: str(error) for participant in named[:1]}
+        self.refused |= dict.fromkeys(named[:1], str(error))
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
-        outcome = self.plans.abort(planned, named[0].offer if named else "", str(error))
+        outcome = self.plans.abort(planned, named[:1], str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 
@@ -329,9 +329,7 @@ class ElasticRounds(Rounds[PlannedRound]):
         """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", planned.number, error)
-        places = [place for place in map(planned.place_of, error.islands) if place is not None]
-        offer = planned.plan.participants[places[0]].offer if places else ""
-        outcome = self.plans.abort(planned, offer, str(error))
+        outcome = self.plans.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
             self.refused |= dict.fromkeys(error.islands, str(error))
         self._check_patience(planned, outcome)

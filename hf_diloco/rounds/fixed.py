@@ -21,7 +21,6 @@ from hf_diloco.inner.partition import choose_partition, layout_of
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.history import RunHistory
 from hf_diloco.membership.ledger import Ledger, store_lost
 from hf_diloco.membership.records import (
     JoinRecord,
@@ -30,6 +29,8 @@ from hf_diloco.membership.records import (
     parse_records,
     states_are_equal,
 )
+from hf_diloco.membership.run import announce_run
+from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
@@ -86,14 +87,12 @@ class FixedSession(BaseSession):
             config.island,
             config.num_islands,
             lambda: self._is_closing or should_stop(),
-            self._find_broken,
-            where=config.rendezvous,
-            clock=clock,
-            links=self._exchanges,
+            config.rendezvous,
+            clock,
         )
-        self._history: RunHistory | None = None
+        self._unanimity: Unanimity | None = None  # on the leader
         island.on_leader(lambda: self._enter(clock, folder or Path()))
-        self._rounds = FixedRounds(config, self.outer, self._talk, self._ledger, self._exchanges, self._history)
+        self._rounds = FixedRounds(config, self.outer, self._talk, self._unanimity, self._exchanges)
         self._eager = EagerRounds(island, self._rounds, self._background) if config.anticipates else None
 
     @property
@@ -110,8 +109,8 @@ class FixedSession(BaseSession):
             self._give_heartbeats(self.members)
         except StoreError as error:
             raise store_lost(error) from None
-        if self.config.island == 0:
-            self._history = RunHistory(log)
+        patience = self.config.sync_timeout, self.config.exchange_timeout
+        self._unanimity = Unanimity(self._ledger, log, *patience, self._find_broken, self._exchanges)
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -171,8 +170,8 @@ class FixedSession(BaseSession):
             fingerprint=make_fingerprint(self.config, shards, {**self._steps_fact(), **facts}),
             layout=LayoutRecord.model_validate(layout_of(shards, self.island)),
         )
-        if self._history:
-            self._history.begin(self.num_rounds, record.fingerprint)
+        if self.members and self.config.island == 0:
+            announce_run(self.members.log, self.num_rounds, record.fingerprint)
         records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
         check_fingerprints(records)
         check_folders(records)
@@ -257,7 +256,8 @@ class FixedSession(BaseSession):
 
         def farewell() -> None:
             try:
-                self._ledger.leave(self.outer.round + 1, finished)
+                if self._unanimity:
+                    self._unanimity.leave(self.outer.round + 1, finished)
                 if self.members:
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]

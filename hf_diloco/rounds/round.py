@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport, cosine_to_others
+from hf_diloco.rounds.round_plan import PlannedRound
 
 
 class RoundPassed(DiLoCoError):
@@ -91,6 +92,19 @@ class Contribution:
         """The norm of the island's pseudo-gradient; NaN if a value is not finite."""
         return math.sqrt(self.square) if self.is_finite else math.nan
 
+    def offer(self, island: int, incarnation: int, serial: int, state: str) -> OfferRecord:
+        """What the island says of it; see `OfferRecord`."""
+        return OfferRecord(
+            island=island,
+            incarnation=incarnation,
+            serial=serial,
+            steps=self.steps,
+            weight=self.weight if self.is_finite else 0.0,
+            norm=self.norm if self.is_finite else None,
+            state=state,
+            rates=list(self.rates),
+        )
+
     def give_back(self) -> None:
         """Nothing came of it after it had begun: its inner steps count for the next try."""
         self.fragment.steps += self.steps
@@ -118,27 +132,7 @@ def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> 
     )
 
 
-class RoundPlan(Protocol):
-    """What all islands know of a round before they average."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def participants(self) -> Mapping[int, float]:
-        """Their weights, by island."""
-        ...
-
-    @property
-    def rates(self) -> Sequence[float]:
-        """The inner learning rates with which all take the outer step, where the method wants them."""
-        ...
-
-
-P = TypeVar("P", bound=RoundPlan)
-
-
-class Rounds(ABC, Generic[P]):
+class Rounds(ABC):
     """Takes contributions through their rounds, one at a time, on whichever thread.
 
     Every method is collective over the island's ranks. How islands agree is the subclass's.
@@ -162,7 +156,7 @@ class Rounds(ABC, Generic[P]):
             DiLoCoError: it does not take place, or without this contribution. Nothing was changed.
         """
 
-    def attempt(self, plan: P, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
+    def attempt(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
         """Averages what a plan names, and takes the outer step if the islands commit it.
 
         Args:
@@ -183,7 +177,7 @@ class Rounds(ABC, Generic[P]):
         return self._report(plan, own, stats)
 
     @abstractmethod
-    def average(self, plan: P, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+    def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """Writes this rank's part of the average that a plan names to `mean`; None if the round is to be tried again.
 
         Returns:
@@ -191,14 +185,14 @@ class Rounds(ABC, Generic[P]):
         """
 
     @abstractmethod
-    def commit(self, plan: P, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """Votes for an average; returns whether the round is committed, or is to be tried again."""
 
     @abstractmethod
-    def progress(self, plan: P, own: Contribution) -> AbstractContextManager[None]:
+    def progress(self, plan: PlannedRound, own: Contribution) -> AbstractContextManager[None]:
         """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
 
-    def _report(self, plan: P, own: Contribution, stats: AverageStats) -> SyncReport:
+    def _report(self, plan: PlannedRound, own: Contribution, stats: AverageStats) -> SyncReport:
         clock, weights = own.clock, plan.participants
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)

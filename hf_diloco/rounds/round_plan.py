@@ -1,4 +1,4 @@
-"""Plans of rounds among islands that come and go, as all ranks of an island see them: the leader asks the `Quorum`.
+"""Plans of rounds, as all ranks of an island see them: the leader asks who decides, a `Quorum` or `Unanimity`.
 
 And who is wrong where islands compute different averages: once may be chance, and more often is a fault. Such a round
 is aborted and taken again, from the same pseudo-gradients: who then comes to another average than before has computed
@@ -8,13 +8,13 @@ at least one of them wrongly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.outer.state import OuterState
 from hf_diloco.store.log import Record
 
@@ -68,8 +68,29 @@ class PlannedRound(Record):
         """The island's place among the participants."""
         return next((place for place, offer in enumerate(self.offers) if offer.island == island), None)
 
+    def offer_of(self, islands: Collection[int]) -> str:
+        """The path of the first offer of some islands; "" if none takes part."""
+        return next((one.offer for one in self.plan.participants if one.island in islands), "")
 
-class Plans:
+
+class Decides(Protocol):
+    """Decides rounds for an island: a `Quorum`, or, where all must be there, `Unanimity`."""
+
+    def current(self, round_number: int) -> Attempt: ...
+
+    def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt: ...
+
+    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord] | None: ...
+
+    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord: ...
+
+    def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord: ...
+
+
+D = TypeVar("D", bound=Decides)
+
+
+class Plans(Generic[D]):
     """One rank's view of them. Every method is collective over the island's ranks.
 
     Args:
@@ -78,17 +99,74 @@ class Plans:
         quorum: decides rounds; on the island's leader only.
     """
 
-    def __init__(self, outer: OuterState, island: IslandGroup, quorum: Quorum | None) -> None:
+    def __init__(self, outer: OuterState, island: IslandGroup, quorum: D | None) -> None:
         self.outer = outer
         self.island = island
         self._quorum = quorum
         self._open: Attempt | None = None  # had no plan when `find` looked; since then others may have written one
 
     @property
-    def quorum(self) -> Quorum:
+    def quorum(self) -> D:
         """Asked by the leader only."""
         assert self._quorum is not None
         return self._quorum
+
+    def convene(self, offer: OfferRecord) -> PlannedRound:
+        """Offers, and waits for the plan of the next round."""
+
+        def convene() -> dict[str, Any]:
+            while True:
+                known, self._open = self._open, None
+                attempt = known if known and known.round == number else self.quorum.current(number)
+                if attempt.plan is None:
+                    attempt = self.quorum.convene(attempt, offer)
+                if planned := self._with_offers(attempt):
+                    return planned.model_dump()
+
+        number = self.outer.round + 1
+        try:
+            return self._load(self.island.on_leader(convene))
+        except PayloadError as error:  # committed meanwhile, and damaged: `find` says so
+            raise IslandLostError(str(error)) from None
+
+    def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
+        """Votes for an average, and waits for what is decided."""
+        return self._decide(planned, lambda attempt: self.quorum.commit(attempt, planned.offers, digest))
+
+    def abort(self, planned: PlannedRound, islands: Collection[int], reason: str) -> OutcomeRecord:
+        """Says that the values of some islands could not be used, or why else there is no average.
+
+        Returns:
+            What was decided, which may be otherwise.
+        """
+        offer = planned.offer_of(islands)
+        return self._decide(planned, lambda attempt: self.quorum.abort(attempt, offer, reason))
+
+    def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:
+        raw = self.island.on_leader(lambda: call(planned.as_attempt).model_dump())
+        return OutcomeRecord.model_validate(raw)
+
+    def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
+        offers = self.quorum.offers_of(attempt, self.outer.outer_hash)
+        if attempt.plan is None or offers is None:
+            return None
+        return PlannedRound(
+            number=attempt.round, attempt=attempt.number, plan=attempt.plan, outcome=attempt.outcome, offers=offers
+        )
+
+    def _load(self, raw: dict[str, Any]) -> PlannedRound:
+        planned = PlannedRound.model_validate(raw)
+        if planned.plan.state != self.outer.outer_hash:
+            raise DivergedError(
+                f"round {planned.number}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
+                f"that all agreed on ({planned.plan.state[:12]}): suspect memory or a changed library. It ends before "
+                "it spoils the others; started again, it resumes from its last checkpoint"
+            )
+        return planned
+
+
+class QuorumPlans(Plans[Quorum]):
+    """Those of islands that come and go: others may have planned a round without this one, or before it came."""
 
     def find(self) -> PlannedRound | None:
         """The next round, if it has a plan already.
@@ -112,24 +190,6 @@ class Plans:
         """Takes it that nobody has planned the next round yet: `convene` then asks no more than it must."""
         self._open = Attempt(self.outer.round + 1, 0)
 
-    def convene(self, offer: OfferRecord) -> PlannedRound:
-        """Offers, and waits for the plan of the next round."""
-
-        def convene() -> dict[str, Any]:
-            while True:
-                known, self._open = self._open, None
-                attempt = known if known and known.round == number else self.quorum.current(number)
-                if attempt.plan is None:
-                    attempt = self.quorum.convene(attempt, offer)
-                if planned := self._with_offers(attempt):
-                    return planned.model_dump()
-
-        number = self.outer.round + 1
-        try:
-            return self._load(self.island.on_leader(convene))
-        except PayloadError as error:  # committed meanwhile, and damaged: `find` says so
-            raise IslandLostError(str(error)) from None
-
     def leave(self, offer: OfferRecord) -> None:
         """Offers, unless the next round has a plan already, and waits for nothing."""
 
@@ -140,17 +200,9 @@ class Plans:
 
         self.island.on_leader(leave)
 
-    def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
-        """Votes for an average, and waits for what is decided."""
-        return self._decide(planned, lambda attempt: self.quorum.commit(attempt, planned.offers, digest))
-
     def refuse_commit(self, planned: PlannedRound, mean: str) -> bool:
         """See `Quorum.refuse_commit`."""
         return self.island.on_leader(lambda: self.quorum.refuse_commit(planned.as_attempt, mean))
-
-    def abort(self, planned: PlannedRound, offer: str, reason: str) -> OutcomeRecord:
-        """See `Quorum.abort`."""
-        return self._decide(planned, lambda attempt: self.quorum.abort(attempt, offer, reason))
 
     def await_outcome(self, planned: PlannedRound, timeout: float) -> OutcomeRecord:
         """Returns how an attempt that this island has no part in is decided.
@@ -163,28 +215,6 @@ class Plans:
     def remember(self, planned: PlannedRound) -> None:
         """See `Quorum.remember`."""
         self.island.on_leader(lambda: self.quorum.remember(planned.number, planned.plan))
-
-    def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:
-        raw = self.island.on_leader(lambda: call(planned.as_attempt).model_dump())
-        return OutcomeRecord.model_validate(raw)
-
-    def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
-        offers = self.quorum.offers_of(attempt, self.outer.outer_hash)
-        if attempt.plan is None or offers is None:
-            return None
-        return PlannedRound(
-            number=attempt.round, attempt=attempt.number, plan=attempt.plan, outcome=attempt.outcome, offers=offers
-        )
-
-    def _load(self, raw: dict[str, Any]) -> PlannedRound:
-        planned = PlannedRound.model_validate(raw)
-        if planned.plan.state != self.outer.outer_hash:
-            raise DivergedError(
-                f"round {planned.number}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
-                f"that all agreed on ({planned.plan.state[:12]}): suspect memory or a changed library. It ends before "
-                "it spoils the others; started again, it resumes from its last checkpoint"
-            )
-        return planned
 
 
 class Doubts:

@@ -255,7 +255,7 @@ class Observer:
                 break
             aborted.append(f"island {outcome.by} says: {outcome.reason}")
             plan, newest = None, []
-        if not offers and plan is None and outcome is None:
+        if not offers and plan is None and (outcome is None or outcome.lost):  # who leaves says so, before it begins
             return None
         is_committed = outcome is not None and outcome.kind == "commit"
         return RoundStatus(

@@ -10,7 +10,7 @@
     rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
     links/KEY.json                    how the participants of a direct exchange find each other
-    values/KEY.json                   all that islands of fixed membership, and nodes, tell each other
+    values/KEY.json                   what islands of fixed membership, and nodes, tell each other beside rounds
     snapshots/R/I-N/rank-K.json       where one rank's part of the outer state after round R is
 
 Everything that is decided rests on the store's *create if absent*: whoever writes first decides, all others read it.

@@ -55,8 +55,7 @@ VALUES = "values/"
 """Where islands of fixed membership, and nodes, leave values for each other."""
 
 _VALUES = re.compile(
-    r"(?:^|/)(?:join|state|done|checkpoints\d*|sound\d*|round/[\d+]+/arrived|round/[\d+]+/vote"
-    r"|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
+    r"(?:^|/)(?:join|state|done|checkpoints\d*|sound\d*|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
 )
 
 

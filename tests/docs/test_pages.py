@@ -162,17 +162,13 @@ def test_metrics_are_those_that_the_callback_logs() -> None:
 
 
 def test_every_record_of_a_round_is_explained() -> None:
-    from hf_diloco.membership import ledger
+    from hf_diloco.membership import unanimity
 
     text = (DOCS / "protocol.md").read_text()
-    keys = re.findall(r"^    (round/R/\S+)", str(ledger.__doc__), re.MULTILINE)
-    assert len(keys) == 4
-    assert not [key for key in keys if f"`{key}`" not in text]
-    assert not [
-        word
-        for word in (ledger.LATE, ledger.GONE, ledger.LEAVES, ledger.FINISHED, ledger.COMMIT, ledger.AGAIN)
-        if f'"{word}"' not in text
-    ]
+    kinds = re.findall(r"^    (\w+)  +\S", str(unanimity.__doc__), re.MULTILINE)
+    assert kinds == ["offer", "plan", "vote", "outcome"]
+    assert not [kind for kind in kinds if not re.search(rf"^\| {kind} \| `rounds/R/A/{kind}", text, re.MULTILINE)]
+    assert f"keeps the last {unanimity.KEPT_ATTEMPTS}" in text
 
 
 def test_every_record_in_an_object_store_is_explained() -> None:

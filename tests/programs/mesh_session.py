@@ -19,7 +19,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership import ledger
+from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.transport import open as transports
 
@@ -45,7 +45,7 @@ def train(settings: dict[str, Any]) -> None:
             if die_in == "steps" and step == config.sync_every:
                 os._exit(9)
             if die_in == "vote" and session.outer.round == 1:
-                ledger.Ledger.settle = lambda *_: os._exit(9)  # type: ignore[method-assign]
+                Unanimity.commit = lambda *_: os._exit(9)  # type: ignore[method-assign]
             if session.outer.count_step():
                 report = session.sync()
                 print(f"round {report.round} {report.outer_hash}", flush=True)

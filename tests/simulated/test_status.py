@@ -23,7 +23,7 @@ from hf_diloco.errors import RendezvousError, StoreError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership import history
+from hf_diloco.membership import unanimity
 from hf_diloco.membership.round_records import OutcomeRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.methods.topology import make_topology
@@ -457,7 +457,7 @@ def test_a_run_of_fixed_membership_with_a_key(tmp_path: Path, free_port: int, mo
 def test_of_many_rounds_of_fixed_membership_the_last_are_kept(
     tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "KEPT_ROUNDS", 2)
+    monkeypatch.setattr(unanimity, "KEPT_ATTEMPTS", 2)
     url = f"tcp://127.0.0.1:{free_port}"
     islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(10))
     found = look_until(observe_tcp(url), lambda status: [entry.round for entry in status.rounds] == [5, 4])

@@ -1,4 +1,4 @@
-"""The ledger over a store in memory and over a real TCP store; what a rendezvous says when it cannot be."""
+"""Rounds that need all islands, over a store in memory and a real one; what a rendezvous says when it cannot be."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
-from hf_diloco.membership import ledger
+from hf_diloco.membership import unanimity as membership_unanimity
+from hf_diloco.membership.candidates import offer_path
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.ledger import Ledger
-from hf_diloco.membership.records import (
-    ArrivalRecord,
-    CheckpointsRecord,
-    JoinRecord,
-    StateRecord,
-    VoteRecord,
-    parse_records,
-)
+from hf_diloco.membership.ledger import LOOK_SECONDS, Ledger
+from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, StateRecord, parse_records
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.membership.unanimity import MAX_TRIES
+from hf_diloco.membership.voting import vote_path
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -40,7 +37,8 @@ from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.threads import call_within
 from tests.clocks import AT_ONCE, LONG, FastClock
-from tests.islands import CountingStore, run_islands, try_islands
+from tests.fixed_runs import CountingObjects, convene, offer_of, unanimity, vote
+from tests.islands import run_islands, try_islands
 from tests.store_servers import serving_app
 from tests.tcp_stores import KeptStore
 
@@ -68,10 +66,6 @@ def clock() -> Iterator[FastClock]:
     """For those who wait for nothing but time."""
     with FastClock() as fast:
         yield fast
-
-
-def ok(digest: str = "ab") -> dict[str, Any]:
-    return {"ok": True, "digest": digest}
 
 
 # Joining
@@ -126,63 +120,70 @@ def test_a_farewell_is_waited_for_in_spite_of_a_wish_to_stop(stores: Stores, clo
 @pytest.mark.parametrize("num_islands", [1, 2, 4])
 def test_rounds_that_go_well(stores: Stores, num_islands: int) -> None:
     def run(island: int) -> None:
-        book = Ledger(stores(island), island, num_islands)
+        one = unanimity(stores(island), island, num_islands)
         for number in (1, 2, 3):
-            arrived = book.arrive(number, {"weight": island, "round": number}, 20)
-            assert arrived == [{"weight": other, "round": number} for other in range(num_islands)]
-            committed, votes = book.settle(number, ok(f"{number}"), 20)
-            assert committed
-            assert votes == {str(other): ok(f"{number}") for other in range(num_islands)}
+            attempt = convene(one, number, offer_of(island, 1.0 + island, serial=number))
+            assert attempt.path == f"rounds/0000000{number}/00"
+            assert attempt.plan is not None
+            assert [part.weight for part in attempt.plan.participants] == [1.0 + other for other in range(num_islands)]
+            assert [offer.serial for offer in one.offers_of(attempt, "ab")] == [number] * num_islands
+            outcome = vote(one, number, f"a{number}")
+            assert (outcome.kind, outcome.mean) == ("commit", f"a{number}")
 
     run_islands(num_islands, run)
 
 
+def say(store: ValueStore, number: int, *records: OfferRecord | VoteRecord) -> None:
+    """Leaves what islands say in the first attempt of a round in the store."""
+    attempt = Attempt(number, 0)
+    for record in records:
+        is_vote = isinstance(record, VoteRecord)
+        path = vote_path(attempt.path, record.island) if is_vote else offer_path(attempt, record)  # type: ignore[arg-type]
+        store.log.put(path, record)
+
+
+def yes(island: int, mean: str = "ab") -> VoteRecord:
+    return VoteRecord(island=island, mean=mean)
+
+
 @pytest.mark.parametrize("num_islands", [2, 16])
-def test_a_round_without_links_takes_as_few_round_trips_with_many_islands_as_with_two(
-    stores: Stores, num_islands: int
-) -> None:
-    store: Any = CountingStore(stores(0))
-    book = Ledger(store, 0, num_islands)
-    for other in range(1, num_islands):
-        stores(1).set(f"round/1/arrived/{other}", json.dumps({"weight": 1}))
-        stores(1).set(f"round/1/vote/{other}", json.dumps(ok()))
-    stores(1).check([f"round/1/vote/{num_islands - 1}"])  # they have come
-    assert book.arrive(1, {"weight": 1}, 20) == [{"weight": 1}] * num_islands
-    committed, votes = book.settle(1, ok(), 20)
-    assert committed
-    assert votes == {str(island): ok() for island in range(num_islands)}
-    assert store.trips == 3, "twice: what do all say; and once: does my outcome count"
+def test_a_round_without_links_takes_as_few_round_trips_with_many_islands_as_with_two(num_islands: int) -> None:
+    keeper = KeptStore()
+    store = keeper.client()
+    counting: Any = CountingObjects(store.log.store)
+    one = unanimity(store, 0, num_islands, log=RunLog(counting, store.log.seal))
+    say(store, 1, *map(offer_of, range(1, num_islands)), *map(yes, range(1, num_islands)))
+    plan = convene(one, 1, offer_of(0)).plan
+    assert plan is not None
+    assert plan.islands == set(range(num_islands))
+    assert vote(one, 1).kind == "commit"
+    assert counting.trips == 3, "twice: what do all say; and once: does my outcome count"
 
 
-class Late:
-    """A store in which the first look at the others' votes comes just before they vote."""
+def test_votes_that_come_between_two_looks_agree(stores: Stores) -> None:
+    """The first look at the others' votes comes just before they vote."""
+    one = unanimity(stores(0), 0, 2)
+    looked = threading.Event()
 
-    def __init__(self, store: ValueStore) -> None:
-        self._store = store
-        self._is_first = True
+    class Late(ObjectStore):
+        def list(self, prefix: str = "") -> list[tuple[str, int]]:
+            found = super().list(prefix)
+            if not looked.is_set() and prefix.endswith("/votes/"):
+                looked.set()
+                say(stores(1), 1, yes(1))
+            return found
 
-    def check(self, keys: list[str]) -> bool:
-        is_early, self._is_first = self._is_first and "/vote/" in keys[0], False
-        return not is_early and self._store.check(keys)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
-def test_votes_that_come_between_two_looks_agree(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.0)
-    stores(1).set("round/1/vote/1", json.dumps(ok()))
-    assert stores(1).check(["round/1/vote/1"])
-    late: Any = Late(stores(0))
-    book = Ledger(late, 0, 2)
-    assert book.settle(1, ok(), 20)[0]
-    assert book.tries(1) == 0
+    log = stores(0).log
+    one = unanimity(stores(0), 0, 2, log=RunLog(Late(log.store.url), log.seal))
+    assert vote(one, 1).kind == "commit"
+    assert looked.is_set()
+    assert one.current(1).number == 0
 
 
-def test_who_does_not_arrive_in_time_is_named_to_all(stores: Stores) -> None:
+def test_who_does_not_come_in_time_is_named_to_all(stores: Stores) -> None:
     def run(island: int) -> None:
         if island != 1:
-            Ledger(stores(island), island, 3).arrive(4, {}, 0.5 if island == 0 else 20)
+            convene(unanimity(stores(island), island, 3, 0.5 if island == 0 else 20.0), 4, offer_of(island))
 
     outcomes = try_islands(3, run)
     for island in (0, 2):
@@ -204,23 +205,31 @@ def assert_both_lose_island_2_at_once(run: Callable[[int], None], text: str) -> 
         assert text in str(outcome)
 
 
-def test_who_leaves_wakes_those_who_wait(stores: Stores, clock: FastClock) -> None:
+@pytest.mark.parametrize(
+    ("finished", "text"),
+    [
+        (False, "island 2 left the run before round 1"),
+        (True, "island 2 ended after round 0, having taken all its steps, and others have more to take"),
+    ],
+)
+def test_who_leaves_wakes_those_who_wait(stores: Stores, clock: FastClock, finished: bool, text: str) -> None:
     def run(island: int) -> None:
-        book = Ledger(stores(island), island, 3, clock=clock)
+        one = unanimity(stores(island), island, 3, 60.0, clock=clock)
         if island == 2:
             clock.sleep(0.3)
-            book.leave(1)
+            one.leave(1, finished)
         else:
-            book.arrive(1, {}, 60)
+            convene(one, 1, offer_of(island))
 
-    assert_both_lose_island_2_at_once(run, "island 2 left the run before round 1")
+    assert_both_lose_island_2_at_once(run, text)
 
 
 def test_who_is_asked_to_stop_while_waiting_leaves(stores: Stores, clock: FastClock) -> None:
     def run(island: int) -> None:
         asked = clock.now() + 0.3 if island == 0 else float("inf")
         if island != 2:
-            Ledger(stores(island), island, 3, lambda: clock.now() > asked, clock=clock).arrive(1, {}, 60)
+            one = unanimity(stores(island), island, 3, 60.0, lambda: clock.now() > asked, clock=clock)
+            convene(one, 1, offer_of(island))
 
     first, second, _ = try_islands(3, run)
     assert isinstance(first, StopRequested)
@@ -228,12 +237,12 @@ def test_who_is_asked_to_stop_while_waiting_leaves(stores: Stores, clock: FastCl
     assert second.islands == (0,)
 
 
-def test_once_all_have_arrived_it_is_too_late_to_leave(stores: Stores) -> None:
+def test_once_all_have_come_it_is_too_late_to_leave(stores: Stores) -> None:
     """Island 1 goes on with the round: an island that knows it must take part."""
-    book = Ledger(stores(0), 0, 2, should_stop=lambda: True)
-    stores(1).set("round/1/arrived/1", json.dumps({"weight": 1}))
-    assert stores(1).check(["round/1/arrived/1"])
-    assert book.arrive(1, {"weight": 0}, 5) == [{"weight": 0}, {"weight": 1}]
+    say(stores(1), 1, offer_of(1))
+    plan = convene(unanimity(stores(0), 0, 2, should_stop=lambda: True), 1, offer_of(0)).plan
+    assert plan is not None
+    assert plan.islands == {0, 1}
 
 
 def test_who_is_gone_is_not_waited_for(stores: Stores, clock: FastClock) -> None:
@@ -241,7 +250,8 @@ def test_who_is_gone_is_not_waited_for(stores: Stores, clock: FastClock) -> None
 
     def run(island: int) -> None:
         if island != 2:
-            Ledger(stores(island), island, 3, find_broken=lambda: {0, 2}, clock=clock).arrive(1, {}, 60)
+            one = unanimity(stores(island), island, 3, 60.0, find_broken=lambda: {0, 2}, clock=clock)
+            convene(one, 1, offer_of(island))
 
     assert_both_lose_island_2_at_once(run, "island 2 lost before round 1: the connection broke")
 
@@ -251,110 +261,125 @@ def test_a_connection_that_is_broken_once_is_no_reason(stores: Stores, clock: Fa
 
     def run(island: int) -> None:
         if island == 0:
-            Ledger(stores(0), 0, 2, find_broken=lambda: next(looks, set()), clock=clock).arrive(1, {}, 60)
+            one = unanimity(stores(0), 0, 2, 60.0, find_broken=lambda: next(looks, set()), clock=clock)
         else:
-            clock.sleep(4.5 * ledger.LOOK_SECONDS)
-            Ledger(stores(1), 1, 2, clock=clock).arrive(1, {}, 60)
+            clock.sleep(4.5 * LOOK_SECONDS)
+            one = unanimity(stores(1), 1, 2, 60.0, clock=clock)
+        convene(one, 1, offer_of(island))
 
     run_islands(2, run)
     assert next(looks, None) is None, "it has looked four times"
 
 
+def assert_island_2_has_no_vote(outcomes: list[Any]) -> None:
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome, IslandLostError)
+        assert outcome.islands == (2,)
+        assert "round 1 was aborted; islands [2] did not vote, being lost or late; start all" in str(outcome)
+
+
 def test_who_is_gone_cannot_vote(stores: Stores, clock: FastClock) -> None:
-    def run(island: int) -> bool:
-        if island == 2:
-            return False
-        committed, votes = Ledger(stores(island), island, 3, find_broken=lambda: {2}, clock=clock).settle(1, ok(), 60)
-        assert "2" not in votes
-        return committed
+    def run(island: int) -> None:
+        if island != 2:
+            vote(unanimity(stores(island), island, 3, 60.0, find_broken=lambda: {2}, clock=clock), 1)
 
     started = time.monotonic()
-    assert run_islands(3, run) == [False] * 3
-    assert time.monotonic() - started < AT_ONCE
-
-
-def test_after_a_round_that_failed_who_gave_it_up_before_is_named(stores: Stores) -> None:
-    """Who had a vote gave up later, and is not to blame."""
-    book = Ledger(stores(0), 0, 3)
-    book.check_plan(1, 20)
-    Ledger(stores(1), 1, 3).leave(1)
-    book.check_plan(1, 20, silent=[2])
-    for silent in (None, [1], [1, 2]):
-        with pytest.raises(IslandLostError, match="island 1 left the run before round 1") as caught:
-            book.check_plan(1, 20, silent)
-        assert caught.value.islands == (1,)
-
-
-def test_different_digests_abort(stores: Stores) -> None:
-    def run(island: int) -> tuple[bool, int]:
-        committed, votes = Ledger(stores(island), island, 3).settle(1, ok("ab" if island else "cd"), 20)
-        return committed, len(votes)
-
-    assert run_islands(3, run) == [(False, 3)] * 3
-
-
-def test_different_digests_have_the_round_taken_again_and_the_third_time_end_it(stores: Stores) -> None:
-    def run(island: int) -> list[int]:
-        book = Ledger(stores(island), island, 2)
-        tries = []
-        for _ in range(3):
-            assert len(book.arrive(1, {"weight": 1}, 20)) == 2
-            committed, _ = book.settle(1, ok("ab" if island else "cd"), 20)
-            assert not committed
-            tries.append(book.tries(1))
-        return tries
-
-    assert run_islands(2, run) == [[1, 2, 2]] * 2
-
-
-def test_what_came_damaged_has_the_round_taken_again(stores: Stores) -> None:
-    def run(island: int) -> tuple[bool, bool]:
-        book = Ledger(stores(island), island, 2)
-        vote = ok() if island else {"ok": False, "digest": "", "reason": "damaged", "again": True}
-        first, _ = book.settle(1, vote, 20)
-        assert book.tries(1) == 1
-        return first, book.settle(1, ok(), 20)[0]
-
-    assert run_islands(2, run) == [(False, True)] * 2
-
-
-def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
-    def run(island: int) -> bool:
-        vote = ok() if island else {"ok": False, "digest": "", "reason": "link cut"}
-        committed, votes = Ledger(stores(island), island, 3).settle(1, vote, 60)
-        assert votes["0"].get("reason") == "link cut"
-        return committed
-
-    started = time.monotonic()
-    assert run_islands(3, run) == [False] * 3
+    assert_island_2_has_no_vote(try_islands(3, run))
     assert time.monotonic() - started < AT_ONCE
 
 
 def test_one_who_does_not_vote_aborts_in_time(stores: Stores, clock: FastClock) -> None:
-    def run(island: int) -> bool:
-        if island == 2:
-            return False
-        committed, votes = Ledger(stores(island), island, 3, clock=clock).settle(1, ok(), 0.4)
-        assert "2" not in votes
-        return committed
+    def run(island: int) -> None:
+        if island != 2:
+            vote(unanimity(stores(island), island, 3, 0.4, clock=clock), 1)
 
-    assert run_islands(3, run) == [False] * 3
+    assert_island_2_has_no_vote(try_islands(3, run))
 
 
-class JitteryStore:
+def test_of_a_round_that_failed_who_gave_it_up_before_is_named(stores: Stores) -> None:
+    unanimity(stores(1), 1, 3).leave(1)
+    with pytest.raises(IslandLostError, match="island 1 left the run before round 1") as caught:
+        unanimity(stores(0), 0, 3).abort(Attempt(1, 0), "", "the link was cut")
+    assert caught.value.islands == (1,)
+
+
+def test_who_leaves_when_a_round_has_failed_is_not_to_blame(stores: Stores) -> None:
+    assert not unanimity(stores(0), 0, 3).abort(Attempt(1, 0), "", "the link was cut").lost
+    unanimity(stores(1), 1, 3).leave(1)
+    with pytest.raises(IslandLostError, match="round 1 was aborted; island 0: the link was cut; start all") as caught:
+        vote(unanimity(stores(2), 2, 3), 1)
+    assert caught.value.islands == ()
+
+
+def test_different_averages_have_the_round_taken_again_and_the_third_time_end_it(stores: Stores) -> None:
+    def run(island: int) -> list[tuple[str, int]]:
+        one = unanimity(stores(island), island, 3)
+        seen = []
+        for _ in range(3):
+            plan = convene(one, 1, offer_of(island)).plan
+            assert plan is not None
+            assert plan.islands == {0, 1, 2}
+            outcome = vote(one, 1, "ab" if island else "cd")
+            assert outcome.is_split
+            seen.append((outcome.reason, one.current(1).number))
+        return seen
+
+    reason = (
+        "the islands computed different averages (island 0: cd, island 1: ab, island 2: ab): suspect memory of island "
+        "0, or what differs between machines"
+    )
+    assert run_islands(3, run) == [[(reason, 1), (reason, 2), (reason, 3)]] * 3
+    assert MAX_TRIES == 3
+
+
+def test_what_came_damaged_has_the_round_taken_again(stores: Stores) -> None:
+    def run(island: int) -> list[bool]:
+        one = unanimity(stores(island), island, 2)
+        first = vote(one, 1) if island else one.abort(Attempt(1, 0), "the offer", "damaged")
+        assert (first.reason, one.current(1).number) == ("island 0: damaged", 1)
+        return [first.is_split, vote(one, 1).kind == "commit"]
+
+    assert run_islands(2, run) == [[True, True]] * 2
+
+
+def test_what_came_damaged_in_the_last_attempt_ends_the_round(stores: Stores) -> None:
+    one = unanimity(stores(0), 0, 2, 60.0)
+    assert not one.abort(Attempt(1, MAX_TRIES - 1), "the offer", "damaged").is_split
+
+
+def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
+    def run(island: int) -> None:
+        one = unanimity(stores(island), island, 3, 60.0)
+        if island:
+            vote(one, 1)
+        else:
+            assert one.abort(Attempt(1, 0), "", "link cut").kind == "abort"
+
+    started = time.monotonic()
+    outcomes = try_islands(3, run)
+    assert outcomes[0] is None
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome, IslandLostError)
+        assert "round 1 was aborted; island 0: link cut" in str(outcome)
+    assert time.monotonic() - started < AT_ONCE
+
+
+class JitteryObjects:
     """Begins late, and lets other threads in between any two operations."""
 
-    def __init__(self, store: ValueStore, seed: int) -> None:
+    def __init__(self, store: ObjectStore, seed: int) -> None:
         self._store = store
         self._random = random.Random(seed)
         time.sleep(self._random.choice([0, 0.005, 0.01, 0.02]))
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)
+        if not callable(operation):
+            return operation
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            result = operation(*arguments)
+            result = operation(*arguments, **named)
             time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
             return result
 
@@ -373,11 +398,14 @@ def test_giving_up_races_with_committing_and_all_read_one_outcome(
     store = ValueStore.in_memory()
 
     def run(island: int) -> bool:
-        jittery = JitteryStore(store, seed + island)
-        book = Ledger(jittery, island, len(patience))  # type: ignore[arg-type]
-        vote = {"ok": False, "digest": ""} if island == failing else ok()
-        committed, _ = book.settle(1, vote, patience[island])
-        return committed
+        jittery: Any = JitteryObjects(store.log.store, seed + island)
+        log = RunLog(jittery, store.log.seal)
+        one = unanimity(store, island, len(patience), patience[island], log=log)
+        try:
+            outcome = one.abort(Attempt(1, 0), "", "cut") if island == failing else vote(one, 1)
+        except IslandLostError:
+            return False
+        return outcome.kind == "commit"
 
     outcomes = set(run_islands(len(patience), run))
     assert len(outcomes) == 1
@@ -400,23 +428,25 @@ def test_what_is_no_record_is_refused(stores: Stores, raw: bytes) -> None:
         Ledger(stores(0), 0, 2).share("topic", {}, 5)
 
 
-def test_records_of_rounds_that_are_over_go(stores: Stores) -> None:
+def test_records_of_rounds_that_are_over_go(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may have many thousands, and who keeps the store has it in memory."""
+    monkeypatch.setattr(membership_unanimity, "KEPT_ATTEMPTS", 2)
 
     def run(island: int) -> None:
-        book = Ledger(stores(island), island, 2)
+        one = unanimity(stores(island), island, 2)
         for number in range(1, 6):
-            book.arrive(number, {"weight": 1}, 20)
-            assert book.settle(number, ok(), 20)[0]
+            convene(one, number, offer_of(island))
+            assert vote(one, number).kind == "commit"
 
     run_islands(2, run)
-    kinds = ["arrived/0", "arrived/1", "vote/0", "vote/1", "outcome"]
-    old = [f"round/{number}/{kind}" for number in range(1, 5) for kind in kinds]
+    said = ["offers/00000-000001-000001", "offers/00001-000001-000001", "votes/00000", "votes/00001"]
+    decided = ["outcome", "plan"]
+    kept = [f"rounds/00000005/00/{name}.json" for name in sorted([*decided, *said])]
+    kept = [*(f"rounds/00000004/00/{name}.json" for name in decided), *kept]
     deadline = time.monotonic() + AT_ONCE
-    while left := stores(0).find_all(old):
-        assert time.monotonic() < deadline, left.keys()
+    while (left := stores(0).log.list("rounds")) != kept:
+        assert time.monotonic() < deadline, left
         time.sleep(0.02)
-    assert stores(0).check([f"round/5/{kind}" for kind in kinds])
 
 
 def test_a_record_that_is_too_large_is_refused() -> None:
@@ -424,22 +454,33 @@ def test_a_record_that_is_too_large_is_refused() -> None:
         Ledger(ValueStore.in_memory(), 0, 2).share("topic", {"text": "x" * (3 << 20)}, 5)
 
 
-@pytest.mark.parametrize("plan", [b"\xff\xff", b"late x y", b"leaves", b"{}", b"late 99999999999999999999", b" "])
-def test_a_strange_plan_ends_the_round(stores: Stores, clock: FastClock, plan: bytes) -> None:
-    stores(1).set("round/1/plan", plan)
-    with pytest.raises(IslandLostError):
-        Ledger(stores(0), 0, 2, clock=clock).arrive(1, {}, 5)
+@pytest.mark.parametrize("rubbish", [b"\xff\xff", b"{}", b" ", b'{"body": "{}", "mac": "00"}'])
+def test_rubbish_in_the_place_of_a_decision_decides_nothing(stores: Stores, clock: FastClock, rubbish: bytes) -> None:
+    for name in ("plan", "outcome"):
+        stores(1).log.store.put(f"rounds/00000001/00/{name}.json", rubbish)
+
+    def run(island: int) -> str:
+        one = unanimity(stores(island), island, 2, clock=clock)
+        convene(one, 1, offer_of(island))
+        return vote(one, 1).kind
+
+    assert run_islands(2, run) == ["commit"] * 2
+    assert stores(0).log.read("rounds/00000001/00/outcome-2.json", OutcomeRecord)
 
 
-@pytest.mark.parametrize("vote", [b"{", b"[]", b'{"ok": 1}', b'{"ok": true}', b'{"ok": "yes", "digest": "ab"}'])
-def test_a_strange_vote_commits_nothing(stores: Stores, vote: bytes) -> None:
-    stores(1).set("round/1/vote/1", vote)
-    try:
-        committed, _ = Ledger(stores(0), 0, 2).settle(1, ok(), 5)
-    except RendezvousError:
-        committed = False
-    assert not committed
-    assert not stores(1).check(["round/1/outcome"]) or stores(1).get("round/1/outcome") != b"commit"
+@pytest.mark.parametrize("rubbish", [b"{", b"[]", b'{"island": 1, "mean": "ab"}'])
+def test_rubbish_in_the_place_of_a_vote_commits_nothing(stores: Stores, clock: FastClock, rubbish: bytes) -> None:
+    stores(1).log.store.put(vote_path("rounds/00000001/00", 1), rubbish)
+    with pytest.raises(IslandLostError, match=r"islands \[1\] did not vote"):
+        vote(unanimity(stores(0), 0, 2, 5.0, clock=clock), 1)
+
+
+def test_a_commit_of_another_average_ends_the_run(stores: Stores) -> None:
+    """Whoever has the run's key can write one."""
+    stores(1).log.put("rounds/00000001/00/outcome.json", OutcomeRecord(by=1, kind="commit", mean="cd"))
+    say(stores(1), 1, yes(1))
+    with pytest.raises(IslandLostError, match="island 1 says that all hold another average; start all islands again"):
+        vote(unanimity(stores(0), 0, 2), 1)
 
 
 JOIN = {
@@ -451,8 +492,6 @@ JOIN = {
 RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
-    (ArrivalRecord, {"weight": 2.5, "norm": 1.5, "digest": "ab12", "rates": [1e-3, 0.0]}),
-    (VoteRecord, {"ok": True, "digest": "ab12", "reason": "", "again": False}),
     (CheckpointsRecord, {"rounds": [1, 2]}),
 ]
 
@@ -505,7 +544,7 @@ def test_no_record_crashes(content: Any) -> None:
 @pytest.mark.parametrize("digest", ["", "xyz", "AB", "a" * 65, "ab\n"])
 def test_a_digest_is_hexadecimal(digest: str) -> None:
     with pytest.raises(RendezvousError, match="digest"):
-        parse_records(ArrivalRecord, [{"weight": 1.0, "digest": digest}])
+        parse_records(StateRecord, [{"round": 1, "digest": digest, "resumed": False}])
 
 
 # The store is gone
@@ -513,16 +552,17 @@ def test_a_digest_is_hexadecimal(digest: str) -> None:
 
 def test_a_dead_store_means_island_0_is_lost() -> None:
     keeper = KeptStore()
-    book = Ledger(keeper.client(), 1, 2)
+    store = keeper.client()
+    one = unanimity(store, 1, 2, 30.0)
     ended = threading.Timer(0.3, keeper_ends := [keeper].clear)
     del keeper
     ended.start()
     with pytest.raises(
         IslandLostError, match=r"rendezvous, which island 0 keeps, does not answer .*Start all islands again"
     ) as caught:
-        book.arrive(1, {}, 30)
+        convene(one, 1, offer_of(1))
     assert caught.value.islands == (0,)
-    for call in (lambda: book.settle(1, ok(), 5), lambda: book.leave(2), lambda: book.share("done", {}, 5)):
+    for call in (lambda: vote(one, 1), lambda: one.leave(2), lambda: Ledger(store, 1, 2).share("done", {}, 5)):
         with pytest.raises(IslandLostError):
             call()
     assert keeper_ends is not None

@@ -200,16 +200,14 @@ def enter(port: Port, who: Signer | None, number: int) -> ValueStore:
 
 def test_a_value_in_the_name_of_another_counts_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     stores = [enter(port, signer(island), island) for island in range(3)]
-    for key in ("join/1", "round/3/arrived/1", "training-2/round/3+1/vote/1", "graph/waits/1", "share/x/0/1"):
+    for key in ("join/1", "training-2/state/1", "graph/waits/1", "share/x/0/1"):
         stores[2].set(key, "from island 2")
         assert not stores[0].check([key]), key
         stores[1].set(key, "from island 1")
         assert stores[0].get(key) == b"from island 1"
     assert "island 2 has signed values/join/1.json in the name of island 1" in caplog.text
     assert (
-        stores[2].compare_set("round/3/plan", "", "late 1")
-        == stores[0].compare_set("round/3/plan", "", "")
-        == b"late 1"
+        stores[2].compare_set("mesh/lane0", "", "late 1") == stores[0].compare_set("mesh/lane0", "", "") == b"late 1"
     )
     Members(stores[1].log, 1).enter(may_return=False)
 

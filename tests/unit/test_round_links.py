@@ -15,14 +15,14 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import ledger
-from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.candidates import offer_path
+from hf_diloco.membership.round_records import Attempt
+from hf_diloco.membership.unanimity import Unanimity
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
-from tests.islands import CountingStore, run_islands, try_islands
-
-
-def ok(digest: str = "ab") -> dict[str, Any]:
-    return {"ok": True, "digest": digest}
+from tests.fixed_runs import CountingObjects, convene, offer_of, unanimity, vote
+from tests.islands import run_islands, try_islands
 
 
 class Links:
@@ -54,15 +54,14 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
     network, store = MemoryNetwork(num_islands), ValueStore.in_memory()
 
     def run(island: int) -> None:
-        counting: Any = CountingStore(store)
+        counting: Any = CountingObjects(store.log.store)
         links = Links(network, island)
-        book = Ledger(counting, island, num_islands, links=[links])
+        one = unanimity(store, island, num_islands, 50.0, links=[links], log=RunLog(counting, store.log.seal))
         for number in (1, 2, 3):
-            arrived = book.arrive(number, {"island": island, "round": number}, 50)
-            assert arrived == [{"island": other, "round": number} for other in range(num_islands)]
-            committed, votes = book.settle(number, ok(f"{number}"), 50)
-            assert committed
-            assert votes == {str(other): ok(f"{number}") for other in range(num_islands)}
+            attempt = convene(one, number, offer_of(island, serial=number))
+            offers = one.offers_of(attempt, "ab")
+            assert [(offer.island, offer.serial) for offer in offers] == [(i, number) for i in range(num_islands)]
+            assert vote(one, number, f"a{number}").kind == "commit"
             assert (counting.trips, links.num_sent) == (number, 2 * number)
 
     run_islands(num_islands, run)
@@ -72,33 +71,62 @@ def test_what_the_links_lose_is_in_the_store(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
     network, store = MemoryNetwork(3), ValueStore.in_memory()
 
-    def run(island: int) -> bool:
-        book = Ledger(store, island, 3, links=[Links(network, island, lambda peer: True)])
-        assert len(book.arrive(1, {"weight": 1}, 30)) == 3
-        return book.settle(1, ok(), 30)[0]
+    def run(island: int) -> str:
+        one = unanimity(store, island, 3, 30.0, links=[Links(network, island, lambda peer: True)])
+        convene(one, 1, offer_of(island))
+        return vote(one, 1).kind
 
-    assert run_islands(3, run) == [True] * 3
+    assert run_islands(3, run) == ["commit"] * 3
+
+
+OFFERS = f"{Attempt(1, 0).path}/offers"
+
+
+def message(topic: str, record: Any) -> bytes:
+    return json.dumps({"topic": topic, "record": record}).encode()
 
 
 @pytest.mark.parametrize(
-    "message",
-    [b"", b"{}", json.dumps({"topic": "round/1/vote", "record": {}}).encode(), b'{"topic": "round/1/arrived"}'],
+    "sent",
+    [
+        b"",
+        b"{}",
+        message("rounds/00000001/00/votes", {}),
+        message("rounds/00000001/01/offers", {}),
+        message(OFFERS, None),
+        message(OFFERS, offer_of(0).model_dump()),
+    ],
+    ids=["empty", "nothing", "votes", "another attempt", "no record", "in another's name"],
 )
-def test_a_message_about_something_else_is_passed_over(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_about_something_else_is_passed_over(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
     network, store = MemoryNetwork(2), ValueStore.in_memory()
-    network.lane("0", 1).send_message(message, lambda: None)
-    store.set("round/1/arrived/1", json.dumps({"weight": 7}))
-    book = Ledger(store, 0, 2, links=[network.lane("0", 0)])
-    assert book.arrive(1, {"weight": 1}, 30) == [{"weight": 1}, {"weight": 7}]
+    network.lane("0", 1).send_message(sent, lambda: None)
+    store.log.put(offer_path(Attempt(1, 0), offer_of(1)), offer_of(1, weight=7.0))
+    plan = convene(unanimity(store, 0, 2, 30.0, links=[network.lane("0", 0)]), 1, offer_of(0)).plan
+    assert plan is not None
+    assert [part.weight for part in plan.participants] == [1.0, 7.0]
 
 
-@pytest.mark.parametrize("message", [b"nonsense", b"[1]", b"[" * 50_000])
-def test_a_message_that_is_no_record_is_refused(message: bytes) -> None:
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (b"nonsense", "the record rounds/00000001/00/offers/1 is not JSON of this package"),
+        (b"[1]", "the record rounds/00000001/00/offers/1 is not JSON of this package"),
+        (b"[" * 50_000, "the record rounds/00000001/00/offers/1 is not JSON of this package"),
+        (message(OFFERS, {}), "island 1 sent a OfferRecord .* install the same version on all islands"),
+        (
+            message(OFFERS, offer_of(1).model_dump() | {"x": 1}),
+            "island 1 sent a OfferRecord .*install the same version",
+        ),
+    ],
+)
+def test_a_message_that_is_no_record_is_refused(sent: bytes, text: str) -> None:
     network = MemoryNetwork(2)
-    network.lane("0", 1).send_message(message, lambda: None)
-    with pytest.raises(RendezvousError, match="the record round/1/arrived/1 is not JSON of this package"):
-        Ledger(ValueStore.in_memory(), 0, 2, links=[network.lane("0", 0)]).arrive(1, {}, 30)
+    network.lane("0", 1).send_message(sent, lambda: None)
+    one = unanimity(ValueStore.in_memory(), 0, 2, 30.0, links=[network.lane("0", 0)])
+    with pytest.raises(RendezvousError, match=text):
+        convene(one, 1, offer_of(0))
 
 
 def test_who_goes_on_while_another_leaves_learns_why_its_exchange_fails() -> None:
@@ -106,33 +134,29 @@ def test_who_goes_on_while_another_leaves_learns_why_its_exchange_fails() -> Non
     network, store = MemoryNetwork(3), ValueStore.in_memory()
     has_left = threading.Event()
 
-    def run(island: int) -> bool:
+    def run(island: int) -> None:
         links = Links(network, island, lambda peer: island == 1 and peer == 2)
-        book = Ledger(store, island, 3, lambda: island == 1 and len(links.messages()) == 1, links=[links])
+        should_stop = lambda: island == 1 and len(links.messages()) == 1  # noqa: E731
+        one = unanimity(store, island, 3, 30.0, should_stop, links=[links])
         if island == 1:
             with pytest.raises(StopRequested):
-                book.arrive(1, {}, 30)
+                convene(one, 1, offer_of(island))
             has_left.set()
-            return False
-        assert len(book.arrive(1, {}, 30)) == 3, "it has heard all"
+            return
+        attempt = convene(one, 1, offer_of(island))
+        assert attempt.plan is not None, "it has heard all"
         assert has_left.wait(30)
-        committed, _ = book.settle(1, {"ok": False, "digest": "", "reason": "island 1 was lost"}, 30)
         with pytest.raises(IslandLostError, match="island 1 left the run before round 1"):
-            book.check_plan(1, 30)
-        return committed
+            one.abort(attempt, "", "island 1 was lost")
 
-    assert run_islands(3, run) == [False] * 3
-
-
-def test_a_plan_that_nobody_wrote_explains_nothing() -> None:
-    Ledger(ValueStore.in_memory(), 0, 2).check_plan(1, 30)
+    run_islands(3, run)
 
 
 def test_who_is_asked_to_stop_as_well_stops() -> None:
     store = ValueStore.in_memory()
-    Ledger(store, 1, 2).leave(1)
+    unanimity(store, 1, 2).leave(1)
     with pytest.raises(StopRequested):
-        Ledger(store, 0, 2, should_stop=lambda: True).check_plan(1, 30)
+        unanimity(store, 0, 2, should_stop=lambda: True).abort(Attempt(1, 0), "", "island 1 was lost")
 
 
 class Jittery:
@@ -144,28 +168,29 @@ class Jittery:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._inner, name)
+        if not callable(operation):
+            return operation
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            result = operation(*arguments)
+            result = operation(*arguments, **named)
             time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
             return result
 
         return call
 
 
-def take_round(book: Ledger, patience: float, has_gone: threading.Event) -> bool:
+def take_round(one: Unanimity, island: int, has_gone: threading.Event) -> bool:
     """One island's round, with an exchange in which all must take part; whether it is committed."""
     try:
-        book.arrive(1, {}, patience)
+        attempt = convene(one, 1, offer_of(island))
+        outcome = one.abort(attempt, "", "cut") if has_gone.wait(0.003) else one.commit(attempt, [], "ab")
+        if outcome.kind == "commit":
+            return True
     except (StopRequested, IslandLostError):
-        has_gone.set()
-        return False
-    exchanged = not has_gone.wait(0.003)
-    committed, _ = book.settle(1, ok() if exchanged else {"ok": False, "digest": ""}, patience)
-    if not committed:
-        has_gone.set()
-    return committed
+        pass
+    has_gone.set()
+    return False
 
 
 @given(
@@ -186,9 +211,11 @@ def test_all_commit_a_round_or_none_whoever_leaves_gives_up_or_loses_its_links(
     def run(island: int) -> bool:
         asked = time.monotonic() + stopping if stopping is not None and island == 0 else float("inf")
         links = Links(network, island, lambda peer: island in losing and chance.random() < 0.5)
-        jittery: list[Any] = [Jittery(store, seed + island), Jittery(links, seed - island)]
-        book = Ledger(jittery[0], island, num_islands, lambda: time.monotonic() > asked, links=jittery[1:])
-        return take_round(book, patience[island], has_gone)
+        jittery: Any = Jittery(store.log.store, seed + island)
+        slow: list[Any] = [Jittery(links, seed - island)]
+        log, should_stop = RunLog(jittery, store.log.seal), lambda: time.monotonic() > asked
+        one = unanimity(store, island, num_islands, patience[island], should_stop, links=slow, log=log)
+        return take_round(one, island, has_gone)
 
     with mock.patch.object(ledger, "LOOK_SECONDS", 0.02):
         outcomes = set(run_islands(num_islands, run))
@@ -201,15 +228,15 @@ def test_again_and_again_keeps_the_links_in_step() -> None:
     """Each try has its own messages, though island 1 is always slower than the others."""
     network, store = MemoryNetwork(3), ValueStore.in_memory()
 
-    def run(island: int) -> list[bool]:
-        book = Ledger(store, island, 3, links=[network.lane("0", island)])
-        committed = []
+    def run(island: int) -> list[str]:
+        one = unanimity(store, island, 3, 30.0, links=[network.lane("0", island)])
+        kinds: list[str] = []
         for number in (1, 1, 1, 2):
             time.sleep(0.02 if island == 1 else 0)
-            again = {"ok": False, "digest": "", "reason": "damaged", "again": True}
-            book.arrive(number, {"island": island}, 30)
-            is_damaged = number == 1 and book.tries(1) == island
-            committed.append(book.settle(number, again if is_damaged else ok(), 30)[0])
-        return committed
+            attempt = convene(one, number, offer_of(island))
+            is_damaged = number == 1 and attempt.number == island < 2
+            outcome = one.abort(attempt, "an offer", "damaged") if is_damaged else one.commit(attempt, [], "ab")
+            kinds.append(outcome.kind)
+        return kinds
 
-    assert try_islands(3, run)[0] == [False, False, False, True]
+    assert try_islands(3, run)[0] == ["abort", "abort", "commit", "commit"]

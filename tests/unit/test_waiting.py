@@ -10,12 +10,12 @@ import pytest
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
-from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.candidates import Rules, offer_path
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.member_records import IncarnationRecord
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import OfferRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord
 from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
@@ -25,6 +25,7 @@ from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes, name_all
 from tests.clocks import StillClock
+from tests.fixed_runs import convene, offer_of, unanimity, vote
 
 
 @pytest.fixture
@@ -90,19 +91,17 @@ def test_the_ledger_says_who_has_not_come(clock: StillClock, caplog: pytest.LogC
     assert caplog.messages == ["island 0: waiting for islands 1, 2 at tcp://h:29400 (3 s of 5 s)"]
 
 
-def test_the_ledger_says_who_is_late_for_a_round_and_for_its_vote(
-    clock: StillClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_says_who_is_late_for_it_and_for_its_vote(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
     store = ValueStore.in_memory()
-    store.set("round/7/arrived/1", "{}")
-    book = Ledger(store, 0, 3, clock=clock)
+    store.log.put(offer_path(Attempt(7, 0), offer_of(1)), offer_of(1))
     with pytest.raises(IslandLostError):
-        book.arrive(7, {}, 40)
+        convene(unanimity(store, 0, 3, 40.0, clock=clock), 7, offer_of(0))
     assert caplog.messages[0] == "island 0: round 7: waiting for island 2 (3 s of 40 s)"
     assert len(caplog.messages) == 2
     caplog.clear()
     clock.sleep(30)
-    book.settle(8, {"ok": True, "digest": "ab"}, 10)
+    with pytest.raises(IslandLostError):
+        vote(unanimity(store, 0, 3, 10.0, clock=clock), 8)
     assert caplog.messages == ["island 0: round 8, vote: waiting for islands 1, 2 (3 s of 10 s)"]
 
 

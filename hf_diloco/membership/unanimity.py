@@ -1,0 +1,317 @@
+"""Rounds that need all islands: whether all are there, and whether the round happened.
+
+Records and attempts are those of islands that come and go (`membership.quorum`). What "all" makes of them:
+
+    offer     goes over the islands' open connections as well, which takes half a round trip; in the store, which may
+              be far away, it is read only where a connection has failed
+    plan      follows from the offers of all, so nobody waits for it or reads it: island 0 writes it for people
+    vote      travels as an offer does, and says why an island holds no average
+    outcome   "commit" takes equal votes of all. "abort" is written by whoever first sees that these will not come:
+              an island is late, gone, leaves, has finished, or could not make the average
+
+An abort ends the run on all islands, and says why. Only where all have voted, and their averages differ or values came
+damaged, do they take the round again, in its next attempt.
+
+An island that holds all offers goes on, though another may leave at that moment: then the exchange fails, and the
+outcome says why. A round never half-happens: whoever gives up waiting writes "abort", and if "commit" was there first,
+reads that and commits. An island must know that its outcome counts: with that, a round takes two round trips, however
+many islands there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, StopRequested
+from hf_diloco.membership.candidates import make_plan, offer_path, why_useless
+from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
+from hf_diloco.membership.ledger import LOOK_SECONDS, RESUMES, Ledger, parse
+from hf_diloco.membership.records import parse_some
+from hf_diloco.membership.round_records import ABSTENTION, Attempt, Digest, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.membership.voting import vote_path
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.question import looking_once
+from hf_diloco.utils.clock import Clock
+from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.threads import call_behind
+from hf_diloco.utils.waiting import name_all
+
+MAX_TRIES = 3
+"""Attempts of one round whose averages differ or come damaged."""
+KEPT_ATTEMPTS = 64
+"""Of which plans and outcomes stay in the store, which is in island 0's memory."""
+
+R = TypeVar("R", OfferRecord, VoteRecord)
+
+
+class Links(Protocol):
+    """Carries messages among the leaders; see `hf_diloco.transport.base.Exchange`."""
+
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool: ...
+
+    def messages(self) -> dict[int, bytes]: ...
+
+
+class _Watch:
+    """Looks now and then for broken connections: what is broken twice running is gone."""
+
+    def __init__(self, find_broken: Callable[[], Collection[int]], clock: Clock) -> None:
+        self._find_broken = find_broken
+        self._clock = clock
+        self._broken: set[int] = set()
+        self._next_at = clock.now() + LOOK_SECONDS
+        self.gone: set[int] = set()
+
+    def look(self) -> set[int]:
+        if self._clock.now() >= self._next_at:
+            before, self._broken = self._broken, set(self._find_broken())
+            self.gone = before & self._broken
+            self._next_at = self._clock.now() + LOOK_SECONDS
+        return self.gone
+
+
+class Unanimity:
+    """One island's part in deciding rounds; used by the island's leader only.
+
+    Args:
+        ledger: of all islands.
+        log: of the run.
+        patience: seconds to wait for all offers.
+        vote_patience: seconds to wait for all votes.
+        find_broken: names islands whose connections have broken; those that are gone are not waited for.
+        links: of which the first carries messages; may be filled later. Without one, the store carries all.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        log: RunLog,
+        patience: float,
+        vote_patience: float,
+        find_broken: Callable[[], Collection[int]] = tuple,
+        links: Sequence[Links] = (),
+    ) -> None:
+        self._ledger = ledger
+        self._log = log
+        self._patience = patience
+        self._vote_patience = vote_patience
+        self._find_broken = find_broken
+        self._links = links
+        self._island = ledger.island
+        self._decisions = Decisions(log, ledger.island, ledger.clock)
+        self._next = Attempt(0, 0)  # of a round that is taken again
+        self._offers: dict[int, OfferRecord] = {}
+        self._said: list[str] = []
+        self._planned: deque[str] = deque()
+
+    def current(self, round_number: int) -> Attempt:
+        """The attempt of a round that comes next."""
+        return self._next if self._next.round == round_number else Attempt(round_number, 0)
+
+    def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt:
+        """Offers, and waits for the offers of all islands; returns the attempt with its plan.
+
+        Raises:
+            IslandLostError: an island did not come in time, is gone, or has left the run.
+            StopRequested: this island was asked to stop before it knew that all had come.
+            DivergedError: the islands start the round from different outer parameters.
+            ExchangeError: no island has a pseudo-gradient that counts.
+        """
+        number = attempt.round
+        try:
+            offers, missing, gone = self._gather(attempt, offer, f"round {number}", self._patience, may_stop=True)
+        except StopRequested:
+            self.leave(number)
+            raise
+        if gone:
+            reason = f"{name_all(gone)} lost before round {number}: the connection broke"
+            raise self._end(self._give_up(attempt, gone, reason))
+        if missing:
+            reason = (
+                f"{name_all(missing)} did not reach round {number} within sync_timeout ({self._patience:g} s): raise "
+                "that, or give it fewer inner steps' worth of work, if it is only slow"
+            )
+            raise self._end(self._give_up(attempt, missing, reason))
+        if len({one.state for one in offers.values()}) > 1:
+            states = ", ".join(f"island {island}: {one.state[:12]}" for island, one in sorted(offers.items()))
+            raise DivergedError(
+                f"before round {number} the islands hold different outer parameters ({states}): this should be "
+                "impossible; suspect memory or a changed library, and resume from the last checkpoint"
+            )
+        self._offers = offers
+        made = {island: (offer_path(attempt, one), one) for island, one in offers.items()}
+        attempt = replace(attempt, plan=make_plan(number, 0, made, why_useless))
+        self._tidy(attempt)
+        return attempt
+
+    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord]:
+        """The offers that the plan of the attempt that was convened takes, in its order."""
+        assert attempt.plan is not None
+        return [self._offers[participant.island] for participant in attempt.plan.participants]
+
+    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord:
+        """Votes for an average, and waits for what is decided: it is committed, or the votes are split.
+
+        Raises:
+            IslandLostError: neither; an island could not make the average, or is lost.
+            StopRequested: likewise, and this island was asked to stop.
+        """
+        outcome = self._vote(attempt, VoteRecord(island=self._island, mean=mean))
+        if outcome.mean != mean and not outcome.is_split:
+            raise self._end(outcome)
+        return outcome
+
+    def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
+        """Says why this island holds no average; returns what is decided.
+
+        Args:
+            attempt: which.
+            offer: whose values came damaged, so that the round may be taken again; "" if there is another reason.
+            reason: in words.
+
+        Raises:
+            IslandLostError: another island had given the round up, or left; says why.
+            StopRequested: likewise, and this island was asked to stop.
+        """
+        again = bool(offer) and attempt.number + 1 < MAX_TRIES
+        outcome = self._vote(attempt, VoteRecord(island=self._island, mean=ABSTENTION, reason=reason, again=again))
+        if outcome.lost and self._island not in outcome.lost:
+            raise self._end(outcome)
+        return outcome
+
+    def _vote(self, attempt: Attempt, vote: VoteRecord) -> OutcomeRecord:
+        patience = self._vote_patience if vote.mean or vote.again else 0.0
+        votes, *_ = self._gather(attempt, vote, f"round {attempt.round}, vote", patience)
+        outcome = self._decide(attempt, verdict(self._island, votes, self._ledger.num_islands, attempt.round))
+        if outcome.is_split:
+            self._next = Attempt(attempt.round, attempt.number + 1)
+        return outcome
+
+    def leave(self, round_number: int, finished: bool = False) -> None:
+        """Tells the others that this island takes no part in a round, so that nobody waits for it.
+
+        Args:
+            round_number: the first one without it.
+            finished: it has done all that it was to do.
+        """
+        reason = (
+            f"ended after round {round_number - 1}, having taken all its steps, and others have more to take: give "
+            "all islands the same number of steps (max_steps, or as many turns of the loop)"
+            if finished
+            else f"left the run before round {round_number}: it was asked to stop, or lost another island"
+        )
+        self._give_up(self.current(round_number), [self._island], f"island {self._island} {reason}")
+
+    def _give_up(self, attempt: Attempt, lost: Sequence[int], reason: str) -> OutcomeRecord:
+        return self._decide(attempt, OutcomeRecord(by=self._island, kind="abort", lost=list(lost), reason=reason))
+
+    def _decide(self, attempt: Attempt, wish: OutcomeRecord) -> OutcomeRecord:
+        return self._ledger.guard(partial(self._decisions.decide, attempt.path, wish))
+
+    def _end(self, outcome: OutcomeRecord) -> DiLoCoError:
+        """The error for a round that is not taken again."""
+        if outcome.lost and self._ledger.should_stop():
+            return StopRequested()
+        reason = outcome.reason or f"island {outcome.by} says that all hold another average"
+        return IslandLostError(f"{reason}; start all islands again: {RESUMES}", outcome.lost)
+
+    # What all say
+
+    def _gather(
+        self, attempt: Attempt, own: R, what: str, patience: float, may_stop: bool = False
+    ) -> tuple[dict[int, R], list[int], list[int]]:
+        """Says something to all islands, and waits for what they say, unless the attempt is decided before.
+
+        Nobody waits for the store to take what links carry: it is read there only where one of them fails.
+
+        Returns:
+            What they say; who says nothing; and who of those is gone.
+        """
+        path, kind = _path_of(attempt, own), type(own)
+        folder = path.rpartition("/")[0]
+
+        def look(absent: Collection[int]) -> dict[int, R] | None:
+            with looking_once(self._log.store, [attempt.path]):
+                records = self._log.read_all(self._log.list(f"{folder}/"), kind)
+                said = {record.island: record for path, record in records.items() if path == _path_of(attempt, record)}
+                is_over = not said.keys() >= set(absent) and self._decisions.outcome(attempt.path) is not None
+            return None if is_over else said
+
+        def hear(links: Links) -> dict[int, R]:
+            sent = links.messages().items()
+            raw = {island: parse(f"{folder}/{island}", message) for island, message in sent if message}
+            said = {island: one.get("record") for island, one in raw.items() if one.get("topic") == folder}
+            records = parse_some(kind, {island: one for island, one in said.items() if isinstance(one, dict)})
+            return {island: record for island, record in records.items() if record.island == island}
+
+        self._said.append(path)
+        put = partial(self._ledger.guard, partial(self._log.put, path, own))
+        links = self._links[0] if self._links else None
+        message = json.dumps({"topic": folder, "record": own.model_dump()}).encode()
+        if links and links.send_message(message, self._ledger.news.set):
+            call_behind(put, IslandLostError)  # which is met where the store is needed
+        else:
+            links = None
+            put()
+        watch = _Watch(self._find_broken, self._ledger.clock)
+        wait = self._ledger.notes.begin(patience, what)
+        found, heard = {self._island: own}, partial(hear, links) if links else None
+        missing = self._ledger.collect(found, look, patience, wait, may_stop, heard, watch.look)
+        return found, missing, sorted(watch.gone.intersection(missing))
+
+    def _tidy(self, attempt: Attempt) -> None:
+        """What this island said in earlier attempts goes, as all have come to this one. Island 0, which keeps the
+        store, also writes the plan, and forgets decisions of long ago."""
+        plan, gone, self._said = attempt.plan, self._said[:-1], self._said[-1:]
+        if self._island == 0:
+            self._planned.append(attempt.path)
+            old = [self._planned.popleft()] if len(self._planned) > KEPT_ATTEMPTS else []
+            gone += [path_of(one) for one in old for path_of in (plan_path, outcome_path)]
+
+        def write() -> None:
+            if plan and self._island == 0:
+                self._log.put(plan_path(attempt.path), plan)
+            self._log.store.delete(gone)
+
+        call_behind(partial(self._ledger.guard, write), IslandLostError)
+
+
+def _path_of(attempt: Attempt, record: OfferRecord | VoteRecord) -> str:
+    if isinstance(record, VoteRecord):
+        return vote_path(attempt.path, record.island)
+    return offer_path(attempt, record)
+
+
+def verdict(by: int, votes: Mapping[int, VoteRecord], num_islands: int, round_number: int) -> OutcomeRecord:
+    """The outcome that an island is for.
+
+    Args:
+        by: this island.
+        votes: that it has seen, by island.
+        num_islands: that have a vote.
+        round_number: of the round.
+    """
+    abort = partial(OutcomeRecord, by=by, kind="abort")
+    silent = [island for island in range(num_islands) if island not in votes]
+    reasons = "; ".join(f"island {island}: {vote.reason}" for island, vote in sorted(votes.items()) if not vote.mean)
+    if not silent and all(vote.mean or vote.again for vote in votes.values()):
+        means = {vote.mean for vote in votes.values()}
+        if len(means) == 1 and not reasons:
+            return OutcomeRecord(by=by, kind="commit", mean=means.pop())
+        return abort(is_split=True, reason=reasons or _differ(votes))
+    cause = reasons or f"islands {silent} did not vote, being lost or late"
+    return abort(lost=[] if reasons else silent, reason=f"round {round_number} was aborted; {cause}")
+
+
+def _differ(votes: Mapping[int, VoteRecord]) -> str:
+    """How averages differ, and who stands against a majority."""
+    usual, count = Counter(vote.mean for vote in votes.values()).most_common(1)[0]
+    wrong = [island for island, vote in votes.items() if vote.mean != usual] if 2 * count > len(votes) else []
+    of = f" of {plural('island', len(wrong))} {numbers(wrong)}" if wrong else ""
+    means = ", ".join(f"island {island}: {vote.mean[:12]}" for island, vote in sorted(votes.items()))
+    return f"the islands computed different averages ({means}): suspect memory{of}, or what differs between machines"
