@@ -21,6 +21,7 @@ many islands there are.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.threads import call_behind
 from hf_diloco.utils.waiting import name_all
+
+logger = logging.getLogger("hf_diloco")
 
 MAX_TRIES = 3
 """Attempts of one round whose averages differ or come damaged."""
@@ -145,7 +148,11 @@ class Unanimity:
             )
         self._offers = offers
         made = {island: (offer_path(attempt, one), one) for island, one in offers.items()}
-        attempt = replace(attempt, plan=make_plan(number, 0, made, why_useless))
+        plan = make_plan(number, 0, made, why_useless)
+        for island, reason in plan.left_out.items():
+            what = f"round {number}: the pseudo-gradient of island {island} is left out"
+            logger.warning("%s (%s): the island continues from the others' average", what, reason)
+        attempt = replace(attempt, plan=plan)
         self._tidy(attempt)
         return attempt
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
-from hf_diloco.membership.round_records import OutcomeRecord
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.catch_up import Archive, Recovery
@@ -49,12 +49,14 @@ class ElasticRounds(Rounds):
         refused: islands whose contributions did not count in rounds of this process, with the last reason.
     """
 
+    plans: QuorumPlans
+
     def __init__(self, context: RoundContext) -> None:
-        super().__init__(context.config, context.outer, context.island)
+        plans = QuorumPlans(context.outer, context.island, context.quorum)
+        super().__init__(context.config, context.outer, context.island, plans)
         self.context = context
         self._engine_of = context.engine_of
         self._snapshots = context.snapshots
-        self.plans = QuorumPlans(context.outer, context.island, context.quorum)
         self.recovery = Recovery(context)
         self._offers = Offers(context)
         self._doubts = Doubts(context.island.is_leader)
@@ -95,12 +97,9 @@ class ElasticRounds(Rounds):
         planned, outcome = last
         return planned.number == self.outer.round and outcome.by != self.config.island
 
-    def agree(self, own: Contribution) -> PlannedRound:
-        """Offers what this island has, and waits for the plan."""
-        with own.clock.counts("exchanging"):
-            offer = self._offers.make(own)
-        with own.clock.counts("waiting"):
-            return self.plans.convene(offer)
+    def make_offer(self, own: Contribution) -> OfferRecord:
+        """See `Rounds.make_offer`."""
+        return self._offers.make(own)
 
     def capture(self, clock: SyncClock) -> Contribution:
         """See `round.capture`, once nothing else needs the scratch vector, and the masters have what they wait for."""

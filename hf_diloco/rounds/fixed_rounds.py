@@ -14,6 +14,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
+from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.digests import combine_digests
 from hf_diloco.outer.state import OuterState
@@ -45,8 +46,7 @@ class FixedRounds(Rounds):
         unanimity: Unanimity | None,
         exchanges: Sequence[Exchange],
     ) -> None:
-        super().__init__(config, outer, island)
-        self._plans = Plans(outer, island, unanimity)
+        super().__init__(config, outer, island, Plans(outer, island, unanimity))
         self._exchanges = exchanges
         self.buffers: list[Partition] = []
 
@@ -58,9 +58,7 @@ class FixedRounds(Rounds):
             DiLoCoError: it does not take place. The exchanges are closed: those who yet wait for this island see it.
         """
         try:
-            with own.clock.counts("waiting"):
-                planned = self._agree(own)
-            report = self.attempt(planned, own, own.delta)
+            report = self.attempt(self.agree(own), own, own.delta)
         except DiLoCoError:
             for exchange in list(self._exchanges):
                 exchange.close()
@@ -76,19 +74,11 @@ class FixedRounds(Rounds):
         for exchange, size in zip(self._exchanges, sizes, strict=False):  # none if the session is closing
             exchange.expect(size, self.outer.codec)
 
-    def _agree(self, own: Contribution) -> PlannedRound:
-        """Waits for all islands."""
+    def make_offer(self, own: Contribution) -> OfferRecord:
+        """See `Rounds.make_offer`."""
         for exchange, part in self._lanes(own.fragment.partition, own.delta):
             exchange.prepare(part, self.outer.codec)
-        planned = self._plans.convene(own.offer(self.config.island, 1, own.number, self.outer.outer_hash))
-        if planned.left_out and self.island.is_leader:
-            logger.warning(
-                "round %d: the pseudo-gradient of islands %s is left out: it is not finite, or has no examples behind "
-                "it; they continue from the others' average",
-                own.number,
-                list(planned.left_out),
-            )
-        return planned
+        return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
     def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
         """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""
@@ -98,7 +88,7 @@ class FixedRounds(Rounds):
             own.clock.traffic += self.island.on_all(partial(self._average_lanes, plan, partition, mean, stats))
         except DiLoCoError as failure:
             damaged = failure.islands if isinstance(failure, DamagedTransferError) else ()
-            if self._plans.abort(plan, damaged, str(failure)).is_split:
+            if self.plans.abort(plan, damaged, str(failure)).is_split:
                 self._say_again(own.number, str(failure))
                 return None
             raise
@@ -131,7 +121,7 @@ class FixedRounds(Rounds):
             DivergedError: the islands' averages differ, and have before.
         """
         with own.clock.counts("waiting"):
-            outcome = self._plans.commit(plan, digest)
+            outcome = self.plans.commit(plan, digest)
         if outcome.kind == "commit":
             return True
         if plan.attempt + 1 >= MAX_TRIES:

@@ -29,7 +29,7 @@ from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport, cosine_to_others
-from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.rounds.round_plan import PlannedRound, Plans
 
 
 class RoundPassed(DiLoCoError):
@@ -141,12 +141,14 @@ class Rounds(ABC):
         config: the outer loop's settings.
         outer: this rank's outer state.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
+        plans: what is decided of them.
     """
 
-    def __init__(self, config: DiLoCoConfig, outer: OuterState, island: IslandGroup) -> None:
+    def __init__(self, config: DiLoCoConfig, outer: OuterState, island: IslandGroup, plans: Plans) -> None:
         self.config = config
         self.outer = outer
         self.island = island
+        self.plans = plans
 
     @abstractmethod
     def carry_out(self, own: Contribution) -> SyncReport:
@@ -155,6 +157,17 @@ class Rounds(ABC):
         Raises:
             DiLoCoError: it does not take place, or without this contribution. Nothing was changed.
         """
+
+    def agree(self, own: Contribution) -> PlannedRound:
+        """Offers what this island has, and waits for the plan."""
+        with own.clock.counts("exchanging"):
+            offer = self.make_offer(own)
+        with own.clock.counts("waiting"):
+            return self.plans.convene(offer)
+
+    @abstractmethod
+    def make_offer(self, own: Contribution) -> OfferRecord:
+        """Makes a pseudo-gradient ready for others, and says what there is."""
 
     def attempt(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
         """Averages what a plan names, and takes the outer step if the islands commit it.

@@ -8,13 +8,14 @@ at least one of them wrongly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.state import OuterState
 from hf_diloco.store.log import Record
 
@@ -73,43 +74,26 @@ class PlannedRound(Record):
         return next((one.offer for one in self.plan.participants if one.island in islands), "")
 
 
-class Decides(Protocol):
-    """Decides rounds for an island: a `Quorum`, or, where all must be there, `Unanimity`."""
-
-    def current(self, round_number: int) -> Attempt: ...
-
-    def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt: ...
-
-    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord] | None: ...
-
-    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord: ...
-
-    def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord: ...
-
-
-D = TypeVar("D", bound=Decides)
-
-
-class Plans(Generic[D]):
+class Plans:
     """One rank's view of them. Every method is collective over the island's ranks.
 
     Args:
         outer: this rank's outer state: plans are of its next round.
         island: the ranks of this island.
-        quorum: decides rounds; on the island's leader only.
+        decider: decides rounds; on the island's leader only.
     """
 
-    def __init__(self, outer: OuterState, island: IslandGroup, quorum: D | None) -> None:
+    def __init__(self, outer: OuterState, island: IslandGroup, decider: Quorum | Unanimity | None) -> None:
         self.outer = outer
         self.island = island
-        self._quorum = quorum
+        self._decider = decider
         self._open: Attempt | None = None  # had no plan when `find` looked; since then others may have written one
 
     @property
-    def quorum(self) -> D:
+    def decider(self) -> Quorum | Unanimity:
         """Asked by the leader only."""
-        assert self._quorum is not None
-        return self._quorum
+        assert self._decider is not None
+        return self._decider
 
     def convene(self, offer: OfferRecord) -> PlannedRound:
         """Offers, and waits for the plan of the next round."""
@@ -117,9 +101,9 @@ class Plans(Generic[D]):
         def convene() -> dict[str, Any]:
             while True:
                 known, self._open = self._open, None
-                attempt = known if known and known.round == number else self.quorum.current(number)
+                attempt = known if known and known.round == number else self.decider.current(number)
                 if attempt.plan is None:
-                    attempt = self.quorum.convene(attempt, offer)
+                    attempt = self.decider.convene(attempt, offer)
                 if planned := self._with_offers(attempt):
                     return planned.model_dump()
 
@@ -131,7 +115,7 @@ class Plans(Generic[D]):
 
     def commit(self, planned: PlannedRound, digest: str) -> OutcomeRecord:
         """Votes for an average, and waits for what is decided."""
-        return self._decide(planned, lambda attempt: self.quorum.commit(attempt, planned.offers, digest))
+        return self._decide(planned, lambda attempt: self.decider.commit(attempt, planned.offers, digest))
 
     def abort(self, planned: PlannedRound, islands: Collection[int], reason: str) -> OutcomeRecord:
         """Says that the values of some islands could not be used, or why else there is no average.
@@ -140,14 +124,14 @@ class Plans(Generic[D]):
             What was decided, which may be otherwise.
         """
         offer = planned.offer_of(islands)
-        return self._decide(planned, lambda attempt: self.quorum.abort(attempt, offer, reason))
+        return self._decide(planned, lambda attempt: self.decider.abort(attempt, offer, reason))
 
     def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:
         raw = self.island.on_leader(lambda: call(planned.as_attempt).model_dump())
         return OutcomeRecord.model_validate(raw)
 
     def _with_offers(self, attempt: Attempt) -> PlannedRound | None:
-        offers = self.quorum.offers_of(attempt, self.outer.outer_hash)
+        offers = self.decider.offers_of(attempt, self.outer.outer_hash)
         if attempt.plan is None or offers is None:
             return None
         return PlannedRound(
@@ -165,8 +149,14 @@ class Plans(Generic[D]):
         return planned
 
 
-class QuorumPlans(Plans[Quorum]):
+class QuorumPlans(Plans):
     """Those of islands that come and go: others may have planned a round without this one, or before it came."""
+
+    @property
+    def quorum(self) -> Quorum:
+        """Asked by the leader only."""
+        assert isinstance(self._decider, Quorum)
+        return self._decider
 
     def find(self) -> PlannedRound | None:
         """The next round, if it has a plan already.

@@ -315,7 +315,7 @@ def test_an_island_that_is_not_finite_is_left_out(
         assert torch.equal(weights, torch.full_like(weights, 8.0)), "the average of 9 and 7"
         assert report.participants == [0, 2]
     assert math.isnan(results[1][1].pseudo_gradient_norm)
-    assert "round 1: the pseudo-gradient of islands [1] is left out: it is not finite" in caplog.text
+    assert "round 1: the pseudo-gradient of island 1 is left out (not finite)" in caplog.text
 
 
 def test_if_no_island_is_finite_nothing_happens(tmp_path: Path) -> None:
