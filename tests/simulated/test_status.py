@@ -19,7 +19,7 @@ from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import RendezvousError, StoreError
+from hf_diloco.errors import IslandLostError, RendezvousError, StoreError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.inner.island import IslandGroup
@@ -438,6 +438,28 @@ def test_an_island_of_fixed_membership_that_leaves_is_seen_to(tmp_path: Path, fr
     found = look_until(observe_tcp(url), lambda status: status.islands[1].phase == "finished")
     assert [island.presence for island in found.islands][1] == "ended"
     islands[0].leave()
+    leaves.join()
+
+
+def test_who_has_come_to_a_round_of_fixed_membership_and_why_it_ended(tmp_path: Path, free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(2))
+    ends: list[Any] = []
+    waits = threading.Thread(target=lambda: ends.extend(try_islands(1, lambda _: islands[0].train(2))))
+    waits.start()
+    observer = observe_tcp(url)
+    (second, first) = look_until(observer, lambda status: len(status.rounds) == 2).rounds
+    assert (first.state, first.participants) == ("committed", [0, 1])
+    assert (second.round, second.state, second.offered, second.aborted) == (2, "gathering", [0], [])
+    leaves = threading.Thread(target=lambda: islands[1].session.leave(finished=False))
+    leaves.start()
+    (second, _) = look_until(observer, lambda status: bool(status.rounds[0].aborted)).rounds
+    reason = "island 1 left the run before round 2: it was asked to stop, or lost another island"
+    assert second.aborted == [f"island 1 says: {reason}"]
+    waits.join()
+    assert isinstance(ends[0], IslandLostError)
+    assert reason in str(ends[0])
+    islands[0].session.leave(finished=False)
     leaves.join()
 
 
