@@ -33,7 +33,15 @@ from hf_diloco.membership.candidates import make_plan, offer_path, why_useless
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.ledger import LOOK_SECONDS, RESUMES, Ledger, parse
 from hf_diloco.membership.records import parse_some
-from hf_diloco.membership.round_records import ABSTENTION, Attempt, Digest, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.membership.round_records import (
+    ABSTENTION,
+    Attempt,
+    Digest,
+    OfferRecord,
+    OutcomeRecord,
+    PlanRecord,
+    VoteRecord,
+)
 from hf_diloco.membership.voting import vote_path
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import looking_once
@@ -131,30 +139,34 @@ class Unanimity:
         except StopRequested:
             self.leave(number)
             raise
-        if gone:
-            reason = f"{name_all(gone)} lost before round {number}: the connection broke"
-            raise self._end(self._give_up(attempt, gone, reason))
         if missing:
-            reason = (
-                f"{name_all(missing)} did not reach round {number} within sync_timeout ({self._patience:g} s): raise "
-                "that, or give it fewer inner steps' worth of work, if it is only slow"
-            )
-            raise self._end(self._give_up(attempt, missing, reason))
-        if len({one.state for one in offers.values()}) > 1:
-            states = ", ".join(f"island {island}: {one.state[:12]}" for island, one in sorted(offers.items()))
-            raise DivergedError(
-                f"before round {number} the islands hold different outer parameters ({states}): this should be "
-                "impossible; suspect memory or a changed library, and resume from the last checkpoint"
-            )
+            raise self._end(self._give_up(attempt, gone or missing, self._why_not_here(number, missing, gone)))
         self._offers = offers
-        made = {island: (offer_path(attempt, one), one) for island, one in offers.items()}
-        plan = make_plan(number, 0, made, why_useless)
-        for island, reason in plan.left_out.items():
-            what = f"round {number}: the pseudo-gradient of island {island} is left out"
-            logger.warning("%s (%s): the island continues from the others' average", what, reason)
-        attempt = replace(attempt, plan=plan)
+        attempt = replace(attempt, plan=self._plan(attempt, offers))
         self._tidy(attempt)
         return attempt
+
+    def _why_not_here(self, round_number: int, missing: Collection[int], gone: Collection[int]) -> str:
+        if gone:
+            return f"{name_all(gone)} lost before round {round_number}: the connection broke"
+        return (
+            f"{name_all(missing)} did not reach round {round_number} within sync_timeout ({self._patience:g} s): raise"
+            " that, or give it fewer inner steps' worth of work, if it is only slow"
+        )
+
+    def _plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
+        if len({offer.state for offer in offers.values()}) > 1:
+            states = ", ".join(f"island {island}: {offer.state[:12]}" for island, offer in sorted(offers.items()))
+            raise DivergedError(
+                f"before round {attempt.round} the islands hold different outer parameters ({states}): this should be "
+                "impossible; suspect memory or a changed library, and resume from the last checkpoint"
+            )
+        made = {island: (offer_path(attempt, offer), offer) for island, offer in offers.items()}
+        plan = make_plan(attempt.round, 0, made, why_useless)
+        for island, reason in plan.left_out.items():
+            what = f"round {attempt.round}: the pseudo-gradient of island {island} is left out"
+            logger.warning("%s (%s): the island continues from the others' average", what, reason)
+        return plan
 
     def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord]:
         """The offers that the plan of the attempt that was convened takes, in its order."""
