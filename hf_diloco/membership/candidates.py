@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from hf_diloco.errors import ExchangeError
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
-from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, Participant, PlanRecord, author_of
+from hf_diloco.membership.round_records import (
+    Attempt,
+    Digest,
+    OfferRecord,
+    PlanRecord,
+    agree_on_rates,
+    author_of,
+    make_plan,
+    offer_path,
+    why_useless,
+)
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Awaited
 
@@ -93,52 +102,6 @@ class UsualNorms:
         return ""
 
 
-def why_useless(offer: OfferRecord) -> str:
-    """Why an offer never counts; "" if it may."""
-    if offer.norm is None:
-        return "not finite"
-    return "" if offer.weight else "no examples behind it"
-
-
-def make_plan(
-    round_number: int, by: int, offers: Mapping[int, tuple[str, OfferRecord]], why_not: Callable[[OfferRecord], str]
-) -> PlanRecord:
-    """Of some offers that start from the same state, those that count take part.
-
-    Args:
-        round_number: of the round that they are for.
-        by: the island that makes it.
-        offers: by island, with their paths.
-        why_not: says why one does not count; "" if it does.
-
-    Raises:
-        ExchangeError: none counts.
-    """
-    participants, rates, left_out = [], [], {}
-    for island, (path, offer) in sorted(offers.items()):
-        if reason := why_not(offer):
-            left_out[str(island)] = reason
-        else:
-            assert offer.norm is not None
-            participants.append(Participant(offer=path, island=island, weight=offer.weight, norm=offer.norm))
-            rates.append(offer.rates)
-    if not participants:
-        raise ExchangeError(
-            f"round {round_number}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
-            "learning rate and resume from an earlier checkpoint"
-        )
-    state = next(offer.state for _, offer in offers.values())
-    return PlanRecord(by=by, state=state, participants=participants, left_out=left_out, rates=agree_on_rates(rates))
-
-
-def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The inner learning rate of each parameter group with which all islands take an outer step.
-
-    The lower median of the participants': one that they all have comes out as it is.
-    """
-    return [statistics.median_low(group) for group in zip(*rates, strict=False)]
-
-
 class Candidates:
     """The islands that may take part in the next round; used by the island's leader only.
 
@@ -166,43 +129,43 @@ class Candidates:
         """An offer; None if it is gone or cannot be read."""
         return self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
 
-    def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, tuple[str, OfferRecord]]:
-        """The newest usable offer of each island, with its path."""
-        found: dict[int, tuple[str, OfferRecord]] = {}
+    def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, OfferRecord]:
+        """The newest usable offer of each island."""
+        found: dict[int, OfferRecord] = {}
         paths = self._log.list(f"{attempt.path}/offers/")  # sorted: an island's newest offer comes last
         read = self._log.read_all((path for path in paths if path not in self._offers), OfferRecord)
         self._offers |= {path: offer for path, offer in read.items() if path == offer_path(attempt, offer)}
         for path in paths:
             offer = self._offers.get(path)
             if offer and offer.state == state:
-                found[offer.island] = path, offer
-        usable = {island: made for island, made in found.items() if not attempt.bars(island, made[1].incarnation)}
+                found[offer.island] = offer
+        usable = {island: offer for island, offer in found.items() if not attempt.bars(island, offer.incarnation)}
         return usable if len(usable) >= self._rules.min_islands else found  # or no round would ever take place
 
     def present(
-        self, offers: Mapping[int, tuple[str, OfferRecord]], alive: Mapping[int, HeartbeatRecord]
-    ) -> dict[int, tuple[str, OfferRecord]]:
+        self, offers: Mapping[int, OfferRecord], alive: Mapping[int, HeartbeatRecord]
+    ) -> dict[int, OfferRecord]:
         """Those of some offers that count now: where islands exchange directly, of those that wait for the round."""
         if not self._rules.needs_presence:
             return dict(offers)
-        return {island: made for island, made in offers.items() if self.waits(island, made[1], alive)}
+        return {island: offer for island, offer in offers.items() if self.waits(offer, alive)}
 
-    def waits(self, island: int, offer: OfferRecord, alive: Mapping[int, HeartbeatRecord]) -> bool:
+    def waits(self, offer: OfferRecord, alive: Mapping[int, HeartbeatRecord]) -> bool:
         """Whether the process that has made an offer is there, and waits for the round.
 
         Its last heartbeat may be from before the offer: then it is the offer that says so.
         """
-        if island == self._members.island:
+        if offer.island == self._members.island:
             return offer.incarnation == self._members.incarnation
-        heartbeat = alive.get(island)
+        heartbeat = alive.get(offer.island)
         is_here = heartbeat is not None and (heartbeat.phase == "syncing" or heartbeat.count <= offer.heartbeat)
-        return is_here and self._members.incarnation_of(island) == offer.incarnation
+        return is_here and self._members.incarnation_of(offer.island) == offer.incarnation
 
     def at_it(self, offers: Sequence[OfferRecord]) -> set[int]:
         """Islands whose offers a plan takes and that are carrying it out, also as another process than offered."""
         alive = self._members.alive()
         syncing = {island for island, heartbeat in alive.items() if heartbeat.phase == "syncing"}
-        return {offer.island for offer in offers if offer.island in syncing or self.waits(offer.island, offer, alive)}
+        return {offer.island for offer in offers if offer.island in syncing or self.waits(offer, alive)}
 
     def awaited(self, attempt: Attempt, alive: Mapping[int, HeartbeatRecord], waited: float) -> set[int]:
         """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
@@ -227,16 +190,11 @@ class Candidates:
             and author_of(island, self._members.incarnation_of(island)) not in lost
         }
 
-    def plan(self, attempt: Attempt, offers: Mapping[int, tuple[str, OfferRecord]]) -> PlanRecord:
+    def plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
         """See `make_plan`."""
-        smallest = min((offer.norm for _, offer in offers.values() if offer.norm is not None), default=0.0)
+        smallest = min((offer.norm for offer in offers.values() if offer.norm is not None), default=0.0)
         why_not = partial(self._usual_norms.why_not, attempt.round, smallest=smallest)
-        return make_plan(attempt.round, self._members.island, offers, why_not)
-
-
-def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
-    """Where an offer to an attempt lies."""
-    return f"{attempt.path}/offers/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json"
+        return make_plan(attempt, self._members.island, offers, why_not)
 
 
 class Fault(NamedTuple):

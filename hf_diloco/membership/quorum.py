@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any
 
 from hf_diloco.errors import ForgedError, IslandLostError, PayloadError, StopRequested, StoreError
-from hf_diloco.membership.candidates import Candidates, Rules, find_fault, offer_path
+from hf_diloco.membership.candidates import Candidates, Rules, find_fault
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord
+from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord, offer_path
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Watch
@@ -256,7 +256,7 @@ class Quorum:
         while (outcome := self._decisions.outcome(attempt.path)) is None:
             alive = self._members.alive()
             others = [offer for offer in offers if offer.island != self._members.island]
-            if any(self._candidates.waits(offer.island, offer, alive) for offer in others):
+            if any(self._candidates.waits(offer, alive) for offer in others):
                 seen_at = self._clock.now()
             if self._should_stop():
                 raise StopRequested

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hf_diloco.errors import PayloadError
+from hf_diloco.errors import ExchangeError, PayloadError
 from hf_diloco.store.log import Record
 
 Digest = str
@@ -151,6 +152,66 @@ class Attempt:
 def author_of(island: int, incarnation: int) -> str:
     """Names one process of one island."""
     return f"{island:05d}-{incarnation:06d}"
+
+
+def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
+    """Where an offer to an attempt lies."""
+    return f"{attempt.path}/offers/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json"
+
+
+def vote_path(folder: str, island: int) -> str:
+    """Where an island's vote on the attempt in a folder lies."""
+    return f"{folder}/votes/{island:05d}.json"
+
+
+def why_useless(offer: OfferRecord) -> str:
+    """Why an offer never counts; "" if it may."""
+    if offer.norm is None:
+        return "not finite"
+    return "" if offer.weight else "no examples behind it"
+
+
+def make_plan(
+    attempt: Attempt,
+    by: int,
+    offers: Mapping[int, OfferRecord],
+    why_not: Callable[[OfferRecord], str] = why_useless,
+) -> PlanRecord:
+    """Of some offers that start from the same state, those that count take part.
+
+    Args:
+        attempt: that they are made to.
+        by: the island that makes the plan.
+        offers: by island.
+        why_not: says why one does not count; "" if it does.
+
+    Raises:
+        ExchangeError: none counts.
+    """
+    participants, rates, left_out = [], [], {}
+    for island, offer in sorted(offers.items()):
+        if reason := why_not(offer):
+            left_out[str(island)] = reason
+        else:
+            assert offer.norm is not None
+            path, weight = offer_path(attempt, offer), offer.weight
+            participants.append(Participant(offer=path, island=island, weight=weight, norm=offer.norm))
+            rates.append(offer.rates)
+    if not participants:
+        raise ExchangeError(
+            f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
+            "learning rate and resume from an earlier checkpoint"
+        )
+    state = next(iter(offers.values())).state
+    return PlanRecord(by=by, state=state, participants=participants, left_out=left_out, rates=agree_on_rates(rates))
+
+
+def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
+    """The inner learning rate of each parameter group with which all islands take an outer step.
+
+    The lower median of the participants': one that they all have comes out as it is.
+    """
+    return [statistics.median_low(group) for group in zip(*rates, strict=False)]
 
 
 class StartRecord(Record):

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, StopRequested
-from hf_diloco.membership.candidates import make_plan, offer_path, why_useless
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.ledger import LOOK_SECONDS, RESUMES, Ledger, parse
 from hf_diloco.membership.records import parse_some
@@ -41,8 +40,10 @@ from hf_diloco.membership.round_records import (
     OutcomeRecord,
     PlanRecord,
     VoteRecord,
+    make_plan,
+    offer_path,
+    vote_path,
 )
-from hf_diloco.membership.voting import vote_path
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import looking_once
 from hf_diloco.utils.clock import Clock
@@ -161,8 +162,7 @@ class Unanimity:
                 f"before round {attempt.round} the islands hold different outer parameters ({states}): this should be "
                 "impossible; suspect memory or a changed library, and resume from the last checkpoint"
             )
-        made = {island: (offer_path(attempt, offer), offer) for island, offer in offers.items()}
-        plan = make_plan(attempt.round, 0, made, why_useless)
+        plan = make_plan(attempt, 0, offers)
         for island, reason in plan.left_out.items():
             what = f"round {attempt.round}: the pseudo-gradient of island {island} is left out"
             logger.warning("%s (%s): the island continues from the others' average", what, reason)

@@ -24,7 +24,7 @@ from functools import partial
 from hf_diloco.errors import IslandLostError
 from hf_diloco.membership.candidates import Candidates, Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
-from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord, vote_path
 from hf_diloco.store.log import RunLog
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait
@@ -182,8 +182,3 @@ class Voting:
     def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
         votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
         return {vote.island: vote.mean for path, vote in votes.items() if path == vote_path(folder, vote.island)}
-
-
-def vote_path(folder: str, island: int) -> str:
-    """Where an island's vote on the attempt in a folder lies."""
-    return f"{folder}/votes/{island:05d}.json"

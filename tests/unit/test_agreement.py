@@ -20,13 +20,11 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import unanimity as membership_unanimity
-from hf_diloco.membership.candidates import offer_path
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import LOOK_SECONDS, Ledger
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, StateRecord, parse_records
-from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, VoteRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, VoteRecord, offer_path, vote_path
 from hf_diloco.membership.unanimity import MAX_TRIES
-from hf_diloco.membership.voting import vote_path
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore

@@ -15,8 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import ledger
-from hf_diloco.membership.candidates import offer_path
-from hf_diloco.membership.round_records import Attempt
+from hf_diloco.membership.round_records import Attempt, offer_path
 from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.torch_store import ValueStore

@@ -10,12 +10,12 @@ import pytest
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
-from hf_diloco.membership.candidates import Rules, offer_path
+from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.member_records import IncarnationRecord
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import Attempt, OfferRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, offer_path
 from hf_diloco.rounds.joining import await_islands
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
