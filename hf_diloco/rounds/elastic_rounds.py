@@ -11,7 +11,6 @@ own progress since it last took part:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,9 +25,6 @@ from hf_diloco.rounds.context import Offers, RoundContext
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
 from hf_diloco.rounds.round_plan import Doubts, PlannedRound, QuorumPlans
-
-logger = logging.getLogger("hf_diloco")
-
 
 MAX_IN_A_ROW = 4
 """Attempts that islands make of a round one after the other. If all are aborted, what ails them may last: the round is
@@ -318,16 +314,14 @@ class ElasticRounds(Rounds):
             if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
         self.refused |= dict.fromkeys(named[:1], str(error))
-        if self.island.is_leader:
-            logger.warning("round %d is tried again: %s", planned.number, error)
+        self.say_again(planned.number, error)
         outcome = self.plans.abort(planned, named[:1], str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
         """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
-        if self.island.is_leader:
-            logger.warning("round %d is tried again: %s", planned.number, error)
+        self.say_again(planned.number, error)
         outcome = self.plans.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
             self.refused |= dict.fromkeys(error.islands, str(error))

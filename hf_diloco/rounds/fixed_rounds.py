@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +21,6 @@ from hf_diloco.rounds.measure import LaneStats, SyncReport
 from hf_diloco.rounds.round import Contribution, RoundRepeated, Rounds
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
 from hf_diloco.transport.base import Exchange, Traffic
-
-logger = logging.getLogger("hf_diloco")
 
 
 class FixedRounds(Rounds):
@@ -89,7 +86,7 @@ class FixedRounds(Rounds):
         except DiLoCoError as failure:
             damaged = failure.islands if isinstance(failure, DamagedTransferError) else ()
             if self.plans.abort(plan, damaged, str(failure)).is_split:
-                self._say_again(own.number, str(failure))
+                self.say_again(own.number, failure)
                 return None
             raise
         stats.digest = combine_digests(stats.digests, partition, self.island)
@@ -130,12 +127,8 @@ class FixedRounds(Rounds):
                 "state before the round; start all islands again",
                 is_state_sound=True,
             )
-        self._say_again(plan.number, outcome.reason)
+        self.say_again(plan.number, outcome.reason)
         return False
-
-    def _say_again(self, number: int, reason: str) -> None:
-        if self.island.is_leader:
-            logger.warning("round %d is taken again: %s", number, reason)
 
     @contextmanager
     def progress(self, plan: PlannedRound, own: Contribution) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The way of a contribution: captured once, then agree -> average -> vote -> outer step, in one piece of code.
 
     capture      read the masters, make the pseudo-gradient           nothing is changed
-    agree        who takes part in its round                          see `FixedRounds` and `ElasticRounds`
+    agree        who takes part in its round                          see `Plans`, and who decides
     average      into scratch memory
     vote         the round is committed for all, or for none          until here nothing is changed
     outer step   the outer parameters, on every island alike; the report
@@ -12,6 +12,7 @@ that is done, and in what becomes of the island's own progress meanwhile (`Round
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport, cosine_to_others
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
+
+logger = logging.getLogger("hf_diloco")
 
 
 class RoundPassed(DiLoCoError):
@@ -200,6 +203,11 @@ class Rounds(ABC):
     @abstractmethod
     def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """Votes for an average; returns whether the round is committed, or is to be tried again."""
+
+    def say_again(self, number: int, reason: object) -> None:
+        """Says that a round is tried again."""
+        if self.island.is_leader:
+            logger.warning("round %d is tried again: %s", number, reason)
 
     @abstractmethod
     def progress(self, plan: PlannedRound, own: Contribution) -> AbstractContextManager[None]:
