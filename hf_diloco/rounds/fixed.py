@@ -83,7 +83,7 @@ class FixedSession(BaseSession):
         self._is_closing = False
         self._transport = self._connect(transport)
         self._ledger = Ledger(
-            self._transport.records,
+            self._transport.store,
             config.island,
             config.num_islands,
             lambda: self._is_closing or should_stop(),
@@ -97,13 +97,13 @@ class FixedSession(BaseSession):
 
     @property
     def transport(self) -> Transport:
-        """This rank's access to the other islands; for another training it may be had `again`."""
+        """This rank's access to the other islands."""
         return self._transport
 
     def _enter(self, clock: Clock, folder: Path) -> None:
         """Takes this island's number."""
         try:
-            log = self._transport.log
+            log = self._transport.store.log
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=clock)
             self.members.enter(may_return=False)
             self._give_heartbeats(self.members)

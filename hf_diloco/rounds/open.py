@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.config.advice import tell_who_is_alone
@@ -15,7 +17,6 @@ from hf_diloco.errors import RendezvousError, StopRequested, StoreError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.transport.open import Transport
 from hf_diloco.utils.waiting import WaitNotes
 
 if TYPE_CHECKING:
@@ -27,6 +28,18 @@ _LINGER_SECONDS = 0.25
 """How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
 
 _LOOK_TIMEOUT, _LOOK_SECONDS = 5.0, 0.2
+
+
+class _Last(NamedTuple):
+    """This process's last training at a place; `seal` is of its run, where membership is fixed."""
+
+    session: weakref.ref[BaseSession]
+    thread: int
+    seal: Seal | None
+
+
+_last: dict[tuple[str | None, int], _Last] = {}
+"""By rendezvous and island. A port is the process's, whichever callback or loop meets there next."""
 
 
 def open_session(
@@ -42,8 +55,8 @@ def open_session(
         config: the outer loop's settings.
         island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        after: of this process's last training, which it has left. If these islands have finished that, they meet in
-            the same place, and in a store below it, at `training-2`; else as they did for the last one.
+        after: of the same caller's last training, which it has left. If islands that come and go have finished that,
+            they meet below its place, at `training-2`; else as they did for the last one.
         folder: where this island writes. Island 0 keeps the store there, in `rendezvous`, where islands that meet at
             tcp:// may come and go; default: the current folder.
 
@@ -54,41 +67,62 @@ def open_session(
     need_number(config, config.num_shares)
     if island.is_leader:
         tell_who_is_alone(config)
+    session: BaseSession
     if config.meets_in_store:
-        from hf_diloco.rounds.elastic import ElasticSession
-
-        host, linger, place = None, 0.0, config
-        if place.meets_at_island_0:
-            linger = _LINGER_SECONDS if config.island else 0.0
-            config, host = _meet_at_island_0(config, island, folder or Path())
-        try:
-            if after:
-                config = _place_after(config, after)
-                if after.has_finished and place.meets_at_island_0 and config.island:
-                    url = str(config.rendezvous)
-                    island.on_leader(lambda: _await_training(place, lambda: _has_run(url), should_stop))
-            return ElasticSession(config, island, should_stop, host=host, linger=linger)
-        except BaseException:
-            if host is not None:
-                host.close()
-            raise
-    transport = None
-    if isinstance(after, FixedSession):
-        transport = _reach_again(config, island, after, should_stop)
-    return FixedSession(config, island, should_stop, transport, folder=folder)
+        session, seal = _open_elastic(config, island, should_stop, after, folder or Path()), None
+    else:
+        _end_last_run(config, island, should_stop)
+        session = FixedSession(config, island, should_stop, folder=folder)
+        seal = session.transport.store.log.seal
+    if config.rendezvous:
+        _last[config.rendezvous, config.island] = _Last(weakref.ref(session), threading.get_ident(), seal)
+    return session
 
 
-def _reach_again(
-    config: DiLoCoConfig, island: IslandGroup, after: FixedSession, should_stop: Callable[[], bool]
-) -> Transport | None:
-    """The way to the others where the last training has finished; else None, once they can meet in a new run."""
-    if after.has_finished:
-        return after.transport.again()
-    after.transport.end()
+def abandon_last(config: DiLoCoConfig) -> None:
+    """Leaves what this thread has trained last at the same place, if nobody has: it ended in an error."""
+    last = _last.get((config.rendezvous, config.island))
+    session = last.session() if last and last.thread == threading.get_ident() else None
+    if session is not None and not session.has_left:
+        session.abandon()
+
+
+def _open_elastic(
+    place: DiLoCoConfig,
+    island: IslandGroup,
+    should_stop: Callable[[], bool],
+    after: BaseSession | None,
+    folder: Path,
+) -> BaseSession:
+    from hf_diloco.rounds.elastic import ElasticSession
+
+    config, host, linger = place, None, 0.0
+    if place.meets_at_island_0:
+        linger = _LINGER_SECONDS if config.island else 0.0
+        config, host = _meet_at_island_0(config, island, folder)
+    try:
+        if after:
+            config = _place_after(config, after)
+            if after.has_finished and place.meets_at_island_0 and config.island:
+                url = str(config.rendezvous)
+                island.on_leader(lambda: _await_training(place, lambda: _has_run(url), should_stop))
+        return ElasticSession(config, island, should_stop, host=host, linger=linger)
+    except BaseException:
+        if host is not None:
+            host.close()
+        raise
+
+
+def _end_last_run(config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool]) -> None:
+    """Returns once all who have left their last run at the same place can meet there in a new one."""
+    last = _last.get((config.rendezvous, config.island))
+    if last is None or last.seal is None:
+        return
+    session, seal = last.session(), last.seal
+    if isinstance(session, FixedSession) and session.has_left:
+        session.transport.end()
     if config.island:
-        seal = after.transport.store.log.seal
         island.on_leader(lambda: _await_training(config, lambda: _has_other_run(config, seal), should_stop))
-    return None
 
 
 def _meet_at_island_0(

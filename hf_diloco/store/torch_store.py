@@ -119,24 +119,13 @@ class ValueStore(RecordStore):
         log: of the run, in a store that can `replace`.
         patience: seconds that `wait` and `get` wait for a key.
         should_give_up: see `RecordStore`.
-        prefix: of all keys.
 
     Raises:
         DistStoreError: by each call: the store does not answer; or, by `wait` and `get`, a key does not come.
     """
 
+    _folder = VALUES
     _max_bytes = MAX_RECORD_BYTES
-
-    def __init__(
-        self,
-        log: RunLog,
-        patience: float,
-        should_give_up: Callable[[], bool] = lambda: False,
-        prefix: str = "",
-    ) -> None:
-        super().__init__(log, patience, should_give_up)
-        self._prefix = prefix
-        self._folder = f"{VALUES}{prefix}"
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -144,13 +133,9 @@ class ValueStore(RecordStore):
         name = secrets.token_hex(16)
         return cls(RunLog(ObjectStore(f"memory://{name}"), Seal(b"", name)), 60.0)
 
-    def below(self, prefix: str) -> Self:
-        """The same store, with keys of its own."""
-        return type(self)(self.log, self._patience, self._should_give_up, f"{self._prefix}{prefix}/")
-
     def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
         """The same store, for who waits in another way; see `RecordStore`."""
-        return type(self)(self.log, patience, should_give_up, self._prefix)
+        return type(self)(self.log, patience, should_give_up)
 
     def news(self, prefix: str) -> Callable[[], None]:
         """What waits until something below a prefix is written after its last call, or half a second is over. The

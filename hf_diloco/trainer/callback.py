@@ -28,7 +28,7 @@ from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.rounds.open import open_session
+from hf_diloco.rounds.open import abandon_last, open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,
@@ -273,6 +273,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
             self._end()
         if self._session is None or self._session.has_left:
+            abandon_last(self.config)  # likewise, with another callback
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
             self._session = open_session(self.config, island, self._stop.is_requested, self._session, folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_diloco.config import DiLoCoConfig, choose_config
-from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError
-from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.errors import ConfigError, MissedRoundError
+from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index
@@ -96,25 +98,41 @@ class OuterLoop(HasOuterWeights):
         island = IslandGroup(timeout=self.config.longest_wait)
         shards = open_shards(self._model, self._optimizer, island.size)
         self._session = open_session(self.config, island, folder=self._folder)
-        self._session.num_steps = self._num_steps
-        self._session.num_rounds = self._num_rounds
-        self._session.join(shards, self._folder, self._facts, self._resume_from)
+        with self._leaving_on_error():
+            self._begin(shards)
+        return self
+
+    def _begin(self, shards: Shards) -> None:
+        session = self._need_session()
+        session.num_steps = self._num_steps
+        session.num_rounds = self._num_rounds
+        session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
             self._global_step = read_index(self._resume_from).global_step
-        if self._session.is_due():  # the checkpoint was written when this round could not take place
-            self._advance_or_leave()
-        return self
+        if session.is_due():  # the checkpoint was written when this round could not take place
+            self._try_advance()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()
         if kind is None and session.is_due(is_last=True):
-            self._advance_or_leave(is_last=True)
+            with self._leaving_on_error():
+                self._try_advance(is_last=True)
         if kind is None and not session.outer.on_boundary:
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
                 session.outer.steps,
             )
         session.leave(finished=kind is None)
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Before the first step and after the last the loop has no other end, also where one interrupts a wait."""
+        try:
+            yield
+        except BaseException:
+            if not self._need_session().has_left:
+                self._need_session().leave(finished=False)
+            raise
 
     @property
     def on_boundary(self) -> bool:
@@ -153,13 +171,7 @@ class OuterLoop(HasOuterWeights):
             return None
         self._global_step += 1
         outer.count_step()
-        if not self._need_session().is_due():
-            return None
-        try:
-            return self._advance()
-        except MissedRoundError as error:
-            logger.warning("%s", error)
-            return None
+        return self._try_advance() if self._need_session().is_due() else None
 
     @property
     def is_over(self) -> bool:
@@ -178,18 +190,12 @@ class OuterLoop(HasOuterWeights):
             self._need_session().outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False
         )
 
-    def _advance_or_leave(self, is_last: bool = False) -> None:
-        """A round before the first step or after the last: where it fails, the loop has no other end."""
+    def _try_advance(self, is_last: bool = False) -> SyncReport | None:
         try:
-            self._advance(is_last)
+            reports = self._need_session().advance(is_last)
         except MissedRoundError as error:
             logger.warning("%s", error)
-        except DiLoCoError:
-            self._need_session().leave(finished=False)
-            raise
-
-    def _advance(self, is_last: bool = False) -> SyncReport | None:
-        reports = self._need_session().advance(is_last)
+            return None
         for report in reports:
             self._note(report)
         return reports[-1] if reports else None

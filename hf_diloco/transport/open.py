@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from typing import Self
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.log import RunLog
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
@@ -27,33 +24,12 @@ class Transport(ABC):
 
     Attributes:
         store: small records, by key.
-        training: which training of this process it is, from 1; each has keys and lanes of its own.
     """
 
     store: ValueStore
-    training: int = 1
-
-    @property
-    def records(self) -> ValueStore:
-        """The store, with the keys of this training alone."""
-        return self.store if self.training == 1 else self.store.below(f"training-{self.training}")
-
-    @property
-    def log(self) -> RunLog:
-        """What else there is to say of this training."""
-        return self.store.log if self.training == 1 else self.store.log.below(f"training-{self.training}")
-
-    def again(self) -> Self:
-        """The same access for another training, which sees nothing of the last."""
-        other = copy.copy(self)
-        other.training += 1
-        return other
 
     def end(self) -> None:  # noqa: B027 - in memory nothing is kept open
         """No other training has this access: where this process keeps the store, its port is free afterwards."""
-
-    def _name(self, lane: int) -> str:
-        return f"lane{lane}" if self.training == 1 else f"training-{self.training}/lane{lane}"
 
     @abstractmethod
     def open(self, lane: int) -> Exchange:
@@ -74,7 +50,7 @@ class MemoryTransport(Transport):
         return cls(MemoryNetwork(1), ValueStore.in_memory(), 0)
 
     def open(self, lane: int) -> Exchange:
-        return self._network.lane(self._name(lane), self._island)
+        return self._network.lane(f"lane{lane}", self._island)
 
 
 class MeshTransport(Transport):
@@ -111,7 +87,7 @@ class MeshTransport(Transport):
             return MeshExchange(
                 Lane(
                     self.store,
-                    self._name(lane),
+                    f"lane{lane}",
                     config.island,
                     config.num_islands,
                     self._address,

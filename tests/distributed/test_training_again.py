@@ -24,11 +24,14 @@ pytestmark = pytest.mark.distributed
 PROGRAM = Path(__file__).parents[1] / "programs" / "trains_again.py"
 
 
-def test_all_islands_train_again_after_an_error_and_after_a_stop(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("callbacks", ["same", "new"])
+def test_all_islands_train_again_after_an_error_and_after_a_stop(
+    tmp_path: Path, free_port: int, callbacks: str
+) -> None:
     rendezvous = f"tcp://127.0.0.1:{free_port}"
     with Processes() as processes:
         islands = [
-            processes.spawn([sys.executable, PROGRAM, str(island), rendezvous, tmp_path / str(island)])
+            processes.spawn([sys.executable, PROGRAM, str(island), rendezvous, tmp_path / str(island), callbacks])
             for island in range(2)
         ]
         islands[1].wait_for(r"^stopped$(?s:.)*waiting for island 0")  # which keeps the last training's store still

@@ -1,7 +1,7 @@
 """An island whose trainings end in an error of the user's own, then by `stop`, and then finish; twice.
 
 After the stop, island 0 first waits for the file `go` beside the output folder. Arguments: the island's number, the
-rendezvous, the output folder.
+rendezvous, the output folder, and whether each training has a callback of its own ("new") or all have the "same".
 """
 
 from __future__ import annotations
@@ -18,38 +18,43 @@ from tests.trainers import SAVING, make_trainer
 
 
 class Ends(TrainerCallback):
-    """Ends training in its third step, in the ways given, one a training."""
+    """Ends training in its third step: in an error, then by `callback`."""
 
-    def __init__(self, callback: DiLoCoCallback) -> None:
+    callback: DiLoCoCallback
+
+    def __init__(self) -> None:
         self.ways = ["error", "stop"]
-        self._callback = callback
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.global_step == 2 and self.ways:
             if self.ways.pop(0) == "error":
                 raise ValueError("of the user's own")
-            self._callback.stop()
+            self.callback.stop()
 
 
 def main() -> None:
-    island, rendezvous, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    callback = DiLoCoCallback(
-        island=island, num_islands=2, rendezvous=rendezvous, sync_every=2, join_timeout=60.0, sync_timeout=60.0
-    )
-    trainer = make_trainer(folder, callback, Ends(callback), **SAVING)
+    island, rendezvous, folder, are_new = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "new"
+    ends, trainers = Ends(), []  # all are kept, as a notebook does
+
+    def train(resume: bool) -> tuple[bool, int, int]:
+        if are_new or not trainers:
+            ends.callback = DiLoCoCallback(
+                island=island, num_islands=2, rendezvous=rendezvous, sync_every=2, join_timeout=60.0, sync_timeout=60.0
+            )
+            trainers.append(make_trainer(folder, ends.callback, ends, **SAVING))
+        trainers[-1].train(resume_from_checkpoint=resume)
+        return ends.callback.stopped, ends.callback.round, trainers[-1].state.global_step
+
     try:
-        trainer.train()
+        train(resume=False)
     except ValueError as error:
         print("ended by", error, flush=True)
-    trainer.train(resume_from_checkpoint=True)
-    assert (callback.stopped, callback.round, trainer.state.global_step) == (True, 1, 3)
+    assert train(resume=True) == (True, 1, 3)
     print("stopped", flush=True)
     while island == 0 and not (folder.parent / "go").exists():
         time.sleep(0.05)
-    trainer.train(resume_from_checkpoint=True)
-    assert (callback.stopped, callback.round, trainer.state.global_step) == (False, 2, 4)
-    trainer.train()
-    assert (callback.stopped, callback.round, trainer.state.global_step) == (False, 2, 4)
+    assert train(resume=True) == (False, 2, 4)
+    assert train(resume=False) == (False, 2, 4)
     print("trained to the end", flush=True)
 
 

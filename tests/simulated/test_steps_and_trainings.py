@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback, TrainerState
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback, TrainerState
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
@@ -112,31 +116,71 @@ def test_an_island_that_ends_before_the_others_is_named_at_once() -> None:
     assert outcomes[1] is None
 
 
-def test_training_twice_with_two_islands(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("callbacks", ["same", "new"])
+def test_training_twice_with_two_islands(tmp_path: Path, free_port: int, callbacks: str) -> None:
     """Over real connections: island 1 is a session that follows."""
     common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
     rounds = []
 
     def other() -> None:
-        transport = None
+        session = None
         for _ in range(2):
-            session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup(), transport=transport)
+            session = open_session(DiLoCoConfig(island=1, **common), IslandGroup(), after=session)
             session.join(shards_of(2), tmp_path / "other")
             for _ in range(2):
                 session.outer.current.steps = 2
                 session.sync()
             session.leave(finished=True)
             rounds.append(session.outer.outer_hash)
-            transport = session.transport.again()
 
     with Beside(other) as failures:
-        callback = DiLoCoCallback(DiLoCoConfig(island=0, **common))
-        trainer = make_trainer(tmp_path / "run", callback)
-        trainer.train()
-        trainer.train()
-        assert callback.round == 2
+        trainers: list[Trainer] = []  # all are kept, as a notebook does
+        for number in range(2):
+            if callbacks == "new" or not trainers:
+                trainers.append(make_trainer(tmp_path / str(number), DiLoCoCallback(island=0, **common)))
+            trainers[-1].train()
     assert not failures
-    assert len(set(rounds)) == 2
+    assert len(set(rounds)) == (1 if callbacks == "new" else 2)  # a new trainer begins with the same weights
+
+
+def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp_path: Path, free_port: int) -> None:
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 1}
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(2, 2), torch.optim.SGD(layer.parameters()))
+    config = DiLoCoConfig(island=0, **common)
+    loops = [OuterLoop(accelerator, model, optimizer, config, output_dir=tmp_path / name) for name in "abc"]
+    with pytest.raises(TimeoutError), interrupted_after(1.0), loops[0]:
+        pytest.fail("island 1 is not there")
+
+    def other() -> None:
+        for _ in loops[1:]:
+            session = open_session(DiLoCoConfig(island=1, **common), IslandGroup())
+            session.join(open_shards(torch.nn.Linear(2, 2), None), tmp_path / "other")
+            session.outer.count_step()
+            session.sync()
+            session.leave(finished=True)
+
+    with Beside(other) as failures:
+        for loop in loops[1:]:
+            with loop as outer:
+                assert outer.step() is not None
+    assert not failures
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in what this thread does, as Ctrl-C raises `KeyboardInterrupt`."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_training_twice_in_a_store(tmp_path: Path) -> None:
@@ -222,21 +266,27 @@ class Interrupts(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [RuntimeError(), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("place", ["alone", "store", "tcp"])
-def test_a_training_that_ended_in_an_error_goes_on_with_the_same_callback(
+@pytest.mark.parametrize("place", ["alone", "store", "tcp", "tcp and another callback"])
+def test_a_training_that_ended_in_an_error_goes_on(
     tmp_path: Path, place: str, error: BaseException, free_port: int
 ) -> None:
     places = {"alone": None, "store": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port}"}
-    common: dict[str, Any] = {"sync_every": 2, "rendezvous": places[place]}
-    if places[place]:
+    rendezvous = places[place.partition(" ")[0]]
+    common: dict[str, Any] = {"sync_every": 2, "rendezvous": rendezvous}
+    if rendezvous:
         common |= {"num_islands": 2, "min_islands": 1, "island": 0, "join_timeout": 0.5}
     callback = DiLoCoCallback(**common)
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(tmp_path / "run", callback, Interrupts(error, callback), **saving)
     with pytest.raises(type(error)):
         trainer.train()
-    trainer.train(resume_from_checkpoint=True)
-    assert (callback.round, trainer.state.global_step, callback.stopped) == (2, 4, False)
+    if "another" in place:
+        callback = DiLoCoCallback(**common)
+        again = make_trainer(tmp_path / "run", callback, **saving)
+    else:
+        again = trainer
+    again.train(resume_from_checkpoint=True)
+    assert (callback.round, again.state.global_step, callback.stopped) == (2, 4, False)
 
 
 class Beside:
