@@ -125,6 +125,17 @@ def group_numbers(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dic
     }
 
 
+def refuse_unfrozen(parameters: Mapping[str, torch.Tensor], optimizer: Any, exchanged: Collection[str]) -> None:
+    """Raises `UnsupportedError` if `optimizer` trains one of these parameters, by name, that is not exchanged."""
+    others = {name: one for name, one in parameters.items() if one.requires_grad and name not in exchanged}
+    if names := list(group_numbers(optimizer, others)):
+        raise UnsupportedError(
+            f"parameter {names[0]} has been unfrozen since training began ({len(names)} in all), and islands do not "
+            "exchange it: unfreeze on all islands before training begins, or in a new training, by another call of "
+            "train() or in another OuterLoop"
+        )
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of elements of one parameter whose master values this rank holds.
@@ -176,6 +187,9 @@ class Shards(ABC):
         Args:
             names: of the parameters that were written, equal on all ranks; None: all. DeepSpeed commits all anyway.
         """
+
+    def check_unfrozen(self) -> None:  # noqa: B027 - DeepSpeed trains only what it has been given at first
+        """Raises `UnsupportedError` if a parameter has begun to be trained that is not among `sizes`."""
 
     @property
     def num_parameters(self) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers, refuse_unfrozen
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and `torch.compile` put into the names of parameters."""
@@ -57,8 +57,8 @@ class Fsdp2Shards(Shards):
     is_replicated = False
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._model = model
-        trainable = self._trainable()
+        self._model, self._optimizer = model, optimizer
+        trainable = {name: one for name, one in self._parameters().items() if one.requires_grad}
         sharded = {
             id(parameter)
             for module in model.modules()
@@ -79,10 +79,13 @@ class Fsdp2Shards(Shards):
                 "model.parameters(), or freeze the parameter (requires_grad=False)"
             )
 
+    def check_unfrozen(self) -> None:
+        refuse_unfrozen(self._parameters(), self._optimizer, self.sizes)
+
     def segments(self) -> list[Segment]:
         # Found anew each time: loading a checkpoint, or moving the model, gives a parameter another storage.
         found = []
-        for name, parameter in self._trainable().items():
+        for name, parameter in self._exchanged().items():
             parts, mine = _parts(parameter), _replica(parameter)
             start = _first_element(parameter) + sum(part.numel() for part in parts[:mine])
             if parts[mine].numel():
@@ -90,18 +93,19 @@ class Fsdp2Shards(Shards):
         return found
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        for name, parameter in self._trainable().items():
+        for name, parameter in self._exchanged().items():
             if names is None or name in names:
                 _exchange_parts(parameter)
 
-    def _trainable(self) -> dict[str, Any]:
-        self._reshard()
-        return {plain_name(name): one for name, one in self._model.named_parameters() if one.requires_grad}
+    def _exchanged(self) -> dict[str, Any]:
+        """What was trained at first."""
+        return {name: one for name, one in self._parameters().items() if name in self.sizes}
 
-    def _reshard(self) -> None:
+    def _parameters(self) -> dict[str, Any]:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        return {plain_name(name): one for name, one in self._model.named_parameters()}
 
 
 class _Fsdp2Optimizer(InnerOptimizer):

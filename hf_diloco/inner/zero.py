@@ -147,7 +147,7 @@ class Zero3Shards(_DeepSpeedShards):
         optimizer = self._optimizer
         found = []
         for parameter, name in self._names.items():
-            where = optimizer.grad_position.get(optimizer.get_param_id(parameter)) if parameter.requires_grad else None
+            where = optimizer.grad_position.get(optimizer.get_param_id(parameter)) if name in self.sizes else None
             if where is None:  # frozen, or not handed to the optimizer
                 continue
             group, offset, part = where

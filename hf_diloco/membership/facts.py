@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_diloco.errors import FingerprintError
+from hf_diloco.errors import ConfigError, FingerprintError
 
 Facts = Mapping[str, str | int | float | bool | None]
 
@@ -29,6 +29,21 @@ def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
                 "a hash of what must be equal"
             )
     return dict(given)
+
+
+def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool | None]:
+    """What this package compares, and what a caller adds.
+
+    Raises:
+        ConfigError: the caller gives another value to what this package finds out by itself.
+    """
+    for name in own.keys() & given.keys():
+        if own[name] != given[name]:
+            raise ConfigError(
+                f"fingerprint[{name!r}] is {given[name]!r}, and here it is {own[name]!r}: that is compared anyway; "
+                "leave it out, or give your fact another name"
+            )
+    return {**own, **given}
 
 
 def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:

@@ -13,7 +13,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.facts import Facts, compare_facts
+from hf_diloco.membership.facts import Facts, compare_facts, join_facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
@@ -39,9 +39,16 @@ _AGREED_SETTINGS = (
 )
 
 
-def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict[str, Any]:
-    """What must be equal on all islands, by the name that an error message gives it."""
-    return {
+def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: Facts) -> dict[str, Any]:
+    """What must be equal on all islands, by the name that an error message gives it.
+
+    Args:
+        config: the outer loop's settings.
+        shards: of the model.
+        more: what else this package knows.
+        given: the caller's, see `join_facts`.
+    """
+    own = {
         "protocol": PROTOCOL,
         "algorithm": identify(config.method),
         **_agreed_by_method(config, shards),
@@ -52,8 +59,9 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, facts: Facts) -> dict
         **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
         "trainable parameters": shards.num_parameters,
         "model (names and sizes)": model_digest(shards),
-        **facts,
+        **more,
     }
+    return join_facts(own, given)
 
 
 def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:

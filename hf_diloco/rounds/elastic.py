@@ -170,7 +170,7 @@ class ElasticSession(BaseSession):
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""
         sealing = self._credentials.facts(self.config.is_direct)
-        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **sealing, **facts})
+        fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **sealing}, facts)
         seal = self._credentials.seal(NO_RUN)
 
         def enter() -> tuple[dict[str, Any], bool, int, bool]:

@@ -167,7 +167,7 @@ class FixedSession(BaseSession):
         record = JoinRecord(
             host=socket.gethostname(),
             folder=os.path.realpath(folder),
-            fingerprint=make_fingerprint(self.config, shards, {**self._steps_fact(), **facts}),
+            fingerprint=make_fingerprint(self.config, shards, self._steps_fact(), facts),
             layout=LayoutRecord.model_validate(layout_of(shards, self.island)),
         )
         if self.members and self.config.island == 0:

@@ -123,7 +123,11 @@ def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> 
         outer: this rank's outer state, which is not changed.
         clock: of the round.
         with_residual: see `Fragment.pseudo_gradient`.
+
+    Raises:
+        UnsupportedError: what the island trains is no longer what islands exchange.
     """
+    outer.shards.check_unfrozen()
     fragment, number, config = outer.current, outer.num_begun + 1, outer.config
     with clock.counts("applying"):
         delta, square = fragment.pseudo_gradient(with_residual)

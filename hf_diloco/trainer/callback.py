@@ -19,6 +19,7 @@ from hf_diloco.errors import (
     ForgedError,
     MissedRoundError,
     StopRequested,
+    UnsupportedError,
 )
 from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
@@ -317,7 +318,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             return
         except MissedRoundError as error:
             self._on_missed(state, error)
-        except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError) as error:
+        except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError, UnsupportedError) as error:
             if isinstance(error, DivergedError) and not error.is_state_sound:  # no checkpoint of it
                 self._need_session().leave(finished=False)
                 raise

@@ -131,6 +131,36 @@ def test_a_frozen_model_is_refused_before_islands_meet(tmp_path: Path, monkeypat
         trainer.train()
 
 
+class Unfreezes(TrainerCallback):
+    """Unfreezes the embeddings after a step, as schedules of fine-tuning do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            kwargs["model"].requires_grad_(True)
+
+
+def test_a_parameter_that_is_unfrozen_amid_training_ends_it_after_a_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=2), Unfreezes())
+    assert trainer.model is not None
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+    with pytest.raises(
+        UnsupportedError, match=r"parameter model.embed_tokens.weight has been unfrozen since training"
+    ):
+        trainer.train()
+    assert (tmp_path / "checkpoint-4" / "diloco" / "outer.json").exists()
+    trainer.train()  # in which it is exchanged
+    assert trainer.state.global_step == 4
+
+
+def test_a_fact_that_is_compared_anyway_cannot_be_given_otherwise(tmp_path: Path) -> None:
+    make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"max_steps": 4})).train()
+    with pytest.raises(
+        ConfigError, match=r"fingerprint\['max_steps'\] is 5, and here it is 4: that is compared anyway"
+    ):
+        make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"max_steps": 5})).train()
+
+
 def test_evaluating_and_predicting_without_training_meet_nobody(tmp_path: Path) -> None:
     callback = DiLoCoCallback(num_islands=2, island=1, rendezvous="tcp://127.0.0.1:9", join_timeout=300)
     trainer = make_trainer(tmp_path, callback)
