@@ -22,8 +22,9 @@ from hf_diloco.outer.manifest import (
     read_record,
     record_files,
     recover_replaced,
+    write_record,
 )
-from hf_diloco.utils.files import telling, write_whole
+from hf_diloco.utils.files import telling
 
 _INDEX = "gossip.json"
 _NUM_READ = 2  # sound checkpoints, the newest first; older ones are taken for sound
@@ -55,7 +56,7 @@ def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None
 
     def write() -> None:
         with telling(checkpoint):
-            write_whole(checkpoint / _INDEX, whole.model_dump_json(indent=1))
+            write_record(checkpoint / _INDEX, whole)
 
     ranks.on_leader(write)
 

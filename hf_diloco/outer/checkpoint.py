@@ -37,15 +37,21 @@ from hf_diloco.outer.manifest import (
     read_record,
     record_files,
     recover_replaced,
+    write_record,
 )
-from hf_diloco.utils.files import flush, telling, write_whole
+from hf_diloco.utils.files import flush, telling
 
 logger = logging.getLogger("hf_diloco")
 
 FOLDER = "diloco"
 _INDEX = "outer.json"
-_FORMAT = 3
-_READ_FORMATS = (1, 2, 3)  # 1: without the Trainer's files; 2: without the parameters' shapes
+_FORMAT = 4
+_READ_FORMATS = (
+    1,
+    2,
+    3,
+    4,
+)  # 1: without the Trainer's files; 2: without parameters' shapes; 3: without its own digest
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
@@ -181,7 +187,7 @@ def _give_names(checkpoint: Path, files: Sequence[OuterFile]) -> None:
 
 def _write_index(checkpoint: Path, index: OuterIndex) -> None:
     with telling(checkpoint):
-        write_whole(checkpoint / FOLDER / _INDEX, index.model_dump_json(indent=1))
+        write_record(checkpoint / FOLDER / _INDEX, index)
 
 
 def _file_name(fragment: int, rank: int) -> str:

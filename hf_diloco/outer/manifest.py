@@ -7,6 +7,7 @@ on machines without a common disk, each sees its own machine's files, and those 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,10 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.utils.files import flush, telling
+from hf_diloco.utils.files import flush, telling, write_whole
 
 _CHUNK_BYTES = 1 << 22
 _REPLACED = "replaced-"
+_END = "\n}"
+_OWN_DIGEST = re.compile(r',\s*"own_digest": "(\w*)"\s*\}\s*$')
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -78,8 +81,14 @@ def record_files(checkpoint: Path, ranks: IslandGroup, leave_out: Iterable[str] 
     return sorted((FileRecord(**record) for part in taken for record in part), key=lambda record: record.name)
 
 
+def write_record(path: Path, record: BaseModel) -> None:
+    """Writes the file that comes last into a checkpoint, with a digest of all else in it as its last value."""
+    text = record.model_dump_json(indent=1)
+    write_whole(path, f'{text.removesuffix(_END)},\n "own_digest": "{_digest_text(text)}"{_END}')
+
+
 def read_record(path: Path, kind: type[M], absent: str) -> M:
-    """The file that is written last into a checkpoint.
+    """What `write_record` wrote; or an earlier version of this package, without a digest.
 
     Args:
         path: of the file.
@@ -87,10 +96,17 @@ def read_record(path: Path, kind: type[M], absent: str) -> M:
         absent: what to say where it is missing, and who would have written it.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or it does not hold what was written to it.
     """
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if sealed := _OWN_DIGEST.search(text):
+            text = text[: sealed.start()] + _END
+            if _digest_text(text) != sealed[1]:
+                raise CheckpointError(
+                    f"{path} does not hold what was written to it: resume from an earlier checkpoint"
+                )
+        return kind.model_validate_json(text)
     except FileNotFoundError:
         raise CheckpointError(
             f"{absent}, or the run was killed while writing it. Resume from an earlier checkpoint"
@@ -235,6 +251,10 @@ def _describe_contents(path: Path, file: FileRecord) -> str | None:
         return f"{path} cannot be read ({error.strerror or error})"
 
 
+def _digest_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     buffer = bytearray(min(_CHUNK_BYTES, max(1, path.stat().st_size)))
@@ -254,4 +274,5 @@ __all__ = [
     "record_files",
     "recover_replaced",
     "set_aside_name",
+    "write_record",
 ]
