@@ -26,7 +26,8 @@ from hf_diloco.outer.manifest import (
 )
 from hf_diloco.utils.files import telling
 
-_INDEX = "gossip.json"
+RECORD = "gossip.json"
+"""The file that is written last into a checkpoint."""
 _NUM_READ = 2  # sound checkpoints, the newest first; older ones are taken for sound
 
 logger = logging.getLogger("hf_diloco")
@@ -52,11 +53,11 @@ def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None
     Raises:
         CheckpointError: the disk does not take it; on every rank.
     """
-    whole = index.model_copy(update={"files": record_files(checkpoint, ranks, [_INDEX])})
+    whole = index.model_copy(update={"files": record_files(checkpoint, ranks, [RECORD])})
 
     def write() -> None:
         with telling(checkpoint):
-            write_record(checkpoint / _INDEX, whole)
+            write_record(checkpoint / RECORD, whole)
 
     ranks.on_leader(write)
 
@@ -67,8 +68,8 @@ def read_index(checkpoint: Path) -> GossipIndex:
     Raises:
         CheckpointError: there is none, it cannot be read, or it lists a file that is missing or cut short.
     """
-    absent = f"{checkpoint} has no {_INDEX}: it was not written by a node of a graph"
-    index = read_record(checkpoint / _INDEX, GossipIndex, absent)
+    absent = f"{checkpoint} has no {RECORD}: it was not written by a node of a graph"
+    index = read_record(checkpoint / RECORD, GossipIndex, absent)
     check_sizes(checkpoint, index.files)
     return index
 

@@ -44,7 +44,8 @@ from hf_diloco.utils.files import flush, telling
 logger = logging.getLogger("hf_diloco")
 
 FOLDER = "diloco"
-_INDEX = "outer.json"
+RECORD = f"{FOLDER}/outer.json"
+"""The file that is written last into a checkpoint."""
 _FORMAT = 4
 _READ_FORMATS = (
     1,
@@ -152,7 +153,7 @@ def save_outer(
     files = island.gather([file.model_dump() for file in parts_files])  # all have written before any old file goes
     island.on_leader(lambda: _forget_index(checkpoint))
     island.on_all(lambda: _give_names(checkpoint, parts_files))
-    everything = record_files(checkpoint, island, [f"{FOLDER}/{_INDEX}"]) if is_last else []
+    everything = record_files(checkpoint, island, [RECORD]) if is_last else []
     all_files = [OuterFile(**file) for rank in files for file in rank]
     whole = index.model_copy(update={"files": all_files, "checkpoint": everything})
     island.on_leader(lambda: _write_index(checkpoint, whole))
@@ -175,7 +176,7 @@ def _write_parts(folder: Path, rank: int, parts: Sequence[OuterPart]) -> list[Ou
 def _forget_index(checkpoint: Path) -> None:
     """From here until `_write_index` the checkpoint counts as incomplete."""
     with telling(checkpoint):
-        (checkpoint / FOLDER / _INDEX).unlink(missing_ok=True)
+        (checkpoint / RECORD).unlink(missing_ok=True)
 
 
 def _give_names(checkpoint: Path, files: Sequence[OuterFile]) -> None:
@@ -187,7 +188,7 @@ def _give_names(checkpoint: Path, files: Sequence[OuterFile]) -> None:
 
 def _write_index(checkpoint: Path, index: OuterIndex) -> None:
     with telling(checkpoint):
-        write_record(checkpoint / FOLDER / _INDEX, index)
+        write_record(checkpoint / RECORD, index)
 
 
 def _file_name(fragment: int, rank: int) -> str:
@@ -217,7 +218,7 @@ def read_index(checkpoint: Path) -> OuterIndex:
     Raises:
         CheckpointError: there is none, or it is not whole.
     """
-    path = checkpoint / FOLDER / _INDEX
+    path = checkpoint / RECORD
     absent = f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package"
     index = read_record(path, OuterIndex, absent)
     if index.format not in _READ_FORMATS:
@@ -276,12 +277,10 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
     """All whole checkpoints of a run, oldest first. Their files are there and as long as they were; none is read."""
     found = []
     for path in Path(output_dir).glob("checkpoint-*"):
-        try:
+        with suppress(CheckpointError, OSError):
             index = read_index(path)
-        except CheckpointError:
-            continue
-        if (path / "trainer_state.json").is_file():
-            found.append((path, index))
+            if (path / "trainer_state.json").is_file():
+                found.append((path, index))
     return sorted(found, key=lambda item: item[1].global_step)
 
 

@@ -162,6 +162,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         args: TrainingArguments,
         ranks: IslandGroup,
         trainer: Trainer | None,
+        record: str,
         find_whole: Callable[[Path], Collection[Path]],
         find_needed: Callable[[Path], Collection[Path]] | None = None,
     ) -> None:
@@ -170,7 +171,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._end()
         self._stop.install(ranks, during=Trainer.train)
-        self._saving = Saving(args, ranks, find_whole, trainer, find_needed)
+        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed)
         if trainer is not None:
             self._tell_launcher(args, trainer)
 

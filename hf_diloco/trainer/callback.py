@@ -24,7 +24,7 @@ from hf_diloco.errors import (
 from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
-from hf_diloco.outer.checkpoint import find_complete, last_of_earlier_round
+from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_round
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.outer.state import OuterState
@@ -167,7 +167,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._tokens_seen = state.num_input_tokens_seen
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
         needed = last_of_earlier_round if goes_back_with_others else None
-        self._begin(args, session.island, trainer, find_complete, needed)
+        self._begin(args, session.island, trainer, RECORD, find_complete, needed)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)

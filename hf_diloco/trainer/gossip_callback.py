@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.config import choose_config
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.checkpoint import (
+    RECORD,
     GossipIndex,
     check_files,
     check_index,
@@ -220,7 +221,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         )
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
-        self._begin(args, self._ranks, trainer, lambda folder: whole_checkpoints(folder).values())
+        self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())
         self._open_record(args, state, optimizer)
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)

@@ -52,6 +52,7 @@ class Saving:
     Args:
         args: the Trainer's.
         ranks: of the island.
+        record: the file in a checkpoint that is written last. One that has it, and cannot be read, may be whole.
         find_whole: the whole checkpoints in a folder, by step; asked on the leader.
         trainer: whose failures to write are met; None where it is not known.
         find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
@@ -62,12 +63,14 @@ class Saving:
         self,
         args: TrainingArguments,
         ranks: IslandGroup,
+        record: str,
         find_whole: Callable[[Path], Collection[Path]],
         trainer: Trainer | None,
         find_needed: Callable[[Path], Collection[Path]] | None = None,
     ) -> None:
         self._args = args
         self._ranks = ranks
+        self._record = record
         self._find_all = find_whole
         self._find_needed = find_needed
         self._trainer = trainer
@@ -104,6 +107,8 @@ class Saving:
             shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
         for path in self._ranks.from_leader(self._surplus(checkpoint, state) if self._ranks.is_leader else []):
             if self._args.should_save:
+                with suppress(OSError):  # first, so that what is left by whoever is killed here counts as unfinished
+                    Path(path, self._record).unlink()
                 shutil.rmtree(path, ignore_errors=True)
         return True
 
@@ -135,14 +140,14 @@ class Saving:
         return {path for path in self._find_all(folder) if _CHECKPOINT.fullmatch(path.name)}
 
     def _set_aside(self, checkpoint: Path) -> None:
-        """A whole checkpoint of this step stays until the new one is whole; what is left of a broken one goes."""
+        """A checkpoint of this step stays until the new one is whole; what is left of an unfinished one goes."""
         if self._ranks.is_leader and checkpoint.is_dir():
             with suppress(OSError):
-                if checkpoint in self._find_whole(self._folder):
+                if self._is_unfinished(checkpoint, self._find_whole(self._folder)):
+                    shutil.rmtree(checkpoint, ignore_errors=True)
+                else:
                     shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
                     checkpoint.rename(set_aside_name(checkpoint))
-                else:
-                    shutil.rmtree(checkpoint, ignore_errors=True)
         self._ranks.barrier()
 
     def _abandon(self, checkpoint: Path, reason: str) -> None:
@@ -162,7 +167,7 @@ class Saving:
     # Which others go
 
     def _surplus(self, newest: Path, state: TrainerState) -> list[str]:
-        """Beyond the limit: the whole ones of the lowest steps; and before the newest, what is not whole."""
+        """Beyond the limit: the whole ones of the lowest steps; and before the newest, what is unfinished."""
         if not self._limit:
             return []
         whole = self._find_whole(self._folder)
@@ -171,12 +176,24 @@ class Saving:
             kept.add(Path(state.best_model_checkpoint))
         ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path)), reverse=True)
         num_kept = max(self._limit, len(whole & kept))
-        broken = [
+        unfinished = [
             path
             for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            if _CHECKPOINT.fullmatch(path.name) and path not in whole and _step_of(path) < _step_of(newest)
+            if _CHECKPOINT.fullmatch(path.name)
+            and _step_of(path) < _step_of(newest)
+            and self._is_unfinished(path, whole)
         ]
-        return [str(path) for path in [*ranked[num_kept:], *broken] if path not in kept]
+        return [str(path) for path in [*ranked[num_kept:], *unfinished] if path not in kept]
+
+    def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
+        """Whether whoever wrote it was killed; not where it cannot be read, perhaps for a moment."""
+        try:
+            (checkpoint / self._record).stat()
+        except FileNotFoundError:
+            return checkpoint not in whole
+        except OSError:
+            return False
+        return False
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -189,6 +189,19 @@ def test_the_limit_counts_whole_checkpoints_alone_and_spares_copies(run: Path) -
     assert names == {"checkpoint-2-kept", "checkpoint-2", "checkpoint-4", "checkpoint-5"}
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_stays(run: Path) -> None:
+    record = run / "checkpoint-2" / "diloco" / "outer.json"
+    contents = record.read_bytes()
+    record.unlink()
+    record.symlink_to(record)  # who opens it meets an error of the system
+    make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=1).train(
+        resume_from_checkpoint=str(run / "checkpoint-4")
+    )
+    record.unlink()
+    record.write_bytes(contents)
+    assert [path.name for path, _ in complete_checkpoints(run)] == ["checkpoint-2", "checkpoint-6"]
+
+
 class Killed(BaseException):
     """Stands for SIGKILL."""
 

@@ -75,7 +75,7 @@ class PlainCallback(RunCallback[Record]):
     ) -> None:
         """Begins the record."""
         self._began = time.monotonic()
-        self._begin(args, self._ranks, find_trainer(), _find_whole)
+        self._begin(args, self._ranks, find_trainer(), _FILES, _find_whole)
         examples = examples_per_step(args)
         trained = [one for one in kwargs["model"].parameters() if one.requires_grad]
         self._record = Record(folder_of(args) if state.is_world_process_zero else None)
