@@ -232,6 +232,15 @@ def test_masks_and_values_without_gradients_keep_still() -> None:
     assert all(torch.isfinite(one).all() for one in (masked, plain, unused))
 
 
+def test_a_tensor_without_values_is_passed_over() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0, 3))]
+    optimizer = OneBitLamb(parameters, lr=0.1, freeze_step=2)
+    for _ in range(4):
+        sum((parameter * parameter).sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert (parameters[0] < 1).all()
+
+
 def test_a_step_that_is_not_finite_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     tensors = make_tensors()
     optimizer = OneBitAdam(tensors, lr=0.01, freeze_step=3)

@@ -108,7 +108,7 @@ class OneBitLamb(OneBitOptimizer):
         weights.sub_(update.mul_(coeff * group["lr"]))
 
     def _freeze(self, tensors: list[Tensor]) -> None:
-        roots = [tensor.state["exp_avg"].norm() / max(tensor.parameter.numel(), 1) ** 0.5 for tensor in tensors]
+        roots = [tensor.state["exp_avg"].norm() / tensor.parameter.numel() ** 0.5 for tensor in tensors]
         used = [root for root in roots if root > 0]
         mean = torch.stack(used).mean() if used else torch.ones(())
         for tensor, root in zip(tensors, roots, strict=True):

@@ -289,6 +289,8 @@ class OneBitOptimizer(Optimizer):
         begin = 0
         for group in self.param_groups:
             for parameter in group["params"]:
+                if not parameter.numel():
+                    continue
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
