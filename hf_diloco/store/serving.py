@@ -9,6 +9,7 @@ makes room. The port stops answering while the process has few files left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -65,6 +66,8 @@ class Serving:
     async def end(self) -> None:
         """Answers what has been asked, and nothing else; then the port is free."""
         self._let_door_go()
+        with contextlib.suppress(OSError):  # else processes that were forked meanwhile would keep the port
+            self._listener.shutdown(socket.SHUT_RDWR)
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()

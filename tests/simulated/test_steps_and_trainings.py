@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
@@ -24,6 +25,7 @@ from hf_diloco.membership.facts import compare_facts
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.open import open_session
+from hf_diloco.store.rendezvous import StoreHost
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
@@ -228,6 +230,16 @@ def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, fr
     session = open_session(config, IslandGroup(), folder=tmp_path)
     session.join(shards_of(0), tmp_path)
     session.leave(finished=False)
+
+
+def test_processes_that_load_data_keep_no_port_taken(tmp_path: Path, free_port: int) -> None:
+    config = DiLoCoConfig(num_islands=2, rendezvous=f"tcp://127.0.0.1:{free_port}")
+    host = StoreHost(config, tmp_path)
+    numbers: Any = [7, 8]
+    batches = iter(DataLoader(numbers, num_workers=1, persistent_workers=True))  # forked: it has all sockets
+    assert next(batches) == 7
+    host.close()
+    StoreHost(config, tmp_path).close()
 
 
 def test_who_is_interrupted_while_the_others_end_leaves_no_port_taken(tmp_path: Path, free_port: int) -> None:
