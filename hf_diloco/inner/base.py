@@ -15,6 +15,9 @@ _PACKAGES = ("torch", "deepspeed", "hf_diloco")
 _KNOWN = ("SGD", "Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam", "MuonAdamW", "MuonWithAuxAdam")
 """Optimizers that begin anew with buffers and a count of steps that are 0."""
 
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and `torch.compile` put into the names of parameters."""
+
 
 class InnerOptimizer:
     """The optimizer inside an island, as an outer method sees it: learning rates, parameter groups, buffers.
@@ -123,6 +126,13 @@ def group_numbers(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dic
         for parameter in group["params"]
         if id(parameter) in names
     }
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was before anything was wrapped around its modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def refuse_unfrozen(parameters: Mapping[str, torch.Tensor], optimizer: Any, exchanged: Collection[str]) -> None:

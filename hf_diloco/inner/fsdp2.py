@@ -25,22 +25,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers, refuse_unfrozen
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and `torch.compile` put into the names of parameters."""
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers, plain_name, refuse_unfrozen
 
 
 def is_fsdp2(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or to parts of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the model as it was before anything was wrapped around its modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 class Fsdp2Shards(Shards):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers, refuse_unfrozen
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, group_numbers, plain_name, refuse_unfrozen
 
 
 class PlainShards(Shards):
@@ -22,7 +22,7 @@ class PlainShards(Shards):
     def __init__(self, model: nn.Module, description: str = "DDP", optimizer: Any = None) -> None:
         self.description = description
         self._model, self._optimizer = model, optimizer
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in self._parameters.items():
             if not parameter.is_contiguous():
                 raise UnsupportedError(
@@ -38,7 +38,8 @@ class PlainShards(Shards):
         self.inner = InnerOptimizer(optimizer, group_numbers(optimizer, self._parameters))
 
     def check_unfrozen(self) -> None:
-        refuse_unfrozen(dict(self._model.named_parameters()), self._optimizer, self.sizes)
+        now = {plain_name(name): p for name, p in self._model.named_parameters()}
+        refuse_unfrozen(now, self._optimizer, self.sizes)
 
     def segments(self) -> list[Segment]:
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]

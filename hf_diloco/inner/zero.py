@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import InnerOptimizer, Segment, Shards
+from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, plain_name
 from hf_diloco.inner.plain import PlainShards
 
 logger = logging.getLogger("hf_diloco")
@@ -61,7 +61,7 @@ class _DeepSpeedShards(Shards):
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Any, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         self.sizes = {
             name: int(getattr(parameter, "ds_numel", parameter.numel()))
             for parameter, name in self._names.items()

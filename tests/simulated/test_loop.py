@@ -143,6 +143,17 @@ def test_a_round_moves_the_prepared_model(tmp_path: Path) -> None:
         torch.testing.assert_close(model.weight.detach(), before + 0.5)
 
 
+def test_a_compiled_model_has_the_names_of_one_that_is_not(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    compiled: Any = torch.compile(torch.nn.Linear(3, 1), backend="eager")
+    model, optimizer = accelerator.prepare(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    with OuterLoop(accelerator, model, optimizer, DiLoCoConfig(sync_every=2), output_dir=tmp_path) as outer:
+        outer.save_state(tmp_path / "state")
+    loop, _ = make_loop(tmp_path, sync_every=2, resume_from=tmp_path / "state")
+    with loop:
+        pass
+
+
 def test_steps_without_their_weight_are_refused(tmp_path: Path) -> None:
     outer, _ = make_loop(tmp_path, weight_by="tokens")
     with outer, pytest.raises(ConfigError, match=r"weight_by='tokens' needs step\(weight=number of tokens\)"):
