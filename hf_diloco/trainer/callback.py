@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.config import DiLoCoConfig, choose_config
@@ -42,10 +45,10 @@ from hf_diloco.trainer.arguments import (
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
-from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule
-from hf_diloco.trainer.views import HasOuterWeights, OuterView
+from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule, replaced
+from hf_diloco.trainer.views import HasOuterWeights
 
 logger = logging.getLogger("hf_diloco")
 
@@ -102,9 +105,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._resume_path = folder_given(resume_from_checkpoint)
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
-        self._view: OuterView | None = None
         self._unnoted: list[SyncReport] = []
-        self._num_evaluations: int | None = None
+        self._evaluating = ExitStack()
         self._has_joined = False
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
@@ -141,7 +143,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         """Joins the other islands, restores or begins the outer state, makes all islands' weights equal."""
         trainer = find_trainer()
         move_before_trackers(self)  # `add_callback` comes after `on_init_end`
-        self._num_evaluations = count_evaluations(trainer)
         self._failure = None
         callbacks = trainer.callback_handler.callbacks if trainer else ()
         check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
@@ -152,8 +153,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if checkpoint is not None:
-            uses_deepspeed = args.deepspeed_plugin is not None
-            check_resumption(checkpoint, shards, uses_deepspeed, self._examples, state)
+            check_resumption(checkpoint, shards, args.deepspeed_plugin is not None, self._examples, state)
         session = self._connect(folder_of(args))
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
@@ -162,12 +162,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.join(shards, folder_of(args), self._facts, checkpoint)
         self._resume_path = None  # the next training resumes from elsewhere, or begins anew
         follow_schedule(session, state, kwargs.get("lr_scheduler"))
-        self._view = OuterView(session.outer)
         self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
         needed = last_of_earlier_round if goes_back_with_others else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
+        if trainer is not None and self.config.eval_weights == "outer":
+            evaluate = partial(self._evaluate_outer, trainer, trainer._evaluate)
+            self._evaluating.enter_context(replaced(trainer, "_evaluate", evaluate))
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
@@ -179,14 +181,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step and runs the round that is due."""
-        self._after_step(args, state, control)
-        self._show_for_evaluation(state, control)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepares an evaluation at the end of an epoch."""
-        self._show_for_evaluation(state, control)
-
-    def _after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         session = self._need_session()
         if session.is_over:
             self._end_with_the_run(state, control)
@@ -209,12 +203,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records which weights were evaluated, and has training go on from its own."""
+        """Records which weights were evaluated."""
         metrics = kwargs.get("metrics") or {}
         if self._record and name_evaluated(metrics) is not None:
             self._record.evaluate(state.global_step, floats(metrics), is_outer=self._holds_outer)
-        if self._view is not None:
-            self._view.end()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
@@ -294,15 +286,17 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     @property
     def _holds_outer(self) -> bool:
         """Whether the model holds the outer parameters."""
-        views = [view for view in (self._view, self._shown) if view is not None]
-        return self._outer.on_boundary or any(view.is_on for view in views)
+        return self._outer.on_boundary or self._shows_outer
 
-    def _show_for_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
-        """Has the evaluation that the Trainer is about to make be one of the outer parameters."""
-        wanted = control.should_evaluate and self.config.eval_weights == "outer"
-        if wanted and self._view is not None and not self._holds_outer and self._num_evaluations:
-            self._settle(state)
-            self._view.begin(self._num_evaluations)
+    def _evaluate_outer(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The evaluation that the Trainer makes while it trains, of the outer parameters."""
+        self._settle(trainer.state)
+        with self.outer_weights():
+            return evaluate(*args, **kwargs)
+
+    def _end(self) -> None:
+        self._evaluating.close()
+        super()._end()
 
     def _settle(self, state: TrainerState) -> None:
         """Waits for the rounds under way."""

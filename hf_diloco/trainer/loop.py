@@ -157,7 +157,7 @@ class OuterLoop(HasOuterWeights):
         """
         if self._need_session().has_left:
             raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
-        if self._shown is not None and self._shown.is_on:
+        if self._shows_outer:
             raise ConfigError(
                 "step() within outer_weights(), whose end puts back the weights from before: train outside"
             )

@@ -212,10 +212,10 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner, name in _writing_steps(trainer):
-            stack.enter_context(_replaced(owner, name, partial(_noting, getattr(owner, name), failures)))
+            stack.enter_context(replaced(owner, name, partial(_noting, getattr(owner, name), failures)))
         engine = _engine_of(trainer)
         if engine is not None:
-            stack.enter_context(_replaced(engine, "save_checkpoint", partial(_save_engine, engine, failures)))
+            stack.enter_context(replaced(engine, "save_checkpoint", partial(_save_engine, engine, failures)))
         try:
             yield
         except Exception as error:
@@ -262,7 +262,7 @@ def _note(error: BaseException, failures: list[str]) -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Another attribute of one object, meanwhile."""
     before: Mapping[str, Any] = dict(vars(owner))
     setattr(owner, name, value)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError
-from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.rounds.session import BaseSession
 
@@ -26,39 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_diloco")
 
 
-class OuterView:
-    """One rank's switch. Both ways are collective over the island's ranks.
-
-    While it is on, 4 bytes a parameter of host memory hold the weights that training goes on from.
-
-    Args:
-        outer: this rank's outer state; no round may be under way while the view is on.
-    """
-
-    def __init__(self, outer: OuterState) -> None:
-        self._outer = outer
-        self._held: list[torch.Tensor] | None = None
-        self._num_uses = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the model holds the outer parameters because of this."""
-        return self._held is not None
-
-    def begin(self, num_uses: int = 1) -> None:
-        """Has the model hold the outer parameters until `end` was called `num_uses` times."""
-        if self._held is None and not self._outer.on_boundary:
-            self._held = self._outer.show()
-        self._num_uses = num_uses
-
-    def end(self) -> None:
-        """Ends one use; after the last, the model holds what it held before, to the last bit."""
-        self._num_uses -= 1
-        if self._held is not None and self._num_uses <= 0:
-            self._outer.hide(self._held)
-            self._held = None
-
-
 class HasOuterWeights(ABC):
     """What trains with an outer loop, by a Trainer or by hand."""
 
@@ -67,7 +33,7 @@ class HasOuterWeights(ABC):
 
     def __init__(self) -> None:
         self._session: BaseSession | None = None
-        self._shown: OuterView | None = None
+        self._shows_outer = False
 
     @property
     def round(self) -> int:
@@ -81,19 +47,23 @@ class HasOuterWeights(ABC):
             with callback.outer_weights():
                 trainer.save_model("outer")
 
-        Call it on all ranks of the island, between steps.
+        Call it on all ranks of the island, between steps. Meanwhile 4 bytes a parameter of host memory hold what
+        training goes on from.
 
         Raises:
             ConfigError: training has not begun: there are no outer parameters yet.
         """
+        outer = self._need_session().outer
         for report in self._need_session().settle():
             self._note(report)
-        self._shown = view = OuterView(self._need_session().outer)
-        view.begin()
+        held = None if outer.on_boundary else outer.show()
+        was_shown, self._shows_outer = self._shows_outer, True
         try:
             yield
         finally:
-            view.end()
+            self._shows_outer = was_shown
+            if held is not None:
+                outer.hide(held)
 
     @abstractmethod
     def _note(self, report: SyncReport) -> None:

@@ -304,6 +304,36 @@ def test_evaluations_of_the_outer_weights_leave_training_as_it_is(settings: dict
     assert with_evaluations[1] == without[1]
 
 
+class Quiet(Trainer):
+    """Evaluates in a way of its own, and calls no callback."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        return {"eval_loss": 1.0}
+
+
+def test_training_goes_on_from_its_own_weights_after_an_evaluation_that_calls_no_callback(tmp_path: Path) -> None:
+    def train(name: str, kind: type[Trainer]) -> Trainer:
+        callback = DiLoCoCallback(sync_every=3)
+        trainer = make_trainer(tmp_path / name, callback, eval_strategy="steps", eval_steps=2)
+        trainer.__class__ = kind
+        trainer.train()
+        return trainer
+
+    assert same_bits(weights_of(train("a", Quiet)), weights_of(train("b", Trainer)))
+
+
+class Asks(TrainerCallback):
+    """Has the Trainer evaluate after step 2."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate |= state.global_step == 2
+
+
+def test_an_evaluation_that_another_callback_asks_for_is_of_the_outer_weights(tmp_path: Path) -> None:
+    make_trainer(tmp_path, DiLoCoCallback(sync_every=4), Asks()).train()
+    assert [(event["step"], event["weights"]) for event in events(tmp_path, "eval")] == [(2, "outer")]
+
+
 def test_the_outer_weights_can_be_saved_between_rounds(tmp_path: Path) -> None:
     class Saver(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

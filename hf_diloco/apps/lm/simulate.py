@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from transformers import Trainer
+
 from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import LONGEST_WAIT, Simulation
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
@@ -113,6 +115,11 @@ class _SimulatedCallback(DiLoCoCallback):
         if self._session is None:
             self._session = FixedSession(self.config, IslandGroup(), self._stop.is_requested, self._transport)
         return self._session
+
+    def _evaluate_outer(self, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        with self._turns.others():
+            self._settle(trainer.state)
+        return super()._evaluate_outer(trainer, *args, **kwargs)
 
     common_checkpoint = _while_others_go_on(DiLoCoCallback.common_checkpoint)
     on_train_begin = _while_others_go_on(DiLoCoCallback.on_train_begin)
