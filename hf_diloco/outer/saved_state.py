@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_diloco.errors import CheckpointError
+from hf_diloco.methods.outer.base import chunks
 from hf_diloco.outer.checkpoint import (
     FragmentIndex,
     OuterIndex,
@@ -24,6 +25,9 @@ from hf_diloco.utils.own_files import is_own
 
 _RATES = "inner-rates"
 """The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
+
+_FAR = 0.1
+"""As a share of the parameters' norm: farther than 16 bits round them."""
 
 
 def save_state(
@@ -75,11 +79,13 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
     Collective over the island's ranks.
 
     Raises:
-        CheckpointError: on every rank, where one rank cannot read it, or it is of another model.
+        CheckpointError: on every rank, where one rank cannot read it, or it is of another model; or the masters have
+            not been restored.
     """
     if checkpoint != outer.checked:
         check_checkpoint(checkpoint, outer.island)
     outer.island.on_all(lambda: _load(outer, checkpoint))
+    _refuse_other_masters(outer, checkpoint)
     outer.make_digests()
 
 
@@ -98,6 +104,24 @@ def _load(outer: OuterState, checkpoint: Path) -> None:
             fragment.due_at = outer.config.sync_every
     outer.round = outer.num_begun = index.round
     outer.run = index.run
+
+
+def _refuse_other_masters(outer: OuterState, checkpoint: Path) -> None:
+    """Raises `CheckpointError` if the masters are far from the outer parameters that they began anew from."""
+    distance = size = 0.0
+    for fragment in outer.fragments:
+        if fragment.steps == 0 and fragment.install_in is None:
+            distance += fragment.take_progress()
+            parts = (fragment.method.parameters[where] for where in chunks(fragment.partition.numel))
+            size += sum(float(part.dot(part)) for part in parts)
+            outer.rest(fragment)
+    distance, size = outer.island.sum([distance, size])
+    if distance > _FAR**2 * size:
+        raise CheckpointError(
+            f"{checkpoint} holds the outer state of a model with other weights than the one to be trained: load the "
+            "model and its optimizer from there first (accelerator.load_state, or trainer.train with "
+            "resume_from_checkpoint)"
+        )
 
 
 def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stored: Sequence[FragmentIndex]) -> None:

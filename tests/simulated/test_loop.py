@@ -149,7 +149,14 @@ def test_a_compiled_model_has_the_names_of_one_that_is_not(tmp_path: Path) -> No
     model, optimizer = accelerator.prepare(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
     with OuterLoop(accelerator, model, optimizer, DiLoCoConfig(sync_every=2), output_dir=tmp_path) as outer:
         outer.save_state(tmp_path / "state")
-    loop, _ = make_loop(tmp_path, sync_every=2, resume_from=tmp_path / "state")
+    loop, plain = make_loop(tmp_path, sync_every=2, resume_from=tmp_path / "state")
+    with (
+        pytest.raises(CheckpointError, match="a model with other weights than the one to be trained: load the model"),
+        loop,
+    ):
+        pytest.fail("it has resumed")
+    loop, plain = make_loop(tmp_path, sync_every=2, resume_from=tmp_path / "state")
+    plain.load_state_dict(model._orig_mod.state_dict())
     with loop:
         pass
 

@@ -32,6 +32,8 @@ from hf_diloco.errors import (
 )
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.export import outer_parameters
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.measure import SyncReport, cosine_to_others
 from hf_diloco.transport.base import Exchange
@@ -825,11 +827,14 @@ def checkpoints_of_rounds(run: Run, rounds: Sequence[Sequence[int]]) -> list[Pat
 
 
 def join_from(run: Run, checkpoints: Sequence[Path | None], width: int = 8) -> list[BaseException | None]:
+    """The model is that of the checkpoint, unless it has another width."""
+
     def island_main(island: int) -> None:
+        model, checkpoint = make_model(width=width), checkpoints[island]
+        if checkpoint is not None and width == 8:
+            model.load_state_dict(outer_parameters(checkpoint, read_index(checkpoint)))
         session = run.session(island)
-        session.join(
-            open_shards(make_model(width=width), None), run.folder / str(island), checkpoint=checkpoints[island]
-        )
+        session.join(open_shards(model, None), run.folder / str(island), checkpoint=checkpoint)
 
     return try_islands(run.num_islands, island_main)
 
