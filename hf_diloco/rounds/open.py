@@ -79,12 +79,21 @@ def open_session(
     return session
 
 
-def abandon_last(config: DiLoCoConfig) -> None:
-    """Leaves what this thread has trained last at the same place, if nobody has: it ended in an error."""
+def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:
+    """Leaves what this thread has trained last at the same place, if nobody has: it ended in an error.
+
+    Collective over the island's ranks, of which some may have forgotten it already.
+    """
     last = _last.get((config.rendezvous, config.island))
     session = last.session() if last and last.thread == threading.get_ident() else None
-    if session is not None and not session.has_left:
+    if session is not None and session.has_left:
+        session = None
+    has_it = island.gather(session is not None)
+    if session is not None and all(has_it):
         session.abandon()
+    elif session is not None:
+        session.close()
+        session.has_left = True
 
 
 def _open_elastic(

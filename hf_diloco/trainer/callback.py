@@ -266,9 +266,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
             self._end()
         if self._session is None or self._session.has_left:
-            abandon_last(self.config)  # likewise, with another callback
             # A rank waits for its leader, who waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
+            abandon_last(self.config, island)  # as above, with another callback
             self._session = open_session(self.config, island, self._stop.is_requested, self._session, folder)
             self._has_joined = False
         return self._session
