@@ -290,6 +290,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _evaluate_outer(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The evaluation that the Trainer makes while it trains, of the outer parameters."""
+        if self._need_session().has_left:  # its training ended in an error, and another callback took its place
+            return evaluate(*args, **kwargs)
         self._settle(trainer.state)
         with self.outer_weights():
             return evaluate(*args, **kwargs)

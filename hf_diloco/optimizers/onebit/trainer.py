@@ -19,7 +19,7 @@ from hf_diloco.inner import unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
-from hf_diloco.trainer.arguments import folder_of
+from hf_diloco.trainer.arguments import folder_of, name_evaluated
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.utils.files import is_write_failure, reason_of
@@ -108,7 +108,7 @@ class OneBitCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
         logs, since = kwargs.get("logs"), self.optimizer.bytes_sent - self._bytes_told
-        if logs is None or "eval_loss" in logs or not since:
+        if logs is None or name_evaluated(logs) is not None or not since:
             return
         self._bytes_told += since
         logs["onebit/bytes_sent"] = since * self.optimizer.exchange.num_ranks
