@@ -198,8 +198,8 @@ class Shards(ABC):
             names: of the parameters that were written, equal on all ranks; None: all. DeepSpeed commits all anyway.
         """
 
-    def check_unfrozen(self) -> None:  # noqa: B027 - DeepSpeed trains only what it has been given at first
-        """Raises `UnsupportedError` if a parameter has begun to be trained that is not among `sizes`."""
+    def check_trained(self) -> None:  # noqa: B027 - DeepSpeed trains only what it has been given at first
+        """Raises `UnsupportedError` if the optimizer trains another parameter by now than those of `sizes`."""
 
     @property
     def num_parameters(self) -> int:

@@ -69,7 +69,7 @@ class Fsdp2Shards(Shards):
                 "model.parameters(), or freeze the parameter (requires_grad=False)"
             )
 
-    def check_unfrozen(self) -> None:
+    def check_trained(self) -> None:
         refuse_unfrozen(self._parameters(), self._optimizer, self.sizes)
 
     def segments(self) -> list[Segment]:

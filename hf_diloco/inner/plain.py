@@ -37,9 +37,15 @@ class PlainShards(Shards):
         self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self.inner = InnerOptimizer(optimizer, group_numbers(optimizer, self._parameters))
 
-    def check_unfrozen(self) -> None:
+    def check_trained(self) -> None:
         now = {plain_name(name): p for name, p in self._model.named_parameters()}
         refuse_unfrozen(now, self._optimizer, self.sizes)
+        for name, parameter in self._parameters.items():
+            if now.get(name) is not parameter:
+                raise UnsupportedError(
+                    f"parameter {name} is gone since training began, or another has taken its place, as by "
+                    "load_state_dict(assign=True): change the model before training begins, or between two trainings"
+                )
 
     def segments(self) -> list[Segment]:
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]

@@ -127,7 +127,7 @@ def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> 
     Raises:
         UnsupportedError: what the island trains is no longer what islands exchange.
     """
-    outer.shards.check_unfrozen()
+    outer.shards.check_trained()
     fragment, number, config = outer.current, outer.num_begun + 1, outer.config
     with clock.counts("applying"):
         delta, square = fragment.pseudo_gradient(with_residual)

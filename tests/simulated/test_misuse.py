@@ -153,6 +153,20 @@ def test_a_parameter_that_is_unfrozen_amid_training_ends_it_after_a_checkpoint(t
     assert trainer.state.global_step == 4
 
 
+class Replaces(TrainerCallback):
+    """Loads weights after a step, in the place of the parameters."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            kwargs["model"].load_state_dict(kwargs["model"].state_dict(), assign=True)
+
+
+def test_a_parameter_that_is_replaced_amid_training_ends_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=2), Replaces())
+    with pytest.raises(UnsupportedError, match=r"parameter model.embed_tokens.weight is gone since training began"):
+        trainer.train()
+
+
 def test_a_fact_that_is_compared_anyway_cannot_be_given_otherwise(tmp_path: Path) -> None:
     make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"max_steps": 4})).train()
     with pytest.raises(
