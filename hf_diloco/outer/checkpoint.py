@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import Interval
 from hf_diloco.outer.manifest import (
     FileRecord,
     check_contents,
@@ -47,16 +48,10 @@ FOLDER = "diloco"
 RECORD = f"{FOLDER}/outer.json"
 """The file that is written last into a checkpoint."""
 _FORMAT = 4
-_READ_FORMATS = (
-    1,
-    2,
-    3,
-    4,
-)  # 1: without the Trainer's files; 2: without parameters' shapes; 3: without its own digest
+_READ_FORMATS = (1, 2, 3, 4)
+"""1 is without the Trainer's files, 2 without the parameters' shapes, 3 without the record's own digest."""
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
-
-Interval = tuple[int, int]
 
 
 class OuterFile(BaseModel):

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,11 +68,17 @@ def open_session(
     need_number(config, config.num_shares)
     if island.is_leader:
         tell_who_is_alone(config)
+    last = _last.get((config.rendezvous, config.island))
+    before = last.session() if last else None
+    if isinstance(before, FixedSession) and before.has_left:
+        before.transport.end()  # which frees the port
     session: BaseSession
     if config.meets_in_store:
         session, seal = _open_elastic(config, island, should_stop, after, folder or Path()), None
     else:
-        _end_last_run(config, island, should_stop)
+        if config.island and last and last.seal:
+            has_begun = partial(_has_other_run, config, last.seal)
+            island.on_leader(lambda: _await_training(config, has_begun, should_stop))
         session = FixedSession(config, island, should_stop, folder=folder)
         seal = session.transport.store.log.seal
     if config.rendezvous:
@@ -120,18 +127,6 @@ def _open_elastic(
         if host is not None:
             host.close()
         raise
-
-
-def _end_last_run(config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool]) -> None:
-    """Returns once all who have left their last run at the same place can meet there in a new one."""
-    last = _last.get((config.rendezvous, config.island))
-    if last is None or last.seal is None:
-        return
-    session, seal = last.session(), last.seal
-    if isinstance(session, FixedSession) and session.has_left:
-        session.transport.end()
-    if config.island:
-        island.on_leader(lambda: _await_training(config, lambda: _has_other_run(config, seal), should_stop))
 
 
 def _meet_at_island_0(
