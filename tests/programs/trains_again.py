@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback
 from tests.trainers import SAVING, make_trainer
@@ -34,7 +34,8 @@ class Ends(TrainerCallback):
 
 def main() -> None:
     island, rendezvous, folder, are_new = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "new"
-    ends, trainers = Ends(), []  # all are kept, as a notebook does
+    ends = Ends()
+    trainers: list[Trainer] = []  # all are kept, as a notebook does
 
     def train(resume: bool) -> tuple[bool, int, int]:
         if are_new or not trainers:
