@@ -18,10 +18,12 @@ import yaml
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of
-from hf_diloco.apps.common.yaml_file import dump_yaml
+from hf_diloco.apps.common.paths import get_at
+from hf_diloco.apps.common.yaml_file import KeyPath, dump_yaml
 from hf_diloco.cli import accelerate
 from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
+from hf_diloco.store.credentials import identity_path
 from hf_diloco.store.signing import ENV_KEY
 from hf_diloco.utils.urls import is_object_store
 
@@ -192,18 +194,27 @@ def portable_run_file(deployment: Deployment) -> str:
         values["deepspeed"] = yaml.safe_load(Path(run.deepspeed).read_text(encoding="utf-8"))
     named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
     for path in named:
-        value: Any = values
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        for text in value if isinstance(value, list) else [value]:
+        texts = get_at(values, path)
+        for text in texts if isinstance(texts, list) else [texts]:
             if isinstance(text, str) and text.startswith("/"):
-                raise ConfigError(
-                    f"{'.'.join(path)}: {text} is a file of this machine, which islands elsewhere do not have; name "
-                    "one of the Hub or, for data, of an object store"
-                )
+                raise _names_file_here(path, text)
+    for path in run.files.patterns:  # which may lie elsewhere alone
+        pattern = str(get_at(values, path) or "")
+        if any(identity_path(pattern, island).is_file() for island in range(deployment.num_islands)):
+            raise _names_file_here(path, pattern)
     if deployment.num_gpus:
         values.setdefault("launch", {})["num_processes"] = deployment.num_gpus
     return dump_yaml(values)
+
+
+def _names_file_here(setting: KeyPath, text: str) -> ConfigError:
+    remedy = {
+        "key_file": f"remove it, and give the key as {ENV_KEY} there",
+        "identity_file": "name a path that they have",
+    }.get(setting[-1], "name one of the Hub or, for data, of an object store")
+    return ConfigError(
+        f"{'.'.join(setting)}: {text} is a file of this machine, which islands elsewhere do not have; {remedy}"
+    )
 
 
 Written = tuple[dict[str, str], str]

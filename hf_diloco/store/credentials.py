@@ -205,11 +205,16 @@ def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
         ConfigError: the file cannot be read, or others on this machine can read it, or it is no such key.
     """
     if file is not None:
-        path = Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
+        path = identity_path(file, number)
         remedy = "Make an identity there (`hf-diloco keys make FILE`)"
         return _parse_identity(_read_secret(path, "identity_file", remedy), f"identity_file={path}")
     value = os.environ.get(ENV_IDENTITY, "").strip()
     return _parse_identity(value.encode(errors="surrogateescape"), ENV_IDENTITY) if value else None
+
+
+def identity_path(file: Path | str, number: int) -> Path:
+    """Where one island's private key lies; see `load_identity`."""
+    return Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
 
 
 def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:

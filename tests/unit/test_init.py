@@ -113,6 +113,27 @@ def test_what_cannot_work_is_refused(engine: str, arguments: list[str], message:
     assert not Path("deploy").exists()
 
 
+@pytest.mark.parametrize("engine", ["kubernetes", "skypilot", "ray"])
+@pytest.mark.parametrize(
+    ("setting", "file", "remedy"),
+    [
+        ("key_file", "run.key", "remove it, and give the key as HF_DILOCO_KEY there"),
+        ("identity_file", "mine.pem", "name a path that they have"),
+        ("identity_file", "island-{island}.pem", "name a path that they have"),
+    ],
+)
+def test_secrets_of_this_machine_are_refused(folder: Path, engine: str, setting: str, file: str, remedy: str) -> None:
+    (folder / file.replace("{island}", "2")).write_text("secret")
+    with pytest.raises(ConfigError, match=rf"diloco\.{setting}: .* is a file of this machine, .*; {remedy}$"):
+        init(engine, "--image", "i", "--rendezvous", BUCKET, f"diloco.{setting}={file}")
+
+
+def test_an_identity_may_lie_on_the_islands_machines_alone() -> None:
+    config, _ = kubernetes_files("diloco.identity_file=/secrets/{island}.pem")
+    there = yaml.safe_load(config["data"]["run.yaml"])
+    assert there["diloco"]["identity_file"] == "/secrets/{island}.pem"
+
+
 def test_nodes_of_a_graph_are_refused(folder: Path) -> None:
     shutil.copy(ROOT / "configs" / "vision" / "quickstart.yaml", folder / "run.yaml")
     with pytest.raises(ConfigError, match="--node NUMBER"):

@@ -43,7 +43,7 @@ def resolve_paths(
         ConfigError: when a file does not exist, or a glob matches none.
     """
     for path in (*named.paths, *named.hub_ids_or_paths):
-        text = _get(values, path)
+        text = get_at(values, path)
         if isinstance(text, str):
             looks_local = text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
             found = _find(text, folders)
@@ -51,24 +51,24 @@ def resolve_paths(
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
             set_at(values, path, found or text)
     for path in named.patterns:
-        if isinstance(text := _get(values, path), str):
+        if isinstance(text := get_at(values, path), str):
             set_at(values, path, _find(text, folders) or str(folders[0] / text))
     for path in named.globs:
-        patterns = _get(values, path)
+        patterns = get_at(values, path)
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
             set_at(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
 
 
 def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list[Path]:
     """The files that a run file in `folder` names beside itself, such as its DeepSpeed configuration."""
-    texts = [_get(values, path) for path in (*named.paths, *named.hub_ids_or_paths)]
+    texts = [get_at(values, path) for path in (*named.paths, *named.hub_ids_or_paths)]
     candidates = [(folder / text).resolve() for text in texts if isinstance(text, str)]
     return [path for path in candidates if path.is_file()]
 
 
 def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
     """Whether a run file names something that is no file or folder here, and so is of the Hub."""
-    texts = [_get(values, path) for path in named.hub_ids_or_paths]
+    texts = [get_at(values, path) for path in named.hub_ids_or_paths]
     return any(isinstance(text, str) and not Path(text).exists() for text in texts)
 
 
@@ -101,7 +101,8 @@ def _at(origins: Mapping[KeyPath, str], path: KeyPath) -> str:
     return nearest_line(origins, path) or ""
 
 
-def _get(values: Any, path: KeyPath) -> Any:
+def get_at(values: Any, path: KeyPath) -> Any:
+    """A nested value; None where there is none."""
     for key in path:
         values = values.get(key) if isinstance(values, dict) else None
     return values
