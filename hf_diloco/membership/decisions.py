@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 
-from hf_diloco.errors import ForgedError, StoreError
+from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.round_records import ABSTENTION, OutcomeRecord, PlanRecord, VoteRecord
 from hf_diloco.store.log import R, RunLog
 from hf_diloco.utils.clock import REAL, Clock
@@ -89,7 +89,8 @@ class Decisions:
             wish: what this island wants. To commit, it must have voted.
 
         Raises:
-            StoreError: the store does not answer; or this cannot be decided now, as the outcome is damaged.
+            PayloadError: this cannot be decided now, as the outcome is damaged; a later snapshot shows that it was.
+            StoreError: the store does not answer.
         """
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
@@ -156,9 +157,10 @@ class Decisions:
         if wish.is_split:
             return wish
         if wish.kind == "abort":
-            raise StoreError(
+            raise PayloadError(
                 f"{reason}, and an island that has voted for the average may have committed it: this is decided when "
-                f"one that holds the average comes back ({wish.reason})"
+                f"one that holds the average comes back ({wish.reason})",
+                f"{attempt}/{_OUTCOMES[0]}",
             )
         return self._abort(f"{reason}, and a later attempt is committed") if self._has_moved_on(attempt) else wish
 

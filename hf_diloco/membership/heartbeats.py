@@ -33,6 +33,9 @@ LEASE_SECONDS = 12.0
 """An island whose heartbeat has not changed for so long counts as gone."""
 _LOOK_SECONDS = 0.5
 
+UNDER_WAY: Collection[Phase] = ("training", "syncing")
+"""What an island does that holds the run's state."""
+
 _HEARTBEAT_PATH = re.compile(r"heartbeats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
 _INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
@@ -286,7 +289,7 @@ class Members:
     def are_under_way(self) -> bool:
         """Whether another island takes inner steps, or synchronises."""
         others = (heartbeat for island, heartbeat in self.alive().items() if island != self.island)
-        return any(heartbeat.phase in ("training", "syncing") for heartbeat in others)
+        return any(heartbeat.phase in UNDER_WAY for heartbeat in others)
 
     def _last_chance(self, island: int) -> float:
         """When an island's last sign of life was seen; or when the store answered again, if that was later."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Set
 
 import torch
 
-from hf_diloco.errors import CheckpointError, DivergedError, IslandLostError, PayloadError
-from hf_diloco.membership.round_records import OutcomeRecord, Snapshot
+from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
+from hf_diloco.membership.round_records import OutcomeRecord, Snapshot, round_of
 from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.round import Part
 from hf_diloco.rounds.round_plan import PlannedRound
@@ -63,6 +63,31 @@ class Archive:
             self._snapshots.write_behind(
                 planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
             )
+
+    def rescue_start(self) -> None:
+        """Writes the snapshot that the run starts from again, if it is this island's and was damaged meanwhile."""
+        if self.island.on_leader(lambda: self._snapshots.has_lost_start(self.outer.round)):
+            self.write_snapshot()
+
+    def rescue_snapshot(self, is_first: Callable[[], bool]) -> None:
+        """After a missed round: writes what who joins or is late needs, where that was damaged. Else they may wait for
+        a snapshot, and this island for them.
+
+        Args:
+            is_first: whether this island is to write it; asked by the leader. Where the run starts, it is who wrote
+                the start.
+        """
+
+        def is_missing() -> bool:
+            number, start = self.outer.round, self._snapshots.start()
+            if start is not None and round_of(start) == number:
+                return self._snapshots.has_lost_start(number)
+            return is_first() and self._snapshots.newest(number - 1) is None
+
+        if self.island.on_leader(is_missing):
+            logger.info("no snapshot of round %d can be read: writing one", self.outer.round)
+            self._snapshots.wait()
+            self.write_snapshot()
 
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
@@ -135,16 +160,9 @@ class Recovery:
 
         Raises:
             IslandLostError: there is no later snapshot yet.
-            CheckpointError: there will be none.
         """
         if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            if self._context.engines[0].needs_presence:  # it may come yet
-                raise IslandLostError(str(error))
-            raise CheckpointError(
-                f"this island, at round {self.outer.round}, cannot catch up: the pseudo-gradients of round "
-                f"{planned.number} are gone ({error}), and no later snapshot is there. Start it in an empty run "
-                "folder once there is one, and raise keep_rounds"
-            )
+            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
         self._give_up(planned, Part.WHOLE if is_resuming else part)
         if is_resuming:
             self._drop_after(planned.number)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -275,6 +275,8 @@ class ElasticSession(BaseSession):
             self._pace.postpone()
         else:
             self._pace.align()
+            with suppress(StoreError):
+                self.rounds.rescue_snapshot(self._pace.is_first)
         return MissedRoundError(
             f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
         )

@@ -11,7 +11,7 @@ own progress since it last took part:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -157,8 +157,12 @@ class ElasticRounds(Rounds):
         part = self._part_in(planned, is_resuming)
         is_here = self._holds_all(planned, self.outer.steps)
         if self._engine_of(planned.number).needs_presence and planned.outcome is None and not is_here:
-            with clock.counts("waiting"):
-                outcome = self.plans.await_outcome(planned, self.config.exchange_timeout)
+            try:
+                with clock.counts("waiting"):
+                    outcome = self.plans.await_outcome(planned, self.config.exchange_timeout)
+            except PayloadError as error:
+                self.recovery.pass_over(planned, error, part, is_resuming)
+                return None
             self._check_patience(planned, outcome)
             return None
         with clock.counts("waiting"):
@@ -337,3 +341,8 @@ class ElasticRounds(Rounds):
         """See `Archive.rescue_average`."""
         self.rest()
         self.archive.rescue_average()
+
+    def rescue_snapshot(self, is_first: Callable[[], bool]) -> None:
+        """See `Archive.rescue_snapshot`."""
+        self.rest()
+        self.archive.rescue_snapshot(is_first)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from hf_diloco.config import DiLoCoConfig
-from hf_diloco.errors import CheckpointError, IslandLostError, RendezvousError, StopRequested, StoreError
-from hf_diloco.membership.heartbeats import Members
+from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError, RendezvousError, StopRequested, StoreError
+from hf_diloco.membership.heartbeats import UNDER_WAY, Members
 from hf_diloco.membership.member_records import HeartbeatRecord, Phase
 from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
@@ -83,6 +83,15 @@ class Pace:
         others = self._others_under_way()
         is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
         return is_any and len(others) >= self.config.quorum
+
+    def is_first(self) -> bool:
+        """Whether no island is ahead of this one, and of those that are as far none has a lower number."""
+        others = [
+            (-heartbeat.round, island)
+            for island, heartbeat in self.members.alive().items()
+            if island != self.config.island and heartbeat.phase in UNDER_WAY
+        ]
+        return all((-self.outer.round, self.config.island) < other for other in others)
 
     def _others_under_way(self) -> list[HeartbeatRecord]:
         alive = self.members.alive()
@@ -205,22 +214,31 @@ class Joining:
         wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
         deadline = self._clock.now() + members.lease  # for the first sign of life of who has just begun the run
         while True:
-            start = self._snapshots.start()
+            start, alive = self._snapshots.start(), members.alive()
             if start is not None:
                 newest = self._snapshots.newest()
-                return newest.folder if newest and newest.round > round_of(start) else start
-            lives = self._run.by in members.alive()
-            may_come = not members.incarnation_of(self._run.by) and self._clock.now() < deadline
-            if self._run.by == members.island or not (lives or may_come):
-                return None
+                if newest and newest.round > round_of(start):
+                    return newest.folder
+                if self._snapshots.is_readable(start) or not self._may_be_written_again(alive):
+                    return start
+            else:
+                may_come = not members.incarnation_of(self._run.by) and self._clock.now() < deadline
+                if self._run.by == members.island or not (self._run.by in alive or may_come):
+                    return None
             if self._should_stop():
                 raise StopRequested
-            wait.look(f"the outer parameters of island {self._run.by}")
+            wait.look("a sound snapshot" if start else f"the outer parameters of island {self._run.by}")
             self._clock.sleep(LOOK_SECONDS)
+
+    def _may_be_written_again(self, alive: Mapping[int, HeartbeatRecord]) -> bool:
+        """Whether another island holds what a damaged snapshot held, or a later state."""
+        others = ((island, heartbeat) for island, heartbeat in alive.items() if island != self.config.island)
+        return any(island == self._run.by or heartbeat.phase in UNDER_WAY for island, heartbeat in others)
 
     def await_islands(self) -> None:
         """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
         self.island.on_leader(lambda: await_islands(self.config, self._pace.members, self._should_stop, self._clock))
+        self._rounds.archive.rescue_start()
 
     def let_round_pass(self) -> None:
         """Lets others take a round that they are about to plan, for which this island has yet to train."""
@@ -230,17 +248,23 @@ class Joining:
         notes = WaitNotes(self.config.island, clock=self._clock)
         note = notes.begin(self.config.grace, f"round {self.outer.round + 1}")
 
+        def has_plan() -> bool:
+            try:
+                return self._plans.quorum.current(self.outer.round + 1).plan is not None
+            except PayloadError:  # which is damaged
+                return True
+
         def wait() -> bool:
             while self._pace.others_convene() and self._clock.now() < deadline:
                 if self._pace.members.standing.phase != "passing":
                     self._stand("passing")
-                if self._plans.quorum.current(self.outer.round + 1).plan:
+                if has_plan():
                     return True
                 if self._should_stop():
                     raise StopRequested
                 note.look("the others, which begin it without this island")
                 self._clock.sleep(LOOK_SECONDS)
-            return self._plans.quorum.current(self.outer.round + 1).plan is not None  # they were faster
+            return has_plan()  # they were faster
 
         while self.island.on_leader(wait):
             self._catch_up()
@@ -270,7 +294,7 @@ def await_islands(
         alive = members.alive()
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members, clock)
-        under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in ("training", "syncing")}
+        under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in UNDER_WAY}
         doubtful = under_way - members.heard  # all may have been killed, and begin again
         if under_way - doubtful or len((alive.keys() - doubtful) | ended) >= config.num_islands:
             return

@@ -167,6 +167,15 @@ class Snapshots:
         self._shunned.add(folder)
         return is_new
 
+    def is_readable(self, folder: str) -> bool:
+        """Whether there is a whole snapshot in a folder, whose values have not turned out to be damaged."""
+        return folder not in self._shunned and self._read(folder) is not None
+
+    def has_lost_start(self, round_number: int) -> bool:
+        """Whether the run starts from this process's snapshot of a round, and that cannot be read any more."""
+        start = self.start()
+        return start == self.folder(round_number) and not self.is_readable(start)
+
     def at(self, folder: str) -> Snapshot:
         """The whole snapshot in a folder.
 

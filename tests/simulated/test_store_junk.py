@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.errors import ForgedError, RendezvousError, StoreError
+from hf_diloco.errors import ForgedError, PayloadError, RendezvousError, StoreError
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, VoteRecord
 from hf_diloco.store.log import Record, RunLog
@@ -67,7 +67,7 @@ def test_a_commit_that_was_acted_on_stays_one(log: RunLog) -> None:
     vote(log, ATTEMPT, 0)
     assert decisions(log, 0).decide(ATTEMPT, COMMIT) == COMMIT
     damage(log, f"{ATTEMPT}/outcome.json")
-    with pytest.raises(StoreError, match="an island that has voted for the average may have committed it"):
+    with pytest.raises(PayloadError, match="an island that has voted for the average may have committed it"):
         decisions(log, 1).decide(ATTEMPT, abort(by=1))
     vote(log, ATTEMPT, 1)
     assert decisions(log, 1).decide(ATTEMPT, COMMIT) == COMMIT
