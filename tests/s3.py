@@ -173,13 +173,15 @@ class FaultyProxy:
     Args:
         server: where requests go.
         decide: called for every request.
+        code: S3's word for what it answers unasked.
 
     Attributes:
         troubles: how often each has happened.
     """
 
-    def __init__(self, server: S3Server, decide: Decision) -> None:
+    def __init__(self, server: S3Server, decide: Decision, code: str = "Injected") -> None:
         self.url = server.url
+        self._text = f"<Error><Code>{code}</Code><Message>by the test</Message></Error>".encode()
         self.decide = decide
         self.troubles: Counter[Trouble] = Counter()
         self._server = server
@@ -223,7 +225,7 @@ class FaultyProxy:
         self.troubles[trouble] += 1
         if isinstance(trouble, int):
             handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-            self._answer(handler, trouble, [], b"<Error><Code>Injected</Code><Message>by the test</Message></Error>")
+            self._answer(handler, trouble, [], self._text)
             return
         if trouble is Fault.DROP:
             return

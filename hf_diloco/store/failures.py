@@ -26,7 +26,22 @@ _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
 _PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # a network file system's
-_LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429}  # answers that asking again does not change
+_LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # answers that asking again does not change
+_CAUSES = (
+    (
+        r"RequestTimeTooSkewed|RequestExpired|reasonable timeframe",
+        "set this machine's clock (`timedatectl`): the store takes no request of another time than its own",
+    ),
+    (
+        r"AuthorizationHeaderMalformed|PermanentRedirect|incorrectly configured region",
+        "set AWS_REGION to the bucket's region, and AWS_ENDPOINT_URL to its endpoint unless it is Amazon's",
+    ),
+    (
+        r"status code: 407|[Pp]roxy authentication required",
+        "the proxy that the environment names (HTTPS_PROXY) wants a password; or name the store in NO_PROXY",
+    ),
+)
+"""What asking again does not change either, by the store's words, and what people can do about it."""
 
 
 class CutShortError(StoreError):
@@ -111,7 +126,7 @@ class Retries:
             return True
         if self._scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return False
-        if "builder error" in str(error):  # http where only https is allowed
+        if "builder error" in str(error) or _remedy_of(error):  # the former: http where only https is allowed
             return False
         status = re.search(r"status code: (\d{3})", str(error))
         return not (status and int(status[1]) in _LASTING)
@@ -129,6 +144,8 @@ class Retries:
             return "who keeps it has ended, or cannot be reached"
         if self._scheme in ("http", "https") and (error is None or self._may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
+        if remedy := _remedy_of(error):
+            return remedy
         if "builder error" in text:
             return f"set {ENVIRONMENT_PREFIX[self._scheme]}_ALLOW_HTTP=true for an endpoint without TLS, or use https"
         if error is None or _is_denied(error):
@@ -139,6 +156,11 @@ class Retries:
         if not self._may_pass(error):
             return "it refuses what the islands need: it must offer conditional writes, range reads and lists"
         return f"no success within {self._timeout:g} s; check the network, the endpoint and the store's state"
+
+
+def _remedy_of(error: Exception | None) -> str:
+    """What to do about one of `_CAUSES`; "" if it is another."""
+    return next((remedy for words, remedy in _CAUSES if re.search(words, str(error))), "")
 
 
 def is_full(error: Exception) -> bool:

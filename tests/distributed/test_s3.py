@@ -287,6 +287,30 @@ def test_a_refusal_for_good_is_not_repeated(server: S3Server, use: Callable[...,
         assert proxy.troubles[405] == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (403, "RequestTimeTooSkewed", "set this machine's clock"),
+        (400, "AuthorizationHeaderMalformed", "set AWS_REGION to the bucket's region"),
+        (301, "PermanentRedirect", "set AWS_REGION to the bucket's region"),
+        (400, "ExpiredToken", "credentials.*AWS_SESSION_TOKEN"),
+        (407, "", "NO_PROXY"),
+        (501, "NotImplemented", "it must offer conditional writes"),
+    ],
+)
+def test_what_stays_wrong_is_told_with_its_remedy(
+    status: int, code: str, remedy: str, server: S3Server, use: Callable[..., ObjectStore]
+) -> None:
+    begun = time.monotonic()
+    with (
+        FaultyProxy(server, lambda *_: status, code) as proxy,
+        pytest.raises(RendezvousError, match=remedy) as caught,
+    ):
+        use(proxy)
+    assert code in str(caught.value) or status == 301
+    assert time.monotonic() - begun < TIMEOUT
+
+
 @pytest.mark.parametrize("call", ["create", "put", "get", "list"])
 def test_denied_access_is_said_at_once(server: S3Server, use: Callable[..., ObjectStore], call: str) -> None:
     denied = threading.Event()
