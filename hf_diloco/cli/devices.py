@@ -30,8 +30,19 @@ def cuda_devices() -> list[str]:
     if visible is not None:
         named = (device.strip() for device in visible.split(","))
         return [device for device in takewhile(lambda device: device != "-1", named) if device]  # -1 ends CUDA's list
+    code, told = ask_driver()
+    gpus = [line for line in told.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(gpus))] if code == 0 else []
+
+
+def ask_driver() -> tuple[int, str]:
+    """Exit code and output of `nvidia-smi -L`; 0 and nothing where it is not installed.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
     if shutil.which("nvidia-smi") is None:
-        return []
+        return 0, ""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -39,8 +50,7 @@ def cuda_devices() -> list[str]:
             f"`nvidia-smi -L` does not answer within {ANSWER_SECONDS:g} s, so the GPUs here are unknown: restart the "
             "driver, or name devices in CUDA_VISIBLE_DEVICES (empty: none)"
         ) from None
-    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(number) for number in range(len(gpus))] if listed.returncode == 0 else []
+    return listed.returncode, listed.stdout + listed.stderr
 
 
 def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:

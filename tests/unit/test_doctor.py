@@ -22,6 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Finding, machine, network, run_checks
 from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.main import app
@@ -92,6 +93,33 @@ def test_a_pytorch_for_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "cuda", None)
     found = next(iter(machine.check_torch()))
     assert (found.level, "2 CUDA devices" in found.text) == ("problem", True)
+
+
+def test_a_driver_that_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not list(machine.check_driver()), "the environment says which devices there are"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert not list(machine.check_driver()), "there is no driver"
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    (failing,) = machine.check_driver()
+    assert (failing.level, "(Failed to initialize NVML: Driver/library" in failing.text) == ("problem", True)
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(devices, "ANSWER_SECONDS", 0.1)
+    (hanging,) = machine.check_driver()
+    assert (hanging.level, "does not answer within 0.1 s" in hanging.text) == ("problem", True)
+    assert devices.cuda_devices() == [], "the other checks do not ask again"
+
+
+def test_gpus_that_only_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "cuda_devices", list)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = next(iter(machine.check_torch()))
+    assert (found.level, "CUDA_VISIBLE_DEVICES=0,1" in found.remedy) == ("warning", True)
 
 
 def test_what_deepspeed_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +284,18 @@ def test_the_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.level, "2.00 MB" in found.text) == ("warning", True)
 
 
-def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+@pytest.mark.parametrize(
+    ("soft", "hard", "level", "told"),
+    [
+        (256, resource.RLIM_INFINITY, "ok", "any number"),  # islands raise the one to the other
+        (1024, 1 << 20, "ok", "1,048,576"),
+        (1024, 2048, "warning", "2,048"),
+    ],
+)
+def test_open_files(soft: int, hard: int, level: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     (found,) = machine.check_files()
-    assert (found.level, found.text) == ("warning", "a process may open 256 (at most any number)")
+    assert (found.level, found.text) == (level, f"a process may open {told}")
 
 
 # Stores

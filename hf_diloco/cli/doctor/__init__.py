@@ -94,6 +94,7 @@ def _checks(store: str | None, peer: str | None, port: int | None, folder: Path)
     from hf_diloco.cli.doctor import machine, network
 
     yield "versions", machine.check_versions
+    yield "driver", machine.check_driver
     yield "torch", machine.check_torch
     yield "deepspeed", machine.check_deepspeed_build
     yield "memory", machine.check_memory

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from hf_diloco.cli.devices import cuda_devices, num_cores
+from hf_diloco.cli.devices import ask_driver, cuda_devices, num_cores
 from hf_diloco.cli.doctor import Finding, judge
+from hf_diloco.errors import ConfigError
 from hf_diloco.utils import text
 from hf_diloco.utils.extras import EXTRAS, is_installed
 
@@ -31,6 +32,7 @@ LEAST_MEMORY = 4 << 30
 LEAST_DISK = 10 << 30
 LEAST_SHARED = 64 << 20
 _SHARED = Path("/dev/shm")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_versions() -> Iterator[Finding]:
@@ -68,6 +70,22 @@ def _wrong_version(name: str, installed: str, wanted: str) -> Finding:
     return Finding(name, "warning", f"{installed} was not tested; {wanted} was", f"pip install '{wanted}'")
 
 
+def check_driver() -> Iterator[Finding]:
+    """Whether NVIDIA's driver answers, where there is one: else a machine with GPUs looks like one without."""
+    if _VISIBLE in os.environ:  # nobody asks the driver
+        return
+    remedy = f"restart the machine, or install the driver again; to train on the CPU, set {_VISIBLE}= (empty)"
+    try:
+        code, told = ask_driver()
+    except ConfigError as error:
+        os.environ[_VISIBLE] = ""  # the other checks would wait for it, too
+        yield Finding("driver", "problem", str(error).partition(":")[0], remedy)
+        return
+    if code:
+        reason = " ".join(told.split())[:200] or f"exit code {code}"
+        yield Finding("driver", "problem", f"nvidia-smi fails ({reason})", remedy)
+
+
 def check_torch() -> Iterator[Finding]:
     """Whether PyTorch sees the accelerators of the machine, and computes in bf16."""
     import torch
@@ -91,6 +109,15 @@ def check_torch() -> Iterator[Finding]:
     elif devices:
         names = sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())})
         yield Finding("torch", "ok", f"{torch.__version__}, {_devices(torch.cuda.device_count())}: {', '.join(names)}")
+    elif _VISIBLE not in os.environ and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        yield Finding(
+            "torch",
+            "warning",
+            f"{torch.__version__} sees {_devices(count)}, but nvidia-smi lists none: training is on the CPU",
+            f"set {_VISIBLE}={','.join(map(str, range(count)))}; in a container, NVIDIA_DRIVER_CAPABILITIES lacks "
+            "utility",
+        )
     else:
         yield Finding("torch", "ok", f"{torch.__version__}, no CUDA device: training is on the CPU")
     yield _bf16(bool(devices) and torch.cuda.is_available())
@@ -206,15 +233,12 @@ def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
 
 
 def check_files() -> Iterator[Finding]:
-    """How many files a process may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"a process may open {_number(soft)} (at most {_number(hard)})"
-    is_fine = soft == resource.RLIM_INFINITY or soft >= LEAST_FILES
-    yield judge("open files", is_fine, found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE of the service")
-
-
-def _number(limit: int) -> str:
-    return "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+    """How many files a process may open: islands ask for as many as they may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = "any number" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    is_fine = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
+    remedy = f"ulimit -Hn {LEAST_FILES} as root, LimitNOFILE of the service, or --ulimit nofile of the container"
+    yield judge("open files", is_fine, f"a process may open {number}", remedy)
 
 
 def _cgroup_limit() -> int | None:
