@@ -125,6 +125,14 @@ def split_server_url(url: str) -> tuple[str, str, int, str] | None:
     return (match[1], match[2].strip("[]"), port, match[4]) if 0 < port < 1 << 16 else None
 
 
+def _may_be_host(name: str) -> bool:
+    """Whether the system can be asked for its address: it refuses some, such as a..b, by an error of another kind."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 def split_tcp_url(url: str) -> tuple[str, int]:
     """Returns host and port of a `tcp://HOST:PORT` address.
 
@@ -141,7 +149,7 @@ def split_tcp_url(url: str) -> tuple[str, int]:
             f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
             f"{', '.join(scheme for scheme in STORE_SCHEMES if scheme != 'memory')}"
         )
-    if parts and re.search(r"\s", parts.netloc):
+    if parts and (re.search(r"\s", parts.netloc) or not _may_be_host(parts.hostname or "")):
         parts = None
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")

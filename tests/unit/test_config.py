@@ -107,6 +107,8 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("rendezvous", "tcp://10.0.0.1:65536", "port from 1 to 65535"),
         ("rendezvous", "tcp://10.0.0.1:abc", "port from 1 to 65535"),
         ("rendezvous", "tcp://:29400", "expected tcp://HOST:PORT"),
+        ("rendezvous", "tcp://.example:29400", "expected tcp://HOST:PORT"),
+        ("rendezvous", f"tcp://{'a' * 64}.example:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://me@10.0.0.1:29400", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://10.0.0.1:29400/path", "expected tcp://HOST:PORT"),
         ("rendezvous", "tcp://a b:29400", "expected tcp://HOST:PORT"),
