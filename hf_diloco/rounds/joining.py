@@ -28,6 +28,7 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 LOOK_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 20.0  # between two attempts at a round, each of which may read all its values
 
 
 class Pace:
@@ -182,25 +183,29 @@ class Joining:
         Raises:
             IslandLostError: that stays so for `join_timeout` seconds.
         """
-        last, since = -1, self._clock.now()
+        last, since, pause = -1, self._clock.now(), LOOK_SECONDS
         while True:
             if self.outer.round != last:
-                last, since = self.outer.round, self._clock.now()
+                last, since, pause = self.outer.round, self._clock.now(), LOOK_SECONDS
             try:
                 planned = self._rounds.find(is_resuming)
                 if planned is None:
                     return
                 self._rounds.follow(planned, SyncClock(), is_resuming)
             except IslandLostError as error:
-                if not self.island.on_leader(partial(self._may_try_again, since)):
-                    raise
                 if self.island.is_leader:
                     logger.info("still catching up: %s", error)
+                if not self.island.on_leader(partial(self._may_try_again, since, pause)):
+                    raise
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _may_try_again(self, since: float) -> bool:
-        if self._should_stop():
-            raise StopRequested
-        self._clock.sleep(LOOK_SECONDS)
+    def _may_try_again(self, since: float, pause: float) -> bool:
+        """Waits a while, or until there is a later snapshot; returns whether time is left."""
+        until = self._clock.now() + pause
+        while self._clock.now() < until and self._snapshots.newest(self.outer.round) is None:
+            if self._should_stop():
+                raise StopRequested
+            self._clock.sleep(LOOK_SECONDS)
         return self._clock.now() < since + self.config.join_timeout
 
     def _offer_start(self) -> None:
