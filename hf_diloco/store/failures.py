@@ -136,6 +136,11 @@ class Retries:
         text = str(error)
         if self._scheme in ("file", "memory") and self._read_only:
             return "give the rendezvous of a run, on a machine that can read it"
+        if isinstance(error, PermissionError) and self._scheme == "file":
+            return (
+                "this user must be able to read and write what islands write there as other users: give them one "
+                "group, `chmod g+ws` the folder for it, and start all with umask 002"
+            )
         if self._scheme in ("file", "memory"):
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
         if error is not None and lacks_bucket(error):

@@ -25,6 +25,7 @@ from typing import Any
 
 UNFINISHED = "#"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOST_AND_FOUND = "lost+found"  # at the top of a disk, which only root may read
 _TRIES = 20
 _PIECE_BYTES = 1 << 18
 
@@ -110,6 +111,8 @@ class Folder:
                     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 except FileNotFoundError:  # deleted meanwhile
                     continue
+                if path == _LOST_AND_FOUND:
+                    continue
                 if stat.S_ISDIR(found.st_mode):
                     yield from self._walk(path, empty, odd)
                 elif stat.S_ISREG(found.st_mode):
@@ -186,7 +189,7 @@ class Folder:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(unfinished, dir_fd=folder)
             if is_lasting:
-                os.fsync(folder)
+                _flush(folder)
         except BaseException:
             self._drop_empty(parent)
             raise
@@ -242,7 +245,7 @@ class Folder:
             if to_name in os.listdir(to_folder):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
             os.rename(name, to_name, src_dir_fd=folder, dst_dir_fd=to_folder)
-            os.fsync(to_folder)
+            _flush(to_folder)
         finally:
             os.close(folder)
             os.close(to_folder)
@@ -319,7 +322,16 @@ def _make(name: str, folder: int, is_lasting: bool) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=folder)
         if is_lasting:
-            os.fsync(folder)
+            _flush(folder)
+
+
+def _flush(folder: int) -> None:
+    """Has the entries of a folder on the disk, as far as its file system can do that."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what some say of folders
+            raise
 
 
 def _link(unfinished: str, name: str, folder: int) -> None:

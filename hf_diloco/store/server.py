@@ -114,6 +114,9 @@ class StoreServer:
             await answer.prepare(request)
             while start < end and request.method != "HEAD":
                 piece = await self._do(os.pread, file, min(end - start, _PIECE_BYTES), start)
+                if not piece and request.transport:  # somebody who has the folder mounted has cut the file short
+                    request.transport.abort()
+                    return answer
                 await answer.write(piece)
                 start += len(piece)
         await answer.write_eof()

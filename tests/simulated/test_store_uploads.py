@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -56,6 +59,21 @@ def test_a_disk_that_fails_while_an_object_is_completed_is_told(address: str, mo
     monkeypatch.setattr(Folder, "assemble", fail_late)
     with pytest.raises(StoreError, match="does not write large"):
         ObjectStore(f"{address}/run", TIMEOUT).put("large", DATA)
+
+
+def test_who_reads_what_is_cut_short_meanwhile_hears_so(address: str, tmp_path: Path) -> None:
+    """Somebody else may have the folder mounted."""
+    file, length = tmp_path / "store" / "objects" / "large", 64 << 20
+    file.write_bytes(b"")
+    os.truncate(file, length)
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=LONG) as client:
+        client.sendall(b"GET /runs/large HTTP/1.1\r\nHost: here\r\n\r\n")
+        received = len(client.recv(1 << 16))
+        os.truncate(file, 1)
+        with contextlib.suppress(ConnectionResetError):
+            while more := client.recv(1 << 20):
+                received += len(more)
+    assert received < length
 
 
 def test_who_had_no_answer_may_ask_again_to_complete_an_object(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

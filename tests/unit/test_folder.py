@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,36 @@ def test_a_folder_that_is_itself_a_link_is_used(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(tmp_path / "real")
     ObjectStore(f"file://{tmp_path}/alias").put("a", b"x")
     assert (tmp_path / "real" / "a").read_bytes() == b"x"
+
+
+def test_what_lies_at_the_top_of_a_disk_is_nobodys_business(store: ObjectStore, root: Path) -> None:
+    store.put("run.json", b"x")
+    (root / "lost+found" / "#1").mkdir(parents=True)
+    assert store.list() == [("run.json", 1)]
+    assert store.unfinished() == []
+
+
+def test_a_file_system_that_flushes_no_folders_is_used(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flush(file: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", flush)
+    assert store.create("a/b", b"x")
+    assert store.get("a/b", 1) == b"x"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_folder_of_another_user_is_told_with_a_remedy() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o777)
+        store = ObjectStore(f"file://{root}")
+        store.put("offers/0.json", b"x")
+        os.seteuid(65534)
+        try:
+            with pytest.raises(StoreError, match=r"\(Permission denied\): this user must .* one group.* umask 002"):
+                store.put("offers/1.json", b"x")
+        finally:
+            os.seteuid(0)
