@@ -27,6 +27,7 @@ _TIMEOUT = 15.0  # seconds without an answer after which a person is told
 MAX_FAILURES = 3
 """Looks one after the other at a store that island 0 keeps, until that counts as gone."""
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
+_LONG = ("host", "left out")  # which give way where the terminal is narrow
 _LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 _KIND_STYLES = {
     "damaged": "bold red",
@@ -160,7 +161,10 @@ def _table(columns: tuple[str, ...]) -> Table:
     table = empty_table()
     for name in columns:
         table.add_column(
-            name, header_style="cyan", justify="left" if name in _WORDS else "right", no_wrap=name != "left out"
+            name,
+            header_style="cyan",
+            justify="left" if name in _WORDS else "right",
+            no_wrap=name not in _LONG,
         )
     return table
 

@@ -71,8 +71,8 @@ def look(meeting: Meeting, **settings: Any) -> RunStatus:
     return Observer(ObjectStore(meeting.url, read_only=True), b"", **settings).look()
 
 
-def shown(found: RunStatus) -> str:
-    console = Console(width=200, file=None)
+def shown(found: RunStatus, width: int = 200) -> str:
+    console = Console(width=width, file=None)
     with console.capture() as capture:
         console.print(render(found))
     return capture.get()
@@ -264,6 +264,15 @@ def test_the_table(meeting: Meeting) -> None:
     assert re.search(r"^snapshot +round 0 by island [01], \S+ k?B *$", output, re.MULTILINE)
     assert re.search(r"^ +1 +\S+ +finished +— +2 +0 +0 of 2 +\S+ +1 +1$", output, re.MULTILINE)
     assert re.search(r"^ +2 +committed +1 +0, 1 +— +\S+ k?B +\S+ s$", output, re.MULTILINE)
+
+
+def test_long_host_names_give_way(meeting: Meeting) -> None:
+    start(meeting, 7)
+    found = look(meeting)
+    island = found.islands[0].model_copy(update={"host": "ip-10-0-12-34.eu-west-1.compute.internal"})
+    narrow = shown(found.model_copy(update={"islands": [island]}), width=80)
+    assert re.search(r"^island +host +phase +life +round +lag +steps", narrow, re.MULTILINE)
+    assert re.search(r"^ +0 +ip-\S*… +\w+ +\w+", narrow, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
