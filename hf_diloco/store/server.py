@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from aiohttp import web
@@ -127,7 +128,7 @@ class StoreServer:
         if "uploadId" in request.query:
             return await self._put_part(request)
         if source := request.headers.get("x-amz-copy-source"):
-            return await self._copy(request, _checked(source.strip("/").removeprefix(f"{BUCKET}/")), path)
+            return await self._copy(request, _checked(unquote(source).strip("/").removeprefix(f"{BUCKET}/")), path)
         data = await request.read()
         if request.headers.get("If-None-Match") == "*":
             await self._do(self._folder.create, path, data)

@@ -282,6 +282,8 @@ def test_good_paths(store: ObjectStore, path: str) -> None:
     assert store.create(path, b"x")
     assert store.get(path, 1) == b"x"
     assert store.list() == [(path, 1)]
+    store.move(path, "moved")
+    assert store.list() == [("moved", 1)]
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
