@@ -122,17 +122,20 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
 
 
 def await_host(host: str, port: int, config: Place, notes: WaitNotes | None) -> None:
-    """Knocks until island 0 answers."""
+    """Knocks until island 0 answers. A name service that is not there yet is waited for, too."""
     deadline = time.monotonic() + config.join_timeout
     wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
-        except socket.gaierror as error:
-            raise RendezvousError(f"rendezvous host {host!r} has no address ({error.strerror}): correct it") from None
         except OSError as error:
-            if time.monotonic() >= deadline:
+            is_over = time.monotonic() >= deadline
+            if isinstance(error, socket.gaierror) and (is_over or error.errno != socket.EAI_AGAIN):
+                raise RendezvousError(
+                    f"rendezvous host {host!r} has no address ({error.strerror}): correct it"
+                ) from None
+            if is_over:
                 raise RendezvousError(
                     f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
                     f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"

@@ -700,6 +700,23 @@ def test_a_host_without_an_address_is_told(is_host: bool) -> None:
         connect(settings_for(url, 0 if is_host else 1), is_host=is_host)
 
 
+def test_a_name_service_that_is_not_there_yet_is_waited_for(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that has just been started."""
+    url = f"tcp://localhost:{free_port}"
+    host = connect(settings_for(url, 0), is_host=True)
+    connect_to, failures = socket.create_connection, [socket.gaierror(socket.EAI_AGAIN, "Temporary failure")] * 3
+
+    def connect_later(*args: Any, **named: Any) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return connect_to(*args, **named)
+
+    monkeypatch.setattr(socket, "create_connection", connect_later)
+    island = connect(settings_for(url, 1, join_timeout=LONG), is_host=False)
+    host.store.set("a", b"x")
+    assert island.store.get("a") == b"x"
+
+
 def test_nobody_there_is_told_in_time(free_port: int) -> None:
     started = time.monotonic()
     with pytest.raises(
