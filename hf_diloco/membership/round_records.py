@@ -272,5 +272,5 @@ def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | 
 
 def round_of(path: str) -> int:
     """The round that a path of a snapshot or payload is of; -1 if it names none."""
-    number = path.split("/")[1]
+    number = path.partition("/")[2].partition("/")[0]
     return int(number) if number.isdecimal() else -1

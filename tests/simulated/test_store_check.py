@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from hf_diloco.cli.main import app
 from hf_diloco.errors import RendezvousError
 from hf_diloco.membership import decisions as deciding
+from hf_diloco.membership.round_records import SnapshotRecord
+from hf_diloco.membership.run import open_run
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
 from hf_diloco.store.log import MAX_RECORD_BYTES
@@ -157,6 +159,18 @@ def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
     store.delete([gone])
     assert kinds(look(meeting.url)) == {gone: "damaged", short: "damaged"}
     assert kinds(look(meeting.url, is_deep=True)) == {gone: "damaged", short: "damaged", anchor: "damaged"}
+
+
+def test_values_that_are_announced_where_none_can_be(tmp_path: Path) -> None:
+    """By whoever can seal records: without a key, everybody."""
+    meeting = Meeting(tmp_path, 1)
+    meeting.island(0).train(2).leave()
+    log = open_run(ObjectStore(meeting.url), b"")[1]
+    path = "snapshots/00000000/00000-000001/rank-00000.json"
+    record = log.read(path, SnapshotRecord)
+    assert record is not None
+    log.put(path, record.model_copy(update={"tensors": {"anchor": {"path": "nowhere", "num_bytes": 5}}}))
+    assert path not in kinds(look(meeting.url)), "it is a record, though of nothing"
 
 
 @pytest.mark.parametrize("encrypt_store", [False, True])
