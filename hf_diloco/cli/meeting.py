@@ -13,7 +13,7 @@ import typer
 from hf_diloco.cli.arguments import AsJson, group
 from hf_diloco.config import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.utils.urls import is_loopback, is_public, split_tcp_url
+from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
 
 logger = logging.getLogger("hf_diloco")
 
@@ -304,8 +304,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
 
 def url_of(listener: socket.socket) -> str:
     """The address of a listening socket, as `http://HOST:PORT`."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_and_port(*listener.getsockname()[:2])}"
 
 
 def _problem(address: str, readers: str, error: OSError) -> str:

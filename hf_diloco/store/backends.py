@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.store.folder import Entry, Folder, cut
-from hf_diloco.utils.urls import split_server_url
+from hf_diloco.utils.urls import host_and_port, split_server_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
@@ -263,29 +263,26 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
     }
     if server := split_server_url(url):
         scheme, host, port, path = server
-        cloud = _open_server(scheme, host, port, path, client, retry)
+        address = f"{scheme}://{host_and_port(host, port)}"
+        if scheme == "http":  # the way of `Server.ask`, by no proxy that the environment may name
+            client |= {"allow_http": True, "proxy_url": address, "proxy_excludes": host}
+        cloud = _open_server(address, path, client, retry)
         # Behind TLS there is a proxy, which may not like requests that wait.
-        return Server(cloud, _address(*server[:3]), path, timeout / 2) if scheme == "http" else Cloud(cloud)
+        return Server(cloud, address, path, timeout / 2) if scheme == "http" else Cloud(cloud)
     return Cloud(from_url(url, client_options=client, retry_config=retry))
 
 
-def _open_server(scheme: str, host: str, port: int, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
+def _open_server(address: str, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
     """Islands are clients of S3 to a server of `hf-diloco rendezvous`, which asks for no credentials."""
-    if scheme == "http":  # the way of `Server.ask`, by no proxy that the environment may name
-        client = {**client, "proxy_url": _address(scheme, host, port), "proxy_excludes": host}
     return S3Store(
         SERVER_BUCKET,
         prefix=path or None,
-        endpoint=_address(scheme, host, port),
+        endpoint=address,
         region="local",
         skip_signature=True,
-        client_options={**client, "allow_http": scheme == "http"},
+        client_options=client,
         retry_config=retry,
     )
-
-
-def _address(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _open_folder(folder: Path, url: str) -> Folder:

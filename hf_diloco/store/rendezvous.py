@@ -14,7 +14,7 @@ from typing import Protocol
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.utils.limits import raise_file_limit
-from hf_diloco.utils.urls import check_specific, is_loopback, is_public, split_tcp_url
+from hf_diloco.utils.urls import check_specific, host_and_port, is_loopback, is_public, split_tcp_url
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
@@ -162,8 +162,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 def url_of(rendezvous: str) -> str:
     """Address, as an object store's, of what island 0 keeps at tcp://HOST:PORT."""
-    host, port = split_tcp_url(rendezvous)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{_RUN}"
+    return f"http://{host_and_port(*split_tcp_url(rendezvous))}/{_RUN}"
 
 
 def address_towards(rendezvous: str) -> str:

@@ -67,6 +67,11 @@ def check_specific(host: str) -> str:
     return host
 
 
+def host_and_port(host: str, port: int) -> str:
+    """As URLs have them: an address of version 6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_public(numeric: str) -> bool:
     """Whether an address is one of the internet."""
     address = parse_address(numeric)
@@ -163,6 +168,7 @@ __all__ = [
     "VALID_URLS",
     "check_between_processes",
     "check_store_url",
+    "host_and_port",
     "is_object_path",
     "is_object_store",
     "split_server_url",

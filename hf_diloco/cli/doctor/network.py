@@ -26,7 +26,7 @@ from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.errors import ConfigError, DiLoCoError, RendezvousError
 from hf_diloco.planning.quantities import bit_rate, duration
 from hf_diloco.utils import text
-from hf_diloco.utils.urls import is_loopback, is_public, split_tcp_url
+from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
 
 if TYPE_CHECKING:
     from hf_diloco.store.objects import ObjectStore
@@ -175,15 +175,15 @@ def _answer(client: socket.socket) -> None:
 
 def check_peer(host: str, port: int) -> Iterator[Finding]:
     """Connects, and measures if the other end answers `hf-diloco doctor --listen`."""
-    begin = time.perf_counter()
+    begin, where = time.perf_counter(), host_and_port(host, port)
     try:
         connection = _connect(host, port)
     except OSError as error:
         yield Finding(
             "peer",
             "problem",
-            f"{host}:{port} cannot be reached ({error.strerror or error})",
-            f"run `hf-diloco doctor --listen {host}:{port}` there, and let firewalls pass that port",
+            f"{where} cannot be reached ({error.strerror or error})",
+            f"run `hf-diloco doctor --listen {where}` there, and let firewalls pass that port",
         )
         return
     trip = time.perf_counter() - begin
@@ -197,15 +197,14 @@ def check_peer(host: str, port: int) -> Iterator[Finding]:
         yield Finding(
             "peer",
             "warning",
-            f"{host}:{port} answers after {duration(trip)}, but not as a doctor: its rate was not measured",
-            f"run `hf-diloco doctor --listen {host}:{port}` there",
+            f"{where} answers after {duration(trip)}, but not as a doctor: its rate was not measured",
+            f"run `hf-diloco doctor --listen {where}` there",
         )
         return
     yield Finding(
         "peer",
         "ok",
-        f"{host}:{port}: {duration(trip)} there and back, {bit_rate(there)} there, {bit_rate(back)} back, by one "
-        "connection",
+        f"{where}: {duration(trip)} there and back, {bit_rate(there)} there, {bit_rate(back)} back, by one connection",
     )
 
 
