@@ -28,6 +28,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOST_AND_FOUND = "lost+found"  # at the top of a disk, which only root may read
 _TRIES = 20
 _PIECE_BYTES = 1 << 18
+_LAST_TIME = datetime.max.replace(tzinfo=UTC).timestamp() - 1
 
 
 class NoFileError(OSError):
@@ -382,4 +383,5 @@ def _pieces(file: int, start: int, length: int) -> Iterator[bytes]:
 
 
 def _time(found: os.stat_result) -> datetime:
-    return datetime.fromtimestamp(found.st_mtime, UTC)
+    """When a file was written; anybody may have set that to what is no date."""
+    return datetime.fromtimestamp(min(max(found.st_mtime, 0.0), _LAST_TIME), UTC)

@@ -206,6 +206,15 @@ def test_what_lies_at_the_top_of_a_disk_is_nobodys_business(store: ObjectStore, 
     assert store.unfinished() == []
 
 
+@pytest.mark.parametrize("seconds", [1 << 40, -(1 << 40)])
+def test_a_time_that_is_no_date_harms_nothing(seconds: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as root:  # it keeps any
+        store = ObjectStore(f"file://{root}")
+        store.put("a", b"x")
+        os.utime(f"{root}/a", (seconds, seconds))
+        assert store.list() == [("a", 1)]
+
+
 def test_a_file_system_that_flushes_no_folders_is_used(
     store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
