@@ -11,12 +11,16 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice, takewhile
+from pathlib import Path
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import split_tcp_url
 
 ANSWER_SECONDS = 60.0  # of nvidia-smi, which hangs where the driver does
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""What limits a container, as it is seen from inside."""
+
 _PORTS = range(20_000, 32_000)
 
 
@@ -72,8 +76,20 @@ def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) 
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: of a container, as many as its share of time is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _container_cores() or cores)
+
+
+def _container_cores() -> int | None:
+    """Cores by the container's limit of time (`docker run --cpus`, limits.cpu of a pod); None without one."""
+    try:
+        quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    if not (quota.isdecimal() and period.isdecimal() and int(period)):  # "max" is no limit
+        return None
+    return max(1, int(quota) // int(period))
 
 
 def fitting_threads(num_processes: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import os
 import re
 import resource
 import socket
@@ -278,8 +279,30 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert ("disk", "ok") in levels(machine.check_disk(tmp_path / "not" / "yet" / "there", needed=1))
 
 
-def test_the_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda path: "2000000\n")
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("400000 100000\n", 4),
+        ("50000 100000\n", 1),
+        ("max 100000\n", 64),
+        ("9900000 100000\n", 64),
+        ("", 64),
+        (None, 64),
+    ],
+)
+def test_the_cores_of_a_container(
+    limit: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    assert devices.num_cores() == expected
+
+
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("2000000\n")
     (found,) = machine.check_memory()
     assert (found.level, "2.00 MB" in found.text) == ("warning", True)
 

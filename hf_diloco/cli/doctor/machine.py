@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hf_diloco.cli.devices import ask_driver, cuda_devices, num_cores
+from hf_diloco.cli.devices import CONTROL_GROUP, ask_driver, cuda_devices, num_cores
 from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils import text
@@ -244,7 +244,7 @@ def check_files() -> Iterator[Finding]:
 def _cgroup_limit() -> int | None:
     """Bytes that the container may use; None without a limit."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
     except OSError:
         return None
     return int(limit) if limit.isdigit() and os.name == "posix" else None
