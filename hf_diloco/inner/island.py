@@ -103,7 +103,7 @@ class IslandGroup:
         """Runs `call` on every rank and returns its result there.
 
         Raises:
-            DiLoCoError: a rank met one; on every rank, its own or else the first that any rank met.
+            DiLoCoError: a rank met one; see `all_or_none`.
         """
         result, failure = None, None
         try:
@@ -114,10 +114,14 @@ class IslandGroup:
         return cast(T, result)
 
     def all_or_none(self, error: DiLoCoError | None) -> None:
-        """Raises, on every rank, the first error that any rank met; returns where none did."""
-        met = [failure for failure in self.gather(_dump_error(error) if error else None) if failure]
-        if met:
-            raise error or _load_error(met[0])
+        """Raises, on every rank, the error that the first rank met which met one; returns where none did.
+
+        The same everywhere, though several may have met others: what an island does next depends on its kind.
+        """
+        failures = self.gather(_dump_error(error) if error else None)
+        first = next((rank for rank, failure in enumerate(failures) if failure), None)
+        if first is not None:
+            raise error if error and first == self.rank else _load_error(failures[first])
 
 
 def _dump_error(error: DiLoCoError) -> dict[str, Any]:
