@@ -202,10 +202,12 @@ class Joining:
     def _may_try_again(self, since: float, pause: float) -> bool:
         """Waits a while, or until there is a later snapshot; returns whether time is left."""
         until = self._clock.now() + pause
-        while self._clock.now() < until and self._snapshots.newest(self.outer.round) is None:
+        while True:
             if self._should_stop():
                 raise StopRequested
             self._clock.sleep(LOOK_SECONDS)
+            if self._clock.now() >= until or self._snapshots.newest(self.outer.round) is not None:
+                break
         return self._clock.now() < since + self.config.join_timeout
 
     def _offer_start(self) -> None:
