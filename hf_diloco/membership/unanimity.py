@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, StopRequested
+from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.ledger import LOOK_SECONDS, RESUMES, Ledger, parse
 from hf_diloco.membership.records import parse_some
@@ -230,7 +230,10 @@ class Unanimity:
         return self._decide(attempt, OutcomeRecord(by=self._island, kind="abort", lost=list(lost), reason=reason))
 
     def _decide(self, attempt: Attempt, wish: OutcomeRecord) -> OutcomeRecord:
-        return self._ledger.guard(partial(self._decisions.decide, attempt.path, wish))
+        try:
+            return self._ledger.guard(partial(self._decisions.decide, attempt.path, wish))
+        except PayloadError as damage:
+            raise IslandLostError(f"{damage}; start all islands again: {RESUMES}") from None
 
     def _end(self, outcome: OutcomeRecord) -> DiLoCoError:
         """The error for a round that is not taken again."""

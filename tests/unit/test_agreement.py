@@ -345,6 +345,14 @@ def test_what_came_damaged_in_the_last_attempt_ends_the_round(stores: Stores) ->
     assert not one.abort(Attempt(1, MAX_TRIES - 1), "the offer", "damaged").is_split
 
 
+def test_an_outcome_that_was_damaged_ends_the_round_of_who_cannot_know_what_it_was(stores: Stores) -> None:
+    log = stores(0).log
+    log.store.put("rounds/00000001/00/outcome.json", b"made up")
+    log.put(vote_path("rounds/00000001/00", 1), VoteRecord(island=1, mean="ab"))
+    with pytest.raises(IslandLostError, match=r"outcome\.json is damaged, and an island that has voted .*; start all"):
+        unanimity(stores(0), 0, 2).abort(Attempt(1, 0), "", "the link was cut")
+
+
 def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
     def run(island: int) -> None:
         one = unanimity(stores(island), island, 3, 60.0)
