@@ -29,7 +29,14 @@ from hf_diloco.gossip.node import NodeNeighbours, open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
-from hf_diloco.trainer.arguments import check_gossip_arguments, examples_per_step, floats, folder_of
+from hf_diloco.trainer.arguments import (
+    check_gossip_arguments,
+    examples_per_step,
+    floats,
+    folder_of,
+    is_of_training,
+    name_evaluated,
+)
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
@@ -38,7 +45,8 @@ from hf_diloco.trainer.views import MeanView
 
 logger = logging.getLogger("hf_diloco")
 
-_NOT_AVERAGED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+_NOT_AVERAGED = ("_runtime", "_samples_per_second", "_steps_per_second")
+"""How names of metrics end that are not of the model."""
 
 
 class GossipCallback(RunCallback[NodeRecord]):
@@ -92,7 +100,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
         self._shown = ExitStack()
-        self._num_evaluations = 0
+        self._num_evaluations: int | None = None
         self._combined: dict[str, float] = {}
         self._num_shown = 0  # evaluations until the model holds the node's own parameters again
 
@@ -199,7 +207,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Makes sure that all nodes train the same thing, from the same beginning."""
         trainer = find_trainer()
         move_before_trackers(self)
-        self._num_evaluations = count_evaluations(trainer) or 1
+        self._num_evaluations = count_evaluations(trainer)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, given = self.optimizer, kwargs["optimizer"]
         inner = getattr(given, "optimizer", given)  # as accelerate wraps it
@@ -256,16 +264,16 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""
         logs = kwargs.get("logs")
-        if logs is None:
+        if logs is None or self._record is None:
             return
-        if "eval_loss" in logs:
+        if name_evaluated(logs) is not None:
             self._combined = self._combine(logs)
             added = dict(self._combined)
-            if self._view is not None and self._view.is_on and self._view.consensus_distance is not None:
-                added["gossip/consensus_distance"] = self._view.consensus_distance
-        elif "loss" in logs:
-            self._need_record().write("train", state.global_step, **floats(logs))
-            added = self._need_record().mix(state.global_step)
+            if (distance := self._shown_distance) is not None:
+                added["gossip/consensus_distance"] = distance
+        elif is_of_training(logs):
+            self._record.write("train", state.global_step, **floats(logs))
+            added = self._record.mix(state.global_step)
         else:
             return
         tell_trackers(added, logs, state)
@@ -276,13 +284,12 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Records which weights were evaluated, and has training go on from the node's own."""
         metrics = kwargs.get("metrics") or {}
         metrics.update({name: value for name, value in self._combined.items() if name in metrics})
-        if "eval_loss" in metrics:
-            is_mean = self._view is not None and self._view.is_on
-            distance = self._view.consensus_distance if self._view is not None and is_mean else None
-            self._need_record().write(
+        if self._record and name_evaluated(metrics) is not None:
+            distance = self._shown_distance
+            self._record.write(
                 "eval",
                 state.global_step,
-                weights="outer" if is_mean else "inner",
+                weights="inner" if distance is None else "outer",
                 consensus_distance=distance,
                 **floats(metrics),
             )
@@ -327,9 +334,14 @@ class GossipCallback(RunCallback[NodeRecord]):
             self.node.spread_wish(torch.zeros(1))
         return end.has_come(state.global_step)
 
+    @property
+    def _shown_distance(self) -> float | None:
+        """The nodes' distance from their mean, if the model holds that."""
+        return self._view.consensus_distance if self._view is not None and self._view.is_on else None
+
     def _show_for_evaluation(self, control: TrainerControl) -> None:
         wanted = control.should_evaluate and self.config.eval_weights == "average"
-        if wanted and self._view is not None and not self._view.is_on:
+        if wanted and self._num_evaluations and self._view is not None and not self._view.is_on:
             self._shown.enter_context(self._view.shown())
             self._num_shown = self._num_evaluations
 
@@ -352,7 +364,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if self._num_eval_examples is None:
             return {}
         numbers = floats(logs)
-        names = sorted(name for name in numbers if name.startswith("eval_") and name not in _NOT_AVERAGED)
+        names = sorted(name for name in numbers if name.startswith("eval_") and not name.endswith(_NOT_AVERAGED))
         weight = float(self._num_eval_examples)
         sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
         try:

@@ -23,6 +23,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.trainer.arguments import name_evaluated
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 from hf_diloco.utils.text import numbers, plural
@@ -178,7 +179,7 @@ class Beginning:
             self._begin_at(enter, state, scheduler)
         # Holders' evaluations of this step are of another mean, and late nodes have none: all evaluate again.
         state.log_history = [
-            entry for entry in state.log_history if "eval_loss" not in entry or entry["step"] != state.global_step
+            entry for entry in state.log_history if name_evaluated(entry) is None or entry["step"] != state.global_step
         ]
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:

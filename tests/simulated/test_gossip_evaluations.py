@@ -1,0 +1,98 @@
+"""Evaluations by a `GossipCallback`: of several data sets, and before training."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_diloco import GossipCallback
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.threads import Turns
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import make_topology
+from tests.islands import run_islands
+from tests.small_model import Linear
+
+NUM_NODES, SIZES = 4, (4, 12, 8, 4)  # examples that each node evaluates
+
+
+def data(low: float, size: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.full((4,), low + i), "y": torch.ones(1)} for i in range(size)]
+
+
+def trainer_of(
+    folder: Path, callback: GossipCallback, model: Linear, low: float, evaluation: Any = None, **arguments: Any
+) -> Trainer:
+    args = TrainingArguments(
+        str(folder), max_steps=4, use_cpu=True, report_to="none", label_names=["y"], learning_rate=0.001, **arguments
+    )
+    return Trainer(
+        model,
+        args,
+        train_dataset=data(low),
+        eval_dataset=evaluation,
+        optimizers=(callback.make_optimizer(model, args), None),
+        callbacks=[callback],
+    )
+
+
+def events(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:
+    topology = make_topology("ring", NUM_NODES)
+    graph, turns, building = MemoryGraph(topology), Turns(), threading.Lock()
+
+    def train(number: int) -> Trainer:
+        node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
+        config = GossipConfig(method="dmsgd", num_nodes=NUM_NODES, node=number, rendezvous="tcp://127.0.0.1:1")
+        try:
+            with turns.mine():
+                with building:
+                    torch.manual_seed(0)
+                    model = Linear()
+                callback = GossipCallback(config, node=node, num_eval_examples=SIZES[number])
+                both = {name: data(low + number, SIZES[number]) for name, low in (("a", 0.0), ("b", 5.0))}
+                folder = tmp_path / str(number)
+                trainer = trainer_of(folder, callback, model, float(number), both, eval_strategy="steps", eval_steps=2)
+                trainer.train()
+        except BaseException:
+            node.close()
+            raise
+        return trainer
+
+    trainers = run_islands(NUM_NODES, train)
+    first, *others = (events(tmp_path / str(number), "eval") for number in range(NUM_NODES))
+    assert [event["step"] for event in first] == [2, 2, 4, 4]
+    for place, name in enumerate("abab"):
+        assert (first[place]["weights"], first[place]["consensus_distance"] > 0) == ("outer", True)
+        for other in others:
+            assert other[place][f"eval_{name}_loss"] == first[place][f"eval_{name}_loss"], "of all nodes' examples"
+    logged = [entry["gossip/consensus_distance"] for entry in trainers[0].state.log_history if "eval_b_loss" in entry]
+    assert logged == [event["consensus_distance"] for event in first[1::2]]
+
+
+def test_a_model_may_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0))
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert events(tmp_path, "eval") == []
+
+
+def test_an_evaluation_of_nothing_leaves_training_as_it_is(tmp_path: Path) -> None:
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, {}, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert callback._view is not None
+    assert not callback._view.is_on
