@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,18 @@ def check_fingerprints(records: Sequence[JoinRecord]) -> None:
     compare_facts([record.fingerprint for record in records])
 
 
-def check_folders(records: Sequence[JoinRecord]) -> None:
-    """Raises `RendezvousError` if two islands write to one folder of one machine."""
+def check_folders(places: Mapping[int, tuple[str, str]], unit: str = "island") -> None:
+    """Raises `RendezvousError` if two islands, or nodes, write to one folder of one machine.
+
+    Args:
+        places: the host and the folder of each, by number.
+        unit: what the run calls one that takes part.
+    """
     seen: dict[tuple[str, str], int] = {}
-    for island, record in enumerate(records):
-        other = seen.setdefault((record.host, record.folder), island)
-        if other != island:
-            raise _same_folder(other, island, record)
+    for number, place in places.items():
+        other = seen.setdefault(place, number)
+        if other != number:
+            raise _same_folder(other, number, *place, unit)
 
 
 def check_own_folder(members: Members | None) -> None:
@@ -100,17 +105,19 @@ def check_own_folder(members: Members | None) -> None:
     for island in sorted(members.alive().keys() - {members.island}):
         other = _process(members, island, members.incarnation_of(island))
         if own and own.machine and other and (other.machine, other.folder) == (own.machine, own.folder):
-            raise _same_folder(min(island, members.island), max(island, members.island), own)
+            one, two = sorted((island, members.island))
+            raise _same_folder(one, two, own.host, own.folder, "island")
 
 
 def _process(members: Members, island: int, number: int) -> IncarnationRecord | None:
     return members.log.read_or_refuse(incarnation_path(island, number), IncarnationRecord)
 
 
-def _same_folder(one: int, other: int, record: JoinRecord | IncarnationRecord) -> RendezvousError:
+def _same_folder(one: int, other: int, host: str, folder: str, unit: str) -> RendezvousError:
+    number = {"island": "DiLoCoConfig().island", "node": "GossipConfig().node"}[unit]
     return RendezvousError(
-        f"islands {one} and {other} both write to {record.folder} on {record.host} and would overwrite each other's "
-        "checkpoints: give each its own output_dir, with DiLoCoConfig().island in its name"
+        f"{unit}s {one} and {other} both write to {folder} on {host} and would overwrite each other's checkpoints: "
+        f"give each its own output_dir, with {number} in its name"
     )
 
 

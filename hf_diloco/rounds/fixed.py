@@ -174,7 +174,7 @@ class FixedSession(BaseSession):
             announce_run(self.members.log, self.num_rounds, record.fingerprint)
         records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
         check_fingerprints(records)
-        check_folders(records)
+        check_folders({island: (record.host, record.folder) for island, record in enumerate(records)})
         return records
 
     def _open_lanes(self) -> None:

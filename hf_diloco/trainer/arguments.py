@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
+from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.refusals import is_schedule_free, refuse, refuse_uncounted
 
 _RUNTIME = re.compile(r"eval_(?:.*_)?runtime")
@@ -57,6 +58,32 @@ def check_gossip_arguments(
             f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
             "after the same steps, whatever their data and metrics; set it to steps"
         )
+
+
+def gossip_facts(
+    payload: str, evaluates_with_others: bool, args: TrainingArguments, state: TrainerState, loader: Any
+) -> Facts:
+    """What must be equal on all nodes, as they do it together, by the name that an error message gives it.
+
+    Args:
+        payload: how vectors travel.
+        evaluates_with_others: an evaluation takes a mean over all nodes, of their weights or of their metrics.
+        args: of the Trainer.
+        state: the Trainer's.
+        loader: of the training data.
+    """
+    facts = {}
+    if payload != "fp32":  # all rekey at the same steps
+        facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
+    if evaluates_with_others:
+        when = "never"
+        if args.eval_strategy == IntervalStrategy.STEPS:
+            when = f"every {state.eval_steps} steps, after {args.eval_delay:g}"
+        elif args.eval_strategy == IntervalStrategy.EPOCH:
+            num_batches = len(loader) if has_length(loader) else "some"
+            when = f"after epochs of {num_batches} batches, {args.gradient_accumulation_steps} a step"
+        facts["when nodes evaluate (each by itself: eval_weights=local, without num_eval_examples)"] = when
+    return facts
 
 
 def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:

@@ -34,6 +34,7 @@ from hf_diloco.trainer.arguments import (
     examples_per_step,
     floats,
     folder_of,
+    gossip_facts,
     is_of_training,
     name_evaluated,
 )
@@ -224,9 +225,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.rekey()
         if state.global_step:
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
-        news = self._beginning.begin(
-            model, state, kwargs["lr_scheduler"], f"{args.save_strategy}, every {state.save_steps} steps"
-        )
+        with_others = self.config.eval_weights == "average" or self._num_eval_examples is not None
+        facts = gossip_facts(self.config.payload, with_others, args, state, kwargs["train_dataloader"])
+        news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
         self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())

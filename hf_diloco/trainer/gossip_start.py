@@ -7,6 +7,8 @@ agree on the step to resume from, so no two parts of them can choose differently
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,11 @@ from hf_diloco.gossip.averages import mean_of_holders
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
+from hf_diloco.gossip.records import Record
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
+from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
-from hf_diloco.trainer.arguments import name_evaluated
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 from hf_diloco.utils.text import numbers, plural
@@ -117,7 +120,9 @@ class Beginning:
         resumption = self._resumption
         return resumption.step if resumption and self._config.node in resumption.late else None
 
-    def begin(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> str:
+    def begin(
+        self, model: torch.nn.Module, state: TrainerState, scheduler: Any, folder: Path, arguments: Facts
+    ) -> str:
         """Makes sure that all nodes train the same thing, from the same beginning. Collective over the nodes.
 
         A further training that resumes from no checkpoint goes on from the parameters that each node has.
@@ -126,34 +131,41 @@ class Beginning:
             model: whose parameters the optimizer has.
             state: the Trainer's; a node that enters with the others' mean goes on from their step.
             scheduler: of the learning rate, moved to that step.
-            saves: when checkpoints are saved, in words.
+            folder: to which this node writes.
+            arguments: of the Trainer that must be equal on all nodes; see `gossip_facts`.
 
         Returns:
             What is to be recorded about nodes that enter; empty: nothing.
 
         Raises:
             FingerprintError: the nodes train different things, or from different steps.
+            RendezvousError: two nodes write to one folder.
         """
+        place = {"node": self._config.node, "host": socket.gethostname(), "folder": os.path.realpath(folder)}
+        common = make_fingerprint(self._config, self._topology, model)
+        facts = {MAX_STEPS: state.max_steps, **common, **arguments, **self._facts}
         if self._node.is_returning:
-            self._return(model, state, scheduler, saves)
+            self._return(facts, place, state, scheduler)
         else:
-            self._compare(model, state, saves)
+            self._compare(facts, place, model, state)
             self._let_in_late(model, state, scheduler)
         self._num_trainings += 1
         news, self._news, self._resumption = self._news, "", None
         return news
 
-    def _return(self, model: torch.nn.Module, state: TrainerState, scheduler: Any, saves: str) -> None:
+    def _return(self, facts: Facts, place: Record, state: TrainerState, scheduler: Any) -> None:
         """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
         self._optimizer.check_entry()
-        for record in self._node.recall("join"):
+        others = self._node.recall("join")
+        for record in others:
             theirs = record["facts"]
-            for name, value in {MAX_STEPS: state.max_steps, **self._fingerprint(model, saves)}.items():
+            for name, value in facts.items():
                 if differ(name, theirs.get(name), value):
                     raise FingerprintError(
                         f"the run that this node returns to trains something else: {name} is {theirs.get(name)} "
                         f"there, and {value} here; {remedy_for(name)}"
                     )
+        _check_folders([*others, place])
         self._begin_at(self._node.enter, state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
@@ -177,6 +189,8 @@ class Beginning:
             enter(self._optimizer.flat_parameters)
         else:
             self._begin_at(enter, state, scheduler)
+        from hf_diloco.trainer.arguments import name_evaluated
+
         # Holders' evaluations of this step are of another mean, and late nodes have none: all evaluate again.
         state.log_history = [
             entry for entry in state.log_history if name_evaluated(entry) is None or entry["step"] != state.global_step
@@ -188,23 +202,18 @@ class Beginning:
         if not move_schedule(scheduler, state.global_step):
             logger.warning("%s cannot be moved on: the learning rate begins anew", type(scheduler).__name__)
 
-    def _compare(self, model: torch.nn.Module, state: TrainerState, saves: str) -> None:
+    def _compare(self, facts: Facts, place: Record, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
-        facts = {MAX_STEPS: state.max_steps, **self._fingerprint(model, saves)}
-        step = self.entry_step or state.global_step
+        facts, step = dict(facts), self.entry_step or state.global_step
         if self._optimizer.is_in_step:
             facts["step"] = step
         if not step and self._num_trainings:
             self._optimizer.begin_training()
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
-        compare_facts([record["facts"] for record in self._node.share("join", {"facts": facts})], "node")
-
-    def _fingerprint(self, model: torch.nn.Module, saves: str) -> Facts:
-        facts = {**make_fingerprint(self._config, self._topology, model), **self._facts}
-        if self._config.payload != "fp32":  # all rekey at the same steps
-            facts["when checkpoints are saved"] = saves
-        return facts
+        records = self._node.share("join", {"facts": facts, **place})
+        compare_facts([record["facts"] for record in records], "node")
+        _check_folders(records)
 
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
@@ -222,6 +231,11 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
         "topology": graph,
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
     }
+
+
+def _check_folders(records: Sequence[Record]) -> None:
+    places = {record["node"]: (record["host"], record["folder"]) for record in records}
+    check_folders(places, "node")
 
 
 def digest_of(model: torch.nn.Module) -> str:

@@ -1,16 +1,19 @@
-"""Evaluations by a `GossipCallback`: of several data sets, and before training."""
+"""Evaluations by a `GossipCallback`, and what nodes are refused that would wait for each other in vain."""
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
+from hf_diloco.errors import FingerprintError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
@@ -48,29 +51,41 @@ def events(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
-def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:
+def train_nodes(
+    folder_of: Callable[[int], Path], evaluation_of: Callable[[int], Any], has_shares: bool = False, **arguments: Any
+) -> list[Trainer]:
+    """Nodes of a ring, each a thread; those that have something to evaluate do so at every second step."""
     topology = make_topology("ring", NUM_NODES)
     graph, turns, building = MemoryGraph(topology), Turns(), threading.Lock()
 
     def train(number: int) -> Trainer:
         node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
-        config = GossipConfig(method="dmsgd", num_nodes=NUM_NODES, node=number, rendezvous="tcp://127.0.0.1:1")
+        config = GossipConfig(
+            method="dmsgd", num_nodes=NUM_NODES, node=number, rendezvous="tcp://127.0.0.1:1", **arguments
+        )
+        evaluation = evaluation_of(number)
         try:
             with turns.mine():
                 with building:
                     torch.manual_seed(0)
                     model = Linear()
-                callback = GossipCallback(config, node=node, num_eval_examples=SIZES[number])
-                both = {name: data(low + number, SIZES[number]) for name, low in (("a", 0.0), ("b", 5.0))}
-                folder = tmp_path / str(number)
-                trainer = trainer_of(folder, callback, model, float(number), both, eval_strategy="steps", eval_steps=2)
+                callback = GossipCallback(config, node=node, num_eval_examples=SIZES[number] if has_shares else None)
+                when: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2} if evaluation else {}
+                trainer = trainer_of(folder_of(number), callback, model, float(number), evaluation, **when)
                 trainer.train()
         except BaseException:
             node.close()
             raise
         return trainer
 
-    trainers = run_islands(NUM_NODES, train)
+    return run_islands(NUM_NODES, train)
+
+
+def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:
+    def both(number: int) -> dict[str, Any]:
+        return {name: data(low + number, SIZES[number]) for name, low in (("a", 0.0), ("b", 5.0))}
+
+    trainers = train_nodes(lambda number: tmp_path / str(number), both, has_shares=True)
     first, *others = (events(tmp_path / str(number), "eval") for number in range(NUM_NODES))
     assert [event["step"] for event in first] == [2, 2, 4, 4]
     for place, name in enumerate("abab"):
@@ -96,3 +111,21 @@ def test_an_evaluation_of_nothing_leaves_training_as_it_is(tmp_path: Path) -> No
     trainer.train()
     assert callback._view is not None
     assert not callback._view.is_on
+
+
+def test_nodes_that_do_not_all_evaluate_their_mean_are_refused(tmp_path: Path) -> None:
+    """Who evaluates would wait for the others, and they for it."""
+    with pytest.raises(FingerprintError, match=r"when nodes evaluate .*node 0: every 2 steps, after 0, node 1: never"):
+        train_nodes(lambda number: tmp_path / str(number), lambda number: None if number else data(0.0))
+
+
+def test_one_node_alone_may_evaluate_its_own_weights(tmp_path: Path) -> None:
+    train_nodes(
+        lambda number: tmp_path / str(number), lambda number: None if number else data(0.0), eval_weights="local"
+    )
+    assert [event["weights"] for event in events(tmp_path / "0", "eval")] == ["inner", "inner"]
+
+
+def test_nodes_that_share_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=r"nodes 1 and 3 both write to .*/1 on .*GossipConfig\(\).node"):
+        train_nodes(lambda number: tmp_path / str(min(number, 4 - number)), lambda number: None)
