@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_diloco.errors import IslandLostError, StoreError
-from hf_diloco.gossip.mesh.exchange import StragglerTimeout
+from hf_diloco.gossip.mesh.exchange import SILENCE_SECONDS, StragglerTimeout
 from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record
 from hf_diloco.store.torch_store import ValueStore
@@ -108,6 +108,32 @@ def test_without_the_store_all_but_its_keeper_have_as_much_time_again(
     with pytest.raises(IslandLostError, match=f"node {late} did not come"):
         look_for(timeout, clock, 0.5, late=late)
     assert board.num_asked == 1, "it is not asked again"
+
+
+def test_a_store_that_was_away_for_a_moment_is_told_again(clock: StillClock) -> None:
+    """Or neighbours would give this node up for the rest of the run, whenever it waits for another one."""
+
+    class AwayBoard(Board):
+        is_away = True
+
+        def put(self, key: str, record: Record) -> None:
+            if self.is_away:
+                raise StoreError("it does not answer")
+            super().put(key, record)
+
+    away = AwayBoard(ValueStore.in_memory(), "gossip")
+    timeout = StragglerTimeout(away, 1, 3, SECONDS, WaitNotes(1, "node", clock=clock))
+    look_for(timeout, clock, 1.0, late=2)
+    away.is_away = False
+    timeout.begin()
+    look_for(timeout, clock, 1.0, late=2)
+    assert not away.has("waits/1"), "not yet"
+    clock.sleep(SILENCE_SECONDS)
+    timeout.begin()
+    look_for(timeout, clock, 1.0, late=2)
+    record = away.read("waits/1")
+    assert record is not None
+    assert record["for"] == 2
 
 
 def test_who_gives_up_waits_for_nobody(timeout: StragglerTimeout) -> None:

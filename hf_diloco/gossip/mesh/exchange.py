@@ -12,6 +12,7 @@ must not give up its neighbours at once, so such a pause is no part of the time 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ MIN_PIECES_IN_FLIGHT, MAX_PIECES_IN_FLIGHT = 2, 8
 PAUSE_SECONDS = 1.0
 """Between two looks, which follow each other twice as fast: a longer pause says that this process stood still."""
 
+SILENCE_SECONDS = 300.0
+"""A store that did not answer is asked no more for so long: to find that out may take a tenth of it."""
+
 
 class StragglerTimeout:
     """How long a node waits for a neighbour that does not come, for one exchange, or one other wait, at a time.
@@ -59,7 +63,7 @@ class StragglerTimeout:
         self._node = node
         self._num_nodes = num_nodes
         self._tick = 0
-        self._is_silent = False
+        self._asks_from = -math.inf
         self._has_given_up = False
         self._is_extended = False
         self.begin()
@@ -133,6 +137,10 @@ class StragglerTimeout:
         return look
 
     @property
+    def _is_silent(self) -> bool:
+        return self._clock.now() < self._asks_from
+
+    @property
     def _is_over(self) -> bool:
         return self._clock.now() >= self._ends_at
 
@@ -167,11 +175,11 @@ class StragglerTimeout:
         return None if self._is_silent else self._try(lambda: self._board.read(f"waits/{peer}", peer))
 
     def _try(self, call: Callable[[], Record | None]) -> Record | None:
-        """A store that is gone, with node 0, ends nothing here; it is asked no more."""
+        """A store that is gone, with node 0, ends nothing here."""
         try:
             return call()
         except DiLoCoError:
-            self._is_silent = True
+            self._asks_from = self._clock.now() + SILENCE_SECONDS
             return None
         finally:
             self.leave_out_own_pause()
