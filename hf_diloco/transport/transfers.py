@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DiLoCoError, IslandLostError
+from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import BLOCK_VALUES, Traffic, averaged_by_all
 from hf_diloco.utils.threads import call_within
 
@@ -298,6 +299,7 @@ class LossNotes:
 
     def __init__(self, store: Store, name: str, island: int, patience: float = NOTE_SECONDS) -> None:
         self._store = PrefixStore(f"lost/{name}", store)
+        self._has_keeper = isinstance(store, ValueStore)
         self._island = island
         self._patience = patience
 
@@ -318,8 +320,10 @@ class LossNotes:
                 if note is None:
                     return suspect
                 suspect = note
-        except (RuntimeError, TimeoutError, ValueError):  # the store is gone, or no store of ours
+        except (RuntimeError, ValueError):  # the store is gone, or no store of ours
             return 0
+        except TimeoutError:  # it is slow; or its keeper stands still, which breaks no connection
+            return 0 if timed_out and self._has_keeper else peer
         except DiLoCoError:  # a run's log: who keeps it is none of the islands
             return peer
         return peer  # they blame each other: it is the link that is gone

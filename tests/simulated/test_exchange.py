@@ -24,7 +24,7 @@ from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostErro
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.torch_store import RecordStore
+from hf_diloco.store.torch_store import RecordStore, ValueStore
 from hf_diloco.transport import Exchange, Traffic, base, memory, transfers
 from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.lane import Lane
@@ -632,6 +632,21 @@ def test_a_log_that_is_out_of_reach_makes_no_island_its_keeper(tmp_path: Path) -
     shutil.rmtree(folder)
     folder.touch()
     assert notes[0].find_first(1, timed_out=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "timed_out", "expected"), [(ValueStore, True, 0), (ValueStore, False, 1), (RecordStore, True, 1)]
+)
+def test_a_slow_store_does_not_stand_for_the_island_that_is_lost(
+    kind: type[RecordStore], timed_out: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all is silent its keeper may stand still. A connection that broke, broke at the peer."""
+    answers = threading.Event()
+    store = kind(RunLog(ObjectStore("memory://slow"), Seal(b"", "run-1")), 0.1)
+    monkeypatch.setattr(kind, "set", lambda *_: answers.wait(LONG))
+    monkeypatch.setattr(transfers, "NOTE_SECONDS", 0.1)
+    assert LossNotes(store, "0", 2).find_first(1, timed_out=timed_out) == expected
+    answers.set()
 
 
 def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:
