@@ -48,16 +48,19 @@ class CommonEnd:
 
     Nodes that wait for their neighbours are never farther apart than the graph's diameter, but each hears of a wish at
     another step. So with each exchange goes one value, which is 0 until somebody wishes to end. It is raised only at
-    the first step of a window, which has as many steps as there are nodes; averaging carries it to all nodes within
-    the window; and all end with it.
+    the first step of a window, which has as many steps as there are nodes, or more on some graphs that change;
+    averaging carries it to all nodes within the window; and all end with it.
 
     Args:
         topology: over which the wish spreads.
     """
 
     def __init__(self, topology: Topology) -> None:
-        # Of random matchings nothing is certain: after these steps a wish has missed a node once in many thousand.
-        self.window = topology.num_nodes if topology.period is not None else 4 * topology.num_nodes + 16
+        num_nodes = topology.num_nodes
+        if topology.period is None:  # nothing is certain: a wish misses a node once in many thousand
+            self.window = 4 * num_nodes + 16
+        else:
+            self.window = max(num_nodes, topology.steps_to_all())
         self._is_wished = False
         self._is_known = False
 

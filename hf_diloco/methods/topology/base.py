@@ -79,6 +79,23 @@ class Topology(ABC):
         """To whom a node sends at a step, in order, without itself; on a symmetric graph its neighbours."""
         return self._others(self.weights(step)[:, node], node)
 
+    def steps_to_all(self) -> int:
+        """Steps, from any one on, after which every node has heard of every other; of weights with a period.
+
+        Where weights never change it is the number of nodes: enough even if some are lost.
+        """
+        if self.is_static:
+            return self.num_nodes
+        return max(self._steps_from(first) for first in range(self.period or 1))
+
+    def _steps_from(self, first: int) -> int:
+        heard, last = np.eye(self.num_nodes), first + self.num_nodes * (self.period or 1)
+        for step in range(first, last):
+            if heard.all():
+                return step - first
+            heard = np.sign(heard + self.weights(step) @ heard)
+        return last - first
+
     def check(self) -> None:
         """Raises `ConfigError` unless the weights are doubly stochastic, and bring all nodes to their mean."""
         matrices = [self.weights(step) for step in range(self.period or 1)]
