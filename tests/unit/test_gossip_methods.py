@@ -447,7 +447,13 @@ def test_memory_is_one_vector_of_state_and_two_of_work() -> None:
         ("dsgd", {"weight_decay": -0.1}, ["weight_decay=-0.1"]),
         ("dsgd", {"lars": -0.1}, ["lars=-0.1"]),
         ("momentum-consensus", {"omega": 1.5}, ["omega=1.5"]),
+        ("momentum-consensus", {"omega": "half"}, ["omega='half': give a number"]),
+        ("momentum-consensus", {"omega": True}, ["omega=True: give a number"]),
         ("qg-dmsgd", {"average_momentum": 1.0}, ["average_momentum=1.0"]),
+        ("qg-dmsgd", {"average_momentum": "0.9"}, ["average_momentum='0.9': give a number"]),
+        ("swarm-sgd", {"local_steps": 2.5}, ["local_steps=2.5: give a whole number"]),
+        ("swarm-sgd", {"blocking": "no"}, ["blocking='no': give true or false"]),
+        ("swarm-sgd", {"quantization": 8}, ["quantization=8: give text"]),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(method: str, settings: dict[str, Any], words: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from numbers import Integral, Real
 from typing import Any
 
 from torch.optim.optimizer import ParamsT
@@ -82,17 +83,18 @@ def make_optimizer(
         settings: the method's own.
 
     Raises:
-        ConfigError: no such method; a setting that it does not have, or out of its range; it diverges on the graph;
-            SlowMo does not go with it.
+        ConfigError: no such method; a setting that it does not have, of another kind, or out of its range; it
+            diverges on the graph; SlowMo does not go with it.
     """
     method = find_method(name)
-    accepted = settings_of(method)
-    for setting in settings:
+    accepted = _parameters(method)
+    for setting, value in settings.items():
         if setting not in accepted:
             raise ConfigError(
                 f"{setting}: method {method.name} has no such setting{nearest(setting, accepted)}; it has "
                 f"{', '.join(accepted) or 'none'}"
             )
+        _check_kind(setting, value, accepted[setting].annotation)
     make: Any = method
     optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
     if slowmo is not None:
@@ -102,8 +104,30 @@ def make_optimizer(
 
 def settings_of(method: type[GossipOptimizer]) -> dict[str, object]:
     """The method's own settings and their defaults."""
+    return {name: parameter.default for name, parameter in _parameters(method).items()}
+
+
+def _parameters(method: type[GossipOptimizer]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(method.__init__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "str": (str, "text"),
+}
+"""What a value of each type is, and what messages call it."""
+
+
+def _check_kind(setting: str, value: object, annotation: object) -> None:
+    """Raises `ConfigError` if a value is of another kind than a plain annotation says."""
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    kind, words = _KINDS.get(written.removesuffix(" | None"), (object, ""))
+    is_no_number = isinstance(value, bool) and kind in (Integral, Real)
+    if value is not None and (not isinstance(value, kind) or is_no_number):
+        raise ConfigError(f"{setting}={value!r}: give {words}")
 
 
 __all__ = [
