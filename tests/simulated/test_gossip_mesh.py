@@ -495,6 +495,23 @@ def test_records_that_do_not_come_are_named(store: KeptStore) -> None:
     in_mesh(store, make_topology("ring", 3), talk)
 
 
+def test_who_goes_away_before_training_begins_is_not_waited_for(store: KeptStore) -> None:
+    """As one that runs out of memory while it loads the model; nodes 3 and 4 are no neighbours of it."""
+    gone = 1
+
+    def talk(node: int, neighbours: MeshNeighbours) -> float:
+        begun = time.monotonic()
+        if node == gone:
+            neighbours.close()
+        else:
+            with pytest.raises(IslandLostError, match="node 1 went away before training began") as caught:
+                neighbours.share("join", {})
+            assert caught.value.islands == (gone,)
+        return time.monotonic() - begun
+
+    assert max(in_mesh(store, make_topology("ring", 5), talk)) < AT_ONCE
+
+
 # Who returns
 
 

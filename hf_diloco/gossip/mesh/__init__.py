@@ -180,7 +180,13 @@ class MeshNeighbours(Neighbours):
         keys = {node: f"share/{topic}/{number}/{node}" for node in range(self.num_nodes)}
         self._board.put(keys[self.node], record)
         wait = self._notes.begin(self._connect_timeout)
-        missing = self._board.await_all(keys, self._connect_timeout, wait)
+
+        def look(missing: Collection[int]) -> None:
+            wait.look(missing)
+            if not self._reception.has_begun:
+                self._refuse_gone(missing)
+
+        missing = self._board.await_all(keys, self._connect_timeout, look)
         if missing:
             raise IslandLostError(
                 f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
@@ -189,6 +195,24 @@ class MeshNeighbours(Neighbours):
             )
         records = [self._board.read(key, node) for node, key in keys.items()]
         return [record for record in records if record is not None]
+
+    def _refuse_gone(self, missing: Collection[int]) -> None:
+        """Raises `IslandLostError` if one of these is gone before training begins: none returns to what has not begun.
+
+        Its neighbours notice, and tell the others.
+        """
+        for node in missing:
+            try:
+                if node in self._edges:
+                    self._edges[node].check()
+                    continue
+            except IslandLostError:
+                self._board.put(lost_key(node), {"by": self.node, "reason": "it went away before training began"})
+            if self._board.has(lost_key(node)):
+                raise IslandLostError(
+                    f"node {node} went away before training began: look at what ended it, and start all nodes again",
+                    [node],
+                )
 
     def published(self) -> Published:
         """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""

@@ -69,10 +69,12 @@ class Reception:
         straggler_timeout: how long this node waits for those who are let in.
 
     Attributes:
+        has_begun: this node takes steps.
         is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
     """
 
     def __init__(self, joining: Joining, num_nodes: int, straggler_timeout: StragglerTimeout) -> None:
+        self.has_begun = False
         self.is_given_up = False
         self._joining = joining
         self._board = joining.board
@@ -90,13 +92,12 @@ class Reception:
         self._connecting: set[int] = set()
         self._arrivals: dict[int, Arrival] = {}
         self._thread: threading.Thread | None = None
-        self._has_begun = False
         self._is_closed = False
 
     def begin(self) -> None:
         """Begins to connect to nodes that return, as this node takes steps now."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._joining.begin()
             self.look_for([])
 
@@ -105,7 +106,7 @@ class Reception:
         now = time.monotonic()
         with self._lock:
             self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
-            if self._thread is None and self._lost and self._has_begun:
+            if self._thread is None and self._lost and self.has_begun:
                 self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
                 self._thread.start()
 

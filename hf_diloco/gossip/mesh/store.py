@@ -13,7 +13,6 @@ from torch.distributed import DistStoreError
 from hf_diloco.errors import DiLoCoError, IslandLostError, StoreError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.torch_store import ValueStore
-from hf_diloco.utils.waiting import Wait
 
 T = TypeVar("T")
 
@@ -111,13 +110,15 @@ class Board:
         """Adds to a number, from 0, which all can; returns the sum."""
         return self._ask(lambda: self._store.add(self._path(key), more))
 
-    def await_all(self, keys: dict[int, str], seconds: float, wait: Wait | None = None) -> Collection[int]:
+    def await_all(
+        self, keys: dict[int, str], seconds: float, meanwhile: Callable[[Collection[int]], None]
+    ) -> Collection[int]:
         """Waits until every node's key is there; returns the nodes whose key is not after `seconds`.
 
         Args:
             keys: by node.
             seconds: to wait.
-            wait: says who is missing.
+            meanwhile: called now and then with the nodes that are missing; what it raises ends the wait.
         """
         paths = {self._path(key): node for node, key in keys.items()}
         deadline, await_news = time.monotonic() + seconds, self.news()
@@ -126,8 +127,7 @@ class Board:
             missing = {node for path, node in paths.items() if path not in there}
             if not missing or time.monotonic() >= deadline:
                 return missing
-            if wait:
-                wait.look(missing)
+            meanwhile(missing)
             await_news()
 
     def news(self) -> Callable[[], None]:
