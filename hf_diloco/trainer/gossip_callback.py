@@ -109,8 +109,7 @@ class GossipCallback(RunCallback[NodeRecord]):
     def node(self) -> NodeNeighbours:
         """This node's end of the graph; the first use meets the other nodes."""
         if self._node is None:
-            ranks = IslandGroup(timeout=self.config.longest_wait)
-            self._node = open_node(self.config, self.topology, ranks)
+            self._node = open_node(self.config, self.topology, self._ranks)
         return self._node
 
     @cached_property

@@ -292,17 +292,6 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """As `mix` for several vectors, which travel together."""
         self.traffic += self.neighbours.mix(vectors, outs, self.num_steps)
 
-    def accumulate(self, g: torch.Tensor, nesterov: bool) -> None:
-        """Momentum as `torch.optim.SGD` has it: m ← βm + g; then g becomes m, or g + βm with Nesterov."""
-        momentum = self.vector("momentum_buffer")
-        for part in self.parts():
-            m, gradient = momentum[part.where], g[part.where]
-            m.mul_(part.momentum).add_(gradient)
-            if nesterov:
-                gradient.add_(m, alpha=part.momentum)
-            else:
-                gradient.copy_(m)
-
     def vector(self, name: str) -> torch.Tensor:
         """One of `state_names`: flat, of d values."""
         return self._vectors[name]

@@ -51,8 +51,8 @@ class DmSGD(DSGD):
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         if self.combine_first:
-            self.accumulate(g, self.nesterov)
-            self.descend(x, g)
-            return
-        descend_with_momentum(self, x, g, g, self.nesterov)
-        self.mix(g, out=x)
+            mixed = self.mix(x, out=self.received)
+            descend_with_momentum(self, mixed, g, x, self.nesterov)
+        else:
+            descend_with_momentum(self, x, g, g, self.nesterov)
+            self.mix(g, out=x)

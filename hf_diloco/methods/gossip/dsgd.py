@@ -46,15 +46,11 @@ class DSGD(GossipOptimizer):
         return ((x,), (self.received,)) if self.combine_first else None
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        self.descend(x, g)
-
-    def descend(self, x: torch.Tensor, direction: torch.Tensor) -> None:
-        """The equation above, in place of x; overwrites `direction`, which stands for g."""
         if self.combine_first:
             mixed = self.mix(x, out=self.received)
             for part in self.parts():
-                torch.add(mixed[part.where], direction[part.where], alpha=-part.lr, out=x[part.where])
-            return
-        for part in self.parts():
-            torch.add(x[part.where], direction[part.where], alpha=-part.lr, out=direction[part.where])
-        self.mix(direction, out=x)
+                torch.add(mixed[part.where], g[part.where], alpha=-part.lr, out=x[part.where])
+        else:
+            for part in self.parts():
+                torch.add(x[part.where], g[part.where], alpha=-part.lr, out=g[part.where])
+            self.mix(g, out=x)

@@ -36,7 +36,7 @@ def descend_with_momentum(
 ) -> None:
     """m ← βm + g; x - γm, or x - γ (g + βm) with Nesterov, goes to `out`, which may be x or g. Overwrites g.
 
-    As `accumulate` and a step, while a part is in the cache, and without a copy of m.
+    Momentum is that of `torch.optim.SGD`.
     """
     momentum = optimizer.vector("momentum_buffer")
     for part in optimizer.parts():
