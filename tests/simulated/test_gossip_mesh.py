@@ -495,6 +495,19 @@ def test_records_that_do_not_come_are_named(store: KeptStore) -> None:
     in_mesh(store, make_topology("ring", 3), talk)
 
 
+def test_who_begins_a_further_training_alone_is_told_how_to_return(store: KeptStore) -> None:
+    """Its own training ended in an error, and the others go on."""
+
+    def talk(node: int, neighbours: MeshNeighbours) -> None:
+        neighbours.offer(torch.zeros(1), 0)
+        if node == 1:
+            neighbours._connect_timeout = 0.5
+            with pytest.raises(IslandLostError, match=r"on all nodes alike.*Start node 1 again, alone"):
+                neighbours.share("join", {})
+
+    in_mesh(store, make_topology("ring", 3), talk)
+
+
 def test_who_goes_away_before_training_begins_is_not_waited_for(store: KeptStore) -> None:
     """As one that runs out of memory while it loads the model; nodes 3 and 4 are no neighbours of it."""
     gone = 1

@@ -188,9 +188,14 @@ class MeshNeighbours(Neighbours):
 
         missing = self._board.await_all(keys, self._connect_timeout, look)
         if missing:
+            remedy = "Check that all nodes run, and start those that do not"
+            if self._reception.has_begun:
+                remedy = (
+                    f"A further training begins on all nodes alike. If they go on with this one: {self._way_back()}"
+                )
             raise IslandLostError(
                 f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
-                f"{self._connect_timeout:g} s. Check that all nodes run, and start those that do not",
+                f"{self._connect_timeout:g} s. {remedy}",
                 missing,
             )
         records = [self._board.read(key, node) for node, key in keys.items()]
