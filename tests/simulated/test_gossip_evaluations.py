@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, RendezvousError
@@ -19,7 +19,9 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.trainer.arguments import gossip_facts
 from tests.islands import run_islands
 from tests.small_model import Linear
 
@@ -117,6 +119,18 @@ def test_nodes_that_do_not_all_evaluate_their_mean_are_refused(tmp_path: Path) -
     """Who evaluates would wait for the others, and they for it."""
     with pytest.raises(FingerprintError, match=r"when nodes evaluate .*node 0: every 2 steps, after 0, node 1: never"):
         train_nodes(lambda number: tmp_path / str(number), lambda number: None if number else data(0.0))
+
+
+def test_the_end_of_an_epoch_is_at_one_step_on_all_nodes(tmp_path: Path) -> None:
+    """Shares that are not equally large make more or fewer batches."""
+
+    def facts(size: int) -> Facts:
+        args = TrainingArguments(str(tmp_path), eval_strategy="epoch", use_cpu=True, report_to="none")
+        loader = Trainer(Linear(), args, train_dataset=data(0.0, size), eval_dataset=data(0.0)).get_train_dataloader()
+        return gossip_facts("fp32", True, args, TrainerState(), loader)
+
+    assert facts(24) == facts(17)
+    assert facts(25) != facts(24)
 
 
 def test_one_node_alone_may_evaluate_its_own_weights(tmp_path: Path) -> None:
