@@ -7,12 +7,13 @@ are drawn in placeholder colours that no one else uses; in the SVG each becomes 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.report.island import total
+from hf_diloco.report.island import LARGEST, total
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Mix, Train
 from hf_diloco.report.summary import Report
@@ -206,7 +207,7 @@ def agreement_plot(report: Report) -> Plot:
             side.plot(*columns(thinned(points, MAX_POINTS)), "-o", color=colour(number), markersize=2.5)
             side.set_ylabel(label, color=colour(number))
             side.spines["right"].set_visible(bool(index))
-            side.set_ylim(*((0, None) if points is norm else (min(0, *(y for _, y in points)), 1.03)))
+            side.set_ylim(*((0, None) if points is norm else (max(-1.03, min(0, *(y for _, y in points))), 1.03)))
             if index:
                 side.grid(visible=False)
         axes.locator_params(axis="x", integer=True)
@@ -316,8 +317,8 @@ def thinned(points: Points, limit: int) -> Points:
 
 
 def columns(points: Points) -> tuple[list[float], list[float]]:
-    """All x, and all y."""
-    return [x for x, _ in points], [y for _, y in points]
+    """All x, and all y; a gap in the place of a y that no axis holds, as of a training that has diverged."""
+    return [x for x, _ in points], [y if abs(y) <= LARGEST else math.nan for _, y in points]
 
 
 def need_plots() -> None:

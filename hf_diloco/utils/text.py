@@ -36,7 +36,7 @@ def share(value: float | None) -> str:
 
 def loss(value: float | None) -> str:
     """A loss, in nats."""
-    return MISSING if value is None else f"{value:.4f}"
+    return MISSING if value is None else f"{value:.4f}" if abs(value) < 1e6 else number(value)
 
 
 def number(value: float | None, digits: int = 3) -> str:

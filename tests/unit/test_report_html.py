@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -158,6 +159,19 @@ def test_the_page_of_a_poor_record(tmp_path: Path, records: list[dict[str, objec
     _, page = page_of(write_island(tmp_path, 0, records).parent)
     assert page.tags.count("figure") == 4
     assert "—" in page.text
+
+
+@pytest.mark.parametrize("figure", [1.7e308, -1e308, -math.inf])
+def test_figures_that_no_axis_holds(tmp_path: Path, figure: float) -> None:
+    records = [start(), train(1, 2.0), train(2, figure), train(3, -figure), evaluation(2, figure)]
+    records += [sync(1, 2, cosine=figure, pseudo_gradient_norm=figure), end()]
+    html, page = page_of(write_island(tmp_path / "islands", 0, records).parent)
+    assert html.count("<svg") == 4
+    assert max(map(len, page.words)) < 60, "all digits of a number"
+    node = [start(method="dsgd", topology="ring"), evaluation(2, 1.0), end()]
+    node[1] |= {"eval_accuracy": figure, "consensus_distance": abs(figure)}
+    html, _ = page_of(write_island(tmp_path / "nodes", 0, node).parent)
+    assert html.count("<svg") == 3
 
 
 def test_what_nodes_did_not_record_is_said(tmp_path: Path) -> None:
