@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from hf_diloco.cli import devices
@@ -24,14 +24,21 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.utils.urls import check_between_processes, is_object_store
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-_NUM_PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|num_processes|num_gpus)(=(?P<count>\d+))?")
+_NUM_PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|num_processes|num_gpus)(=(?P<count>.+))?")
 _PORT = re.compile(r"--(main_process_port|master[_-]port|rdzv[_-]endpoint|standalone)(=|$)")
 _LAUNCHERS = {
-    ("accelerate", "launch"): "--main_process_port",
-    ("deepspeed",): "--master_port",
-    ("torchrun",): "--master_port",
+    "accelerate launch": "--main_process_port",
+    "accelerate-launch": "--main_process_port",
+    "accelerate.commands.accelerate_cli launch": "--main_process_port",
+    "accelerate.commands.launch": "--main_process_port",
+    "deepspeed": "--master_port",
+    "deepspeed.launcher.runner": "--master_port",
+    "torch.distributed.launch": "--master_port",
+    "torch.distributed.run": "--master_port",
+    "torchrun": "--master_port",
 }
-"""Launchers of an island's ranks, with the option for the port at which these meet: each island needs another."""
+"""Launchers of an island's ranks, as programs and behind `python -m`, with the option for the port at which the ranks
+meet: each island needs another."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def plan_script(
     config = _meeting(island, total, rendezvous, port)
     num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
-    shares = _device_shares(len(numbers))
+    shares = _device_shares(len(numbers), num_processes)
     folder = Path(output or "runs") / (name or _name(command))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
@@ -146,23 +153,43 @@ def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_
     return config
 
 
-def _device_shares(num_islands: int) -> list[list[str]]:
+def _device_shares(num_islands: int, num_processes: int) -> list[list[str]]:
+    """All devices, divided. Where that is fewer than an island has processes, islands share; see `share_devices`."""
     found = devices.cuda_devices()
     if not found:
         return [[] for _ in range(num_islands)]
-    return devices.share_devices(found, num_islands, max(1, len(found) // num_islands))
+    return devices.share_devices(found, num_islands, max(min(num_processes, len(found)), len(found) // num_islands))
 
 
 def _name(command: Sequence[str]) -> str:
     """A run's name: that of the script, without its ending."""
     scripts = [Path(word).stem for word in command if word.endswith(".py")]
-    modules = [word for flag, word in pairwise(command) if flag == "-m"]
+    modules = [word for flag, word in pairwise(command) if flag == "-m" and word not in _LAUNCHERS]
     return (scripts or modules or [Path(command[0]).name])[0]
+
+
+def _launcher(command: Sequence[str]) -> tuple[int, str] | None:
+    """Where the options of a launcher of ranks begin, and the one for their port; None where a command starts none."""
+    is_python = _PYTHON.fullmatch(Path(command[0]).name) and "-m" in command
+    place = command.index("-m") + 1 if is_python else 0
+    for end in (place + 1, place + 2):
+        program, *words = command[place:end] or ("",)
+        if option := _LAUNCHERS.get(" ".join((Path(program).name, *words))):
+            return end, option
+    return None
+
+
+def _options(command: Sequence[str]) -> list[str]:
+    """Those of the launcher, if a command starts one, without those of the script."""
+    found = _launcher(command)
+    words = command[found[0] :] if found else ()
+    return list(takewhile(lambda word: not word.endswith(".py") and word not in ("-m", "--module"), words))
 
 
 def _num_processes(command: Sequence[str]) -> int:
     """Processes of an island, as the command says to a launcher; one if it does not."""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    options = _options(command)
+    for word, following in pairwise([*options, ""]):
         if match := _NUM_PROCESSES.fullmatch(word):
             count = match["count"] or following
             return max(1, int(count)) if count.isdecimal() else 1
@@ -171,15 +198,15 @@ def _num_processes(command: Sequence[str]) -> int:
 
 def _with_port(command: Sequence[str], port: int, num_islands: int) -> tuple[str, ...]:
     """The command; where it starts a launcher of ranks, with a port that no other island has."""
-    for words, option in _LAUNCHERS.items():
-        if (Path(command[0]).name, *command[1 : len(words)]) != words:
-            continue
-        given = next((word for word in command if _PORT.match(word)), None)
-        if given is None:
-            return (*command[: len(words)], option, str(port), *command[len(words) :])
-        if num_islands > 1 and given != "--standalone":
-            raise ConfigError(
-                f"{given}: the launchers of {num_islands} islands on one machine need different ports; leave it out, "
-                "and each is given one"
-            )
+    if (found := _launcher(command)) is None:
+        return tuple(command)
+    place, option = found
+    given = next((word for word in _options(command) if _PORT.match(word)), None)
+    if given is None:
+        return (*command[:place], option, str(port), *command[place:])
+    if num_islands > 1 and given != "--standalone":
+        raise ConfigError(
+            f"{given}: the launchers of {num_islands} islands on one machine need different ports; leave it out, "
+            "and each is given one"
+        )
     return tuple(command)

@@ -74,6 +74,10 @@ def test_the_environment_says_how_many_and_where(monkeypatch: pytest.MonkeyPatch
         (("torchrun", "--nproc-per-node=2"), "--master_port"),
         (("deepspeed", "--num_gpus", "2"), "--master_port"),
         (("accelerate", "launch", "--num_processes", "2"), "--main_process_port"),
+        (("accelerate-launch", "--num_processes=2"), "--main_process_port"),
+        (("python", "-m", "torch.distributed.run", "--nproc_per_node", "2"), "--master_port"),
+        (("python3", "-u", "-m", "accelerate.commands.launch", "--num_processes", "2"), "--main_process_port"),
+        (("python", "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=2"), "--main_process_port"),
     ],
 )
 def test_launchers_get_ports_and_cores_of_their_own(launcher: tuple[str, ...], option: str) -> None:
@@ -84,6 +88,17 @@ def test_launchers_get_ports_and_cores_of_their_own(launcher: tuple[str, ...], o
         without = [word for word in island.command if word not in (option, *ports)]
         assert without == [str(BIN / launcher[0]), *launcher[1:], "mine.py"]
         assert island.environment["OMP_NUM_THREADS"] == "2"
+        assert island.folder.parent == Path("runs", "mine")
+
+
+def test_options_of_the_script_are_its_own() -> None:
+    script = ("mine.py", "--num_processes", "8", "--master_port", "5")
+    planned = plan("torchrun", "--nproc_per_node", "2", *script, num_islands=2)
+    for island in planned.islands:
+        assert island.command[-5:] == script
+        assert island.environment["OMP_NUM_THREADS"] == "2"
+    (alone,) = plan("python", *script).islands
+    assert alone.environment["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_port_for_all_islands_is_refused() -> None:
@@ -108,6 +123,18 @@ def test_devices_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = plan("python", "mine.py", num_islands=5)
     assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in shared.islands] == ["0", "1", "2", "3", "0"]
     assert "5 islands share 4 CUDA devices (0, 1, 2, 3)" in shared.crowding
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "expected"),
+    [(1, ["0", "1", "2"]), (2, ["0,1", "2,3", "0,1"]), (4, ["0,1,2,3"] * 3), (8, ["0,1,2,3"] * 3)],
+)
+def test_an_island_has_a_device_for_each_process(
+    num_processes: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    islands = plan("torchrun", f"--nproc_per_node={num_processes}", "mine.py", num_islands=3).islands
+    assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in islands] == expected
 
 
 @pytest.mark.parametrize(
