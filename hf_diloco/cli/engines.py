@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of
 from hf_diloco.apps.common.paths import get_at
@@ -25,6 +23,7 @@ from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import identity_path
 from hf_diloco.store.signing import ENV_KEY
+from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.urls import is_object_store
 
 CPUS_PER_GPU = 8
@@ -191,12 +190,12 @@ def portable_run_file(deployment: Deployment) -> str:
     for name in ("island", "num_islands", "rendezvous"):  # which the engine says
         values.get(run.meeting_name, {}).pop(name, None)
     if isinstance(run.deepspeed, str):
-        values["deepspeed"] = yaml.safe_load(Path(run.deepspeed).read_text(encoding="utf-8"))
+        values["deepspeed"] = json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
     named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
-    for path in named:
+    for path in (*named, *((run.meeting_name, name) for name in ("method", "payload"))):
         texts = get_at(values, path)
         for text in texts if isinstance(texts, list) else [texts]:
-            if isinstance(text, str) and text.startswith("/"):
+            if isinstance(text, str) and (text.startswith("/") or is_own(text)):
                 raise _names_file_here(path, text)
     for path in run.files.patterns:  # which may lie elsewhere alone
         pattern = str(get_at(values, path) or "")
@@ -340,5 +339,5 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """A value as JSON, which YAML understands."""
+    """A value as JSON, which YAML understands; and, of a text, Slurm."""
     return json.dumps(value, default=str, ensure_ascii=False)

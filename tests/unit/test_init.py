@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -104,9 +105,15 @@ def test_files_that_are_there_stay(folder: Path) -> None:
             ["--image", "i", "--rendezvous", BUCKET, "data={source: files, files: [run.yaml]}"],
             "data.files: /",
         ),
+        ("ray", ["--rendezvous", BUCKET, "diloco.identity_file=mine.pem"], "diloco.identity_file: mine.pem is a file"),
+        ("ray", ["--rendezvous", BUCKET, "diloco.method=mine.py:Mine"], "diloco.method: mine.py:Mine is a file"),
     ],
 )
 def test_what_cannot_work_is_refused(engine: str, arguments: list[str], message: str) -> None:
+    Path("mine.py").write_text(
+        "from hf_diloco.methods.outer.diloco import DiLoCo\n"
+        "class Mine(DiLoCo): name, summary, paper = 'mine', 'as DiLoCo', ''\n"
+    )
     with pytest.raises(ConfigError) as error:
         init(engine, *arguments)
     assert message in str(error.value)
@@ -145,6 +152,23 @@ def test_an_unknown_engine_is_a_wrong_command() -> None:
     assert (
         "'slurm', 'compose', 'kubernetes', 'skypilot', 'ray'" in run(program, expect=2, env={"COLUMNS": "200"}).output
     )
+
+
+# Slurm
+
+
+def test_slurm_reads_paths_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = folder / "100% of \\it 'as' \"is\" #1"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    write_run_file()
+    init("slurm", "--rendezvous", BUCKET)
+    script = written("slurm", "islands.sbatch").read_text()
+    # What Slurm's own reader does with quotes, backslashes and # is what a shell does.
+    options = [shlex.split(line, comments=True)[0] for line in re.findall("^#SBATCH (.+)$", script, re.MULTILINE)]
+    assert f"--chdir={place}" in options
+    (output,) = (option for option in options if option.startswith("--output="))
+    assert output == f"--output={place / written('slurm', 'island-%a.log')}".replace("100%", "100%%")
 
 
 # Compose
@@ -255,6 +279,14 @@ def test_names_that_yaml_would_take_for_something_else(name: str, tmp_path: Path
     line = re.search(r"run\.yaml (\S+) &", Path("jobs", "islands.sbatch").read_text())
     assert line is not None
     assert load_run_file("run.yaml", shlex.split(line[1])).name == name
+
+
+def test_numbers_of_deepspeeds_file_stay_numbers(folder: Path) -> None:
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    (folder / "ds.json").write_text(json.dumps(settings))
+    config, _ = kubernetes_files("deepspeed=ds.json")
+    (folder / "there.yaml").write_text(config["data"]["run.yaml"])
+    assert load_run_file("there.yaml").deepspeed == settings
 
 
 # SkyPilot
