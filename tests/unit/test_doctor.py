@@ -178,6 +178,14 @@ def test_what_processors_say_of_bf16(cpuinfo: str | None, told: str, monkeypatch
     assert (found.level, told in found.text) == ("ok", True)
 
 
+def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGE", "hf-diloco-that-nobody-has-installed")
+    (found,) = machine.check_versions()
+    assert found.level == "warning"
+    assert f"{ROOT} is not installed" in found.text
+    assert found.remedy == f"pip install -e '{ROOT}'"
+
+
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the core is a problem, one of an extra is not."""
     real = importlib.metadata.version

@@ -41,7 +41,14 @@ def check_versions() -> Iterator[Finding]:
 
     found = f"Python {sys.version.split()[0]}"
     num_right = 0
-    for line in requires(PACKAGE) or []:
+    try:
+        needed = requires(PACKAGE) or []
+    except PackageNotFoundError:
+        folder = Path(__file__).parents[3]
+        told = f"{found}; {PACKAGE} in {folder} is not installed, and without that does not say what it needs"
+        yield Finding("versions", "warning", told, f"pip install -e '{folder}'")
+        return
+    for line in needed:
         requirement = Requirement(line)
         marker = requirement.marker
         is_core = marker is None or marker.evaluate({"extra": ""})
