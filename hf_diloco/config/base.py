@@ -90,16 +90,23 @@ def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], ex
 
 def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
     """One line a problem: the setting, what is wrong, the value, and for unknown keys the nearest known one."""
-    return "; ".join(_describe_one(problem, model, prefix) for problem in error.errors())
+    return "; ".join(describe_problem(problem, model, prefix) for problem in error.errors())
 
 
-def _describe_one(problem: Any, model: type[BaseModel], prefix: str) -> str:
+def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> str:
+    """One of `ValidationError.errors()`, as `describe` tells it."""
     name = prefix + ".".join(str(part) for part in problem["loc"])
     shown = redact(problem["input"], name)
     if problem["type"] == "extra_forbidden":
         hint = _suggestion(str(problem["loc"][-1]), _block_at(model, problem["loc"]))
         return f"unknown setting {name}={shown!r}{hint}"
-    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "dict_type"):
+        block = _block_at(model, (*problem["loc"], None))
+        known = f" ({', '.join(sorted(block.model_fields))})" if block else ""
+        remedy = "; give it some, or leave it out" if shown is None else ""
+        return f"{name}: expected a block of `key: value` lines{known}, got {shown!r}{remedy}"
+    message = "expected the name of a file" if problem["type"] == "path_type" else problem["msg"]
+    message = message.removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if problem["type"] == "missing":  # the input is the whole block around it
         return f"{name}: {message}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hf_diloco.methods.outer import find_method
 from hf_diloco.methods.outer.base import is_auto
 from hf_diloco.utils.own_files import is_own
+from hf_diloco.utils.settings import compile_pattern
 
 if TYPE_CHECKING:
     from hf_diloco.config import DiLoCoConfig
@@ -79,7 +80,9 @@ def check_islands(island: int, num_islands: int, max_islands: int | None, min_is
 
 
 def check_fragments(config: DiLoCoConfig) -> None:
-    """Raises ValueError if settings of Streaming DiLoCo contradict each other."""
+    """Raises ValueError if settings of Streaming DiLoCo contradict each other, or a pattern is none."""
+    for pattern in config.fragment_patterns:
+        compile_pattern("fragment_patterns", pattern)
     if config.fragment_patterns and len(config.fragment_patterns) != config.num_fragments:
         raise ValueError(
             f"fragment_patterns has {len(config.fragment_patterns)} entries, and num_fragments="

@@ -14,6 +14,7 @@ from typing import Literal
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.inner.base import Segment, Shards
+from hf_diloco.utils.settings import compile_pattern
 from hf_diloco.utils.text import numbers, plural, short_count
 
 Unit = tuple[str, int | None]
@@ -139,7 +140,7 @@ def _cut_into_runs(weights: Sequence[int], num_runs: int) -> list[int]:
 def _cut_by_patterns(sizes: Mapping[str, int], num_fragments: int, patterns: Sequence[str]) -> list[list[str]]:
     if num_fragments != len(patterns):
         raise ConfigError(f"num_fragments={num_fragments} but fragment_patterns={list(patterns)}: give one each")
-    compiled = [_compile(pattern) for pattern in patterns]
+    compiled = [compile_pattern("fragment_patterns", pattern) for pattern in patterns]
     fragments: list[list[str]] = [[] for _ in patterns]
     for name in sizes:
         matching = (one for one, pattern in enumerate(compiled) if pattern.search(name))
@@ -150,10 +151,3 @@ def _cut_by_patterns(sizes: Mapping[str, int], num_fragments: int, patterns: Seq
         if not names:
             raise ConfigError(f"fragment_patterns: {pattern!r} matches nothing that those before it leave; correct it")
     return fragments
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"fragment_patterns: {pattern!r} is no regular expression ({error}); correct it") from None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from hf_diloco.errors import ConfigError
 
 
 class Block(BaseModel):
@@ -22,6 +25,18 @@ class Block(BaseModel):
         if _is_boolean_for_number(value, cls.model_fields[str(info.field_name)].annotation):
             raise ValueError(f"input should be a number, got {value}")
         return value
+
+
+def compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression that a setting holds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{setting}: {pattern!r} is no regular expression ({error}); correct it") from None
 
 
 def _is_boolean_for_number(value: Any, annotation: Any) -> bool:

@@ -134,7 +134,7 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("keep_rounds", 0, "greater than or equal to 1"),
         ("outlier_factor", 1, "greater than 1"),
         ("outlier_factor", "none", "valid number"),
-        ("key_file", 5, "not a valid path"),
+        ("key_file", 5, "expected the name of a file"),
         ("bind_address", 10, "valid string"),
         ("join_timeout", 0, "greater than 0"),
         ("sync_timeout", -1, "greater than 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ OFFLOAD_ON_CPU = (
     "fsdp.cpu_offload: on CPU all is in host memory already, and the page-locked memory that PyTorch offloads to "
     "needs an accelerator: set it to false"
 )
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
 MODELS = ("preset", "path", "config")
 """Settings of the block `model`, of which one is given."""
@@ -116,7 +119,7 @@ class BaseRun(Block):
     where: ClassVar[Where] = "islands"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$", description="the run folder is OUTPUT/NAME")
+    name: str = Field(pattern=f"^{_NAME}$", max_length=255, description="the run folder is OUTPUT/NAME")
     output: str = Field("runs", min_length=1, description="folder of run folders")
     seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same on all islands")
     training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
@@ -130,6 +133,16 @@ class BaseRun(Block):
     def setting(cls, name: str) -> str:
         """Where "island", "num_islands" or "rendezvous" stands in such a run file, as `gossip.num_nodes`."""
         return f"{cls.meeting_name}.{name.replace('island', cls.unit)}"
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _check_name(cls, name: Any) -> Any:
+        if isinstance(name, str) and not re.fullmatch(_NAME, name):
+            raise ValueError(
+                f"{name!r} cannot be a run's, whose folder has it: take letters, digits, and . _ + = - behind the "
+                "first; where name is not set, it is that of the run file"
+            )
+        return name
 
     @field_validator("training")
     @classmethod
@@ -145,9 +158,11 @@ class BaseRun(Block):
             raise ValueError("; ".join(problems))
         return training
 
-    @field_validator("deepspeed")
+    @field_validator("deepspeed", mode="before")
     @classmethod
-    def _check_deepspeed(cls, deepspeed: dict[str, Any] | str | None) -> dict[str, Any] | str | None:
+    def _check_deepspeed(cls, deepspeed: Any) -> Any:
+        if not isinstance(deepspeed, dict | str | None):
+            raise ValueError(f"expected a JSON file of DeepSpeed's settings, or a block of them, got {deepspeed!r}")
         if isinstance(deepspeed, str):
             _check_json_object(Path(deepspeed))
         return deepspeed

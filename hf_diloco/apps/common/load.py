@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from hf_diloco.apps.common.arguments import is_training_argument
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe
+from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import describe_problem
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.redact import redact
 
@@ -54,6 +55,9 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
         )
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
     values.setdefault("name", path.stem)
+    if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # which others add to, below
+        place = origins[kind.meeting_name,]
+        raise ConfigError(f"{place}{kind.meeting_name}: expected a block of `key: value` lines, got {meeting!r}")
     resolve_paths(values, kind.files, (path.parent, Path()), origins)
     for key, variable in VARIABLES.items():
         if os.environ.get(variable):
@@ -88,15 +92,11 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
     """One line for each problem, with the place where the setting stands."""
     texts = []
     for problem in error.errors():
-        what: str | PydanticCustomError = problem["type"]
-        if what == "value_error":
-            what = PydanticCustomError("value_error", "{text}", {"text": str(problem["ctx"]["error"])})
-        details = InitErrorDetails(type=what, loc=problem["loc"], input=problem["input"], ctx=problem.get("ctx", {}))
-        one = ValidationError.from_exception_data(error.title, [details])
         # What is wrong in a block as a whole begins with the setting's name.
         inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
         names = (*problem["loc"], inside[1]) if inside else problem["loc"]
-        texts.append(f"{nearest_line(origins, names) or f'{file}: '}{_misplaced(problem) or describe(one, kind)}")
+        place = nearest_line(origins, names) or f"{file}: "
+        texts.append(f"{place}{_misplaced(problem) or describe_problem(problem, kind)}")
     return "; ".join(texts)
 
 

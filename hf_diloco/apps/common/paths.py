@@ -45,7 +45,7 @@ def resolve_paths(
     for path in (*named.paths, *named.hub_ids_or_paths):
         text = get_at(values, path)
         if isinstance(text, str):
-            looks_local = text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1
+            looks_local = not text or text[0] in "./~" or text.endswith(".json") or text.count("/") > 1
             found = _find(text, folders)
             if found is None and (looks_local or path not in named.hub_ids_or_paths):
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
@@ -75,18 +75,19 @@ def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
 def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
     if "://" in pattern:
         return [pattern]
+    given = Path(pattern).expanduser()
     for folder in folders:
-        given = Path(pattern).expanduser()
-        if (folder / given).exists():  # also of a name that is a pattern, such as a[1].txt
+        if (folder / given).is_file():  # also of a name that is a pattern, such as a[1].txt
             return [str((folder / given).resolve())]
-        files = sorted(glob.glob(os.path.join(glob.escape(str(folder)), given), recursive=True))
-        if files:
+        matching = glob.glob(os.path.join(glob.escape(str(folder)), given), recursive=True)
+        if files := sorted(file for file in matching if os.path.isfile(file)):
             return [str(Path(file).resolve()) for file in files]
-    raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file matches {pattern!r} in {_names(folders)}")
+    hint = f" (that is a folder: write {given / '*.jsonl'}, or the like)" if _find(pattern, folders) else ""
+    raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file matches {pattern!r} in {_names(folders)}{hint}")
 
 
 def _find(text: str, folders: Sequence[Path]) -> str | None:
-    for folder in folders:
+    for folder in folders if text else ():  # nothing would name the folder itself
         candidate = folder / Path(text).expanduser()
         if candidate.exists():
             return str(candidate.resolve())

@@ -33,8 +33,11 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not isinstance(key_node, yaml.ScalarNode):
+                problem = "a list or a block in the place of a key; quote it, if it is a word with brackets"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            key = self.construct_object(key_node)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
@@ -81,7 +84,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {_problem(error)}") from None
-    values = {} if values is None and node is None else values
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
     return values, _lines(node)
@@ -119,6 +122,8 @@ def _load(text: str) -> tuple[Any, yaml.Node | None]:
             return None, None
         _num_values(node, {})
         return loader.construct_document(node), node
+    except (LookupError, TypeError, ValueError) as error:  # PyYAML's own
+        raise yaml.YAMLError(f"a value does not fit its !!tag ({error}); leave the tag out") from None
     finally:
         loader.dispose()
 
@@ -197,7 +202,7 @@ def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | Non
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or str(error)
+    return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
 def _neighbours(path: Path) -> str:

@@ -5,7 +5,6 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +18,7 @@ from hf_diloco.config.base import Count
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.refusals import Where
 from hf_diloco.utils.extras import need
-from hf_diloco.utils.settings import Block
+from hf_diloco.utils.settings import Block, compile_pattern
 
 ImagePreset = Literal["resnet-tiny", "vit-tiny", "resnet-18", "resnet-50"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -146,10 +145,7 @@ class ImageModelBlock(Block):
     def _check(self) -> ImageModelBlock:
         check_model(self.preset, self.path, self.config, "resnet")
         for pattern in self.frozen:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"frozen: {pattern!r} is no regular expression: {error}") from None
+            compile_pattern("frozen", pattern)
         return self
 
 
