@@ -11,7 +11,7 @@ import pytest
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
-from hf_diloco.apps.data.sources import DataBlock, alternate, open_files, texts
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_files, read_first, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
@@ -187,6 +187,28 @@ class TestFiles:
         (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
         with pytest.raises(ConfigError, match=r"a\.jsonl: ArrowInvalid: JSON parse error"):
             open_files([str(tmp_path / "a.jsonl")])
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_what_shows_only_when_it_is_read(self, streaming: bool, tmp_path: Path) -> None:
+        file = tmp_path / "a.jsonl"
+        lines = [json.dumps({"text": name(0, number)}) for number in range(DOCUMENTS_PER_FILE)]
+        file.write_bytes("\n".join(lines).encode() + b'\n{"text": "caf\xe9"}\n')  # Arrow takes it for UTF-8
+        data = settings(tmp_path, files=[str(file)], streaming=streaming)
+        expected = r"data: cannot read .*a\.jsonl: UnicodeDecodeError: "
+        with pytest.raises(ConfigError, match=expected):
+            list(sample_texts(data, 1.0))
+        with pytest.raises(ConfigError, match=expected):
+            build_datasets(data.model_copy(update={"num_eval_sequences": 3000}), TOKENIZER, 0, 1)
+
+    def test_the_first_document(self, tmp_path: Path) -> None:
+        lines = {"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": "one"}\n'}
+        for file, line in lines.items():
+            (tmp_path / file).write_text(line)
+        read_first(settings(tmp_path, files=[str(tmp_path / "b.jsonl")]))
+        with pytest.raises(ConfigError, match=r"a\.jsonl holds no text"):
+            read_first(settings(tmp_path, files=[str(tmp_path / "a.jsonl")]))
+        with pytest.raises(ConfigError, match=r"data: cannot read .*TypeError: Couldn't cast"):
+            read_first(settings(tmp_path, files=[str(tmp_path / file) for file in lines]))
 
     @pytest.mark.parametrize("streaming", [False, True])
     def test_names_are_no_patterns(self, streaming: bool, tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hf_diloco.apps.data.packing import Encoder, PackedDataset, TokenBlocks, pack_dataset, pack_first
-from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_evaluation, open_files, texts
+from hf_diloco.apps.data.sources import (
+    DataBlock,
+    alternate,
+    open_documents,
+    open_evaluation,
+    open_files,
+    reading,
+    texts,
+)
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
 
@@ -51,17 +59,18 @@ def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
         data: the source. Of several files, the first 64 take turns; a finite dataset gives documents in random order.
         max_megabytes: UTF-8 megabytes after which it ends.
     """
-    if data.source == "files" and data.streaming:
-        source = alternate([_stream([file], data) for file in data.files[:MAX_SAMPLED_FILES]])
-    else:
-        documents = open_documents(data)
-        source = texts(documents if data.streaming else documents.shuffle(seed=0))
-    left = max_megabytes * 1e6
-    for text in source:
-        left -= len(text.encode("utf-8", "surrogatepass"))
-        yield text
-        if left <= 0:
-            return
+    with reading(data):
+        if data.source == "files" and data.streaming:
+            source = alternate([_stream([file], data) for file in data.files[:MAX_SAMPLED_FILES]])
+        else:
+            documents = open_documents(data)
+            source = texts(documents if data.streaming else documents.shuffle(seed=0))
+        left = max_megabytes * 1e6
+        for text in source:
+            left -= len(text.encode("utf-8", "surrogatepass"))
+            yield text
+            if left <= 0:
+                return
 
 
 def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: int, num_islands: int) -> Datasets:
@@ -77,13 +86,12 @@ def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: 
         ConfigError: when the data cannot be read or is too small.
     """
     encoder = Encoder(tokenizer)
-    evaluation = open_evaluation(data)
-    blocks = _eval_blocks(alternate(evaluation), encoder, data) if evaluation else None
     train: PackedDataset | PackedStream
-    if data.streaming:
-        train, blocks = _build_stream(data, encoder, blocks, island, num_islands)
-    else:
-        train, blocks = _build_finite(data, encoder, blocks, island, num_islands)
+    with reading(data):
+        evaluation = open_evaluation(data)
+        blocks = _eval_blocks(alternate(evaluation), encoder, data) if evaluation else None
+        build = _build_stream if data.streaming else _build_finite
+        train, blocks = build(data, encoder, blocks, island, num_islands)
     return Datasets(train, blocks, hashlib.sha256(blocks.blocks.tobytes()).hexdigest()[:16])
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.files import write_whole
 from hf_diloco.utils.settings import Block
 
@@ -173,6 +173,17 @@ def texts(documents: Documents) -> Iterator[str]:
             yield row["text"]
 
 
+def read_first(data: DataBlock) -> None:
+    """Reads one document, without a copy of the data on disk.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    with reading(data):
+        if next(texts(open_documents(data.model_copy(update={"streaming": True}))), None) is None:
+            raise ConfigError(f"data: {_place(data)} holds no text")
+
+
 def alternate(sources: Sequence[Documents]) -> Iterator[str]:
     """One document from each source in turn, until all have ended."""
     active = [texts(source) for source in sources]
@@ -200,12 +211,11 @@ def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
 def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Documents:
     from datasets import load_dataset
     from datasets.arrow_writer import SchemaInferenceError
-    from datasets.exceptions import DatasetGenerationError
 
-    where, remedy = path, "; where the Hub cannot be reached, download the files and use source files"
+    where, remedy = path, _ELSEWHERE
     if "data_files" in options:
         files = options["data_files"]["train"]
-        where, remedy = ", ".join(files[:3]), ""
+        where, remedy = _names(files), ""
         options["data_files"] = {"train": list(map(_literal, files))}
     try:
         documents = load_dataset(path, streaming=streaming, **options)
@@ -213,16 +223,56 @@ def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Docum
     except StopIteration:
         raise ConfigError(f"data: {where} holds no text") from None
     except Exception as error:  # of the Hub, the network, the file system or the parser
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        if isinstance(reason, SchemaInferenceError):  # not one example
+        if isinstance(_reason(error), SchemaInferenceError):  # not one example
             raise ConfigError(f"data: {where} holds no text") from error
-        raise ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {reason}{remedy}") from error
+        raise _unreadable(where, error, remedy) from error
     if text_column not in features:
         raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(features)})")
     if not _is_text(features[text_column]):
         raise ConfigError(f"data.text_column: {where} holds something other than text in {text_column!r}")
     documents = documents.select_columns([text_column])
     return documents if text_column == "text" else documents.rename_column(text_column, "text")
+
+
+_ELSEWHERE = "; where the Hub cannot be reached, download the files and use source files"
+
+
+@contextlib.contextmanager
+def reading(data: DataBlock) -> Iterator[None]:
+    """Where text is read that could be opened.
+
+    Raises:
+        ConfigError: a library cannot read on, with its reason.
+    """
+    try:
+        yield
+    except DiLoCoError:
+        raise
+    except Exception as error:  # of the network, the file system, the parser or the decoder
+        raise _unreadable(_place(data), error, "" if data.files else _ELSEWHERE) from error
+
+
+def _place(data: DataBlock) -> str:
+    return _names([*data.files, *data.eval_files]) or data.path or data.source
+
+
+def _names(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+
+
+def _reason(error: Exception) -> BaseException:
+    """What `datasets` found, without what it says of it."""
+    from datasets.exceptions import DatasetGenerationError
+
+    return error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+
+
+def _unreadable(where: str, error: Exception, remedy: str) -> ConfigError:
+    reason = _reason(error)
+    said = " ".join(str(reason).split())
+    if "zstd not supported" in said:
+        remedy = "; run `pip install zstandard`"
+    return ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {said}{remedy}")
 
 
 def _is_text(value: Any) -> bool:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.apps.data.sources import DataBlock, open_documents, texts
+from hf_diloco.apps.data.sources import DataBlock, read_first
 from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
 from hf_diloco.config.base import Count
 from hf_diloco.optimizers import OptimizerBlock
@@ -72,7 +72,7 @@ class TokenizerBlock(Block):
 class SampleBlock(Block):
     """Text that the trained model writes at the end."""
 
-    prompt: str = Field("The", description="text that the model continues")
+    prompt: str = Field("The", min_length=1, description="text that the model continues")
     num_tokens: Count = Field(40, description="tokens to write")
 
 
@@ -177,8 +177,7 @@ class RunFile(BaseRun):
         if self.tokenizer.train is None and (path := self.tokenizer.path or self.model.path):
             yield partial(load_tokenizer, path)
         if self.data.source != "embedded":
-            streamed = self.data.model_copy(update={"streaming": True})
-            yield lambda: next(iter(texts(open_documents(streamed))), None)
+            yield partial(read_first, self.data)
 
 
 def load_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
