@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hf_diloco.apps.lm.model import build_config, build_model
-from hf_diloco.apps.lm.runfile import ModelBlock
+from hf_diloco.apps.lm.runfile import ModelBlock, SampleBlock
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
+from hf_diloco.apps.lm.train import try_sample
 from hf_diloco.errors import ConfigError
 
 SMALL = {
@@ -95,3 +96,19 @@ def test_wrong(config: dict[str, Any], message: str, tokenizer: PreTrainedTokeni
 def test_no_such_checkpoint(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: cannot load"):
         build_model(ModelBlock(path=str(tmp_path)), tokenizer, 16, seed=1)
+
+
+@pytest.mark.parametrize(("prompt", "written"), [("a few", True), ("words " * 20, False)])
+def test_a_sample_ends_with_the_models_positions(
+    prompt: str, written: bool, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    build_model(ModelBlock(config=config), tokenizer, 16, 0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    sample = try_sample(tmp_path, SampleBlock(prompt=prompt, num_tokens=40), seed=1)
+    if written:
+        assert sample is not None
+        assert sample.startswith(prompt)
+    else:  # the run has its model all the same
+        assert sample is None
+        assert "the model writes no sample: ValueError: `max_new_tokens`" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from hf_diloco.apps.lm.assemble import Island
     from hf_diloco.trainer.callback import DiLoCoCallback
     from hf_diloco.trainer.progress import Progress
+
+logger = logging.getLogger("hf_diloco")
 
 STREAMING_PAPER = "2501.18512"
 _DESCRIPTION = "Train one island of a causal language model: Trainer, DeepSpeed and the DiLoCo outer loop."
@@ -109,7 +112,7 @@ def _finish(island: Island, progress: Progress) -> None:
         model_folder = save_final_model(trainer, run.folder)
         if run.sample is not None and run.model.objective == "causal" and is_leader():
             progress.update(message="writing a sample")
-            sample = write_sample(model_folder, run.sample, run.seed)
+            sample = try_sample(model_folder, run.sample, run.seed)
     if not is_leader():
         return
     summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation["eval_loss"], sample))
@@ -161,8 +164,20 @@ def _print_plan(island: Island) -> None:
         say(f"{run.max_steps:,} steps, {rounds} every {every} ({examples * length * every:,} tokens of this island)")
 
 
+def try_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str | None:
+    """As `write_sample`. What keeps the model from writing only costs the sample: it is trained and saved."""
+    try:
+        return write_sample(model_folder, sample, seed)
+    except Exception as error:  # of whatever the model's code asks of the prompt
+        logger.warning("the model writes no sample: %s: %s", type(error).__name__, error)
+        return None
+
+
 def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
-    """Text that the saved model continues the prompt with (prompt included), the same for the same seed."""
+    """Text that the saved model continues the prompt with (prompt included), the same for the same seed.
+
+    It is shorter than asked for where the model has no more positions.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -171,11 +186,13 @@ def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    num_tokens = min(sample.num_tokens, longest - prompt["input_ids"].shape[1])
     torch.manual_seed(seed)
     tokens = model.generate(
         **prompt,
-        min_new_tokens=sample.num_tokens,
-        max_new_tokens=sample.num_tokens,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
         do_sample=True,
         temperature=0.7,
         top_k=50,
