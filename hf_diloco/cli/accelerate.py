@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import one_line
 
 
 def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) -> str:
@@ -59,7 +60,7 @@ def read_configuration(path: Path, deepspeed: bool, fsdp: bool = False) -> dict[
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or str(error).replace("\n", " ")
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(f"accelerate: cannot read {path}: {reason}") from None
     if not isinstance(values, dict):
         raise ConfigError(

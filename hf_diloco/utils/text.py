@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 
 MISSING = "—"
+LONGEST = 400  # characters of what a library says
 
 
 def count(value: float | None) -> str:
@@ -93,6 +94,12 @@ def numbers(values: Iterable[int], limit: int = 10) -> str:
 def printable(value: str) -> str:
     """Text that others wrote, on one line: nothing in it that a terminal would obey, or that turns it around."""
     return "".join(char if char.isprintable() else "?" for char in value)
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's error says, without its line breaks and its length: lists of all that is known are long."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

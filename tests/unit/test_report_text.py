@@ -168,6 +168,22 @@ def test_rate(value: float | None, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "expected"),
+    [("two\n  lines", "two lines"), ("", "ValueError"), ("x" * 1000, "x" * 400 + "...")],
+)
+def test_what_a_library_says_is_one_line(said: str, expected: str) -> None:
+    assert text.one_line(ValueError(said)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, "—"), (2.07944, "2.0794"), (-1.0, "-1.0000"), (1.7e308, "1.7e+308"), (float("nan"), "nan")],
+)
+def test_losses(value: float | None, expected: str) -> None:
+    assert text.loss(value) == expected
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [(None, "—"), (8.0, "8"), (26.6299, "26.63"), (4096.2, "4,096"), (1e9, "1.00e+09"), (float("inf"), "inf")],
 )

@@ -209,6 +209,13 @@ def test_grey_pictures_get_the_channels_of_the_configuration() -> None:
     assert torch.equal(pixels[:, 0], pixels[:, 2])
 
 
+@pytest.mark.parametrize("number", [4, "many"])
+def test_channels_that_no_picture_has(number: object) -> None:
+    model = ImageModelBlock(config={**(SMALL.config or {}), "num_channels": number})
+    with pytest.raises(ConfigError, match=f"num_channels is {number!r}; pictures have 1"):
+        build_images(ImageDataBlock(), model, 0, 1, 0)
+
+
 def test_pictures_of_16_bits_are_refused() -> None:
     deep = ArrayPictures(np.full((4, 8, 8), 1000, dtype=np.uint16), np.zeros(4, dtype=np.int64))
     with pytest.raises(ConfigError, match="has more than 8 bits a channel"):

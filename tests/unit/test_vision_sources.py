@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,20 @@ def test_wrong_folders(tmp_path: Path) -> None:
     picture(1).save(tmp_path / "test" / "cat" / "1.png")
     with pytest.raises(ConfigError, match=r"has the classes \['cat'\]; at least two are needed"):
         open_it()
+    (tmp_path / "train" / "dog").mkdir()
+    (tmp_path / "train" / "dog" / "0.txt").touch()
+    with pytest.raises(ConfigError, match=r"dog holds no pictures, and every folder there is a class"):
+        open_it()
 
 
 def test_a_picture_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path, {"train": 2, "test": 1})
-    (tmp_path / "train" / "cat" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    file = tmp_path / "train" / "cat" / "1.png"
+    file.write_bytes(b"\x89PNG\r\n\x1a\nbroken")
     source = open_source(ImageDataBlock(source="folder", path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"cannot decode picture 0 of .*train"):
-        source.train.open(0)
+    share = source.train.select(np.array([1, 2]))
+    with pytest.raises(ConfigError, match=rf"cannot decode picture 1 of .*train \({re.escape(str(file))}\): "):
+        share.open(0)
 
 
 @pytest.mark.parametrize(

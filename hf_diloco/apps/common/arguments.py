@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import nearest
+from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -91,7 +91,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     try:
         args = TrainingArguments(**settings)
     except (ValueError, TypeError, AssertionError, ImportError) as error:
-        raise ConfigError(f"training: {error}") from error
+        raise ConfigError(f"training: {one_line(error)}") from error
     if run.where == "islands":  # nodes do not shard
         _shard_on_cpu(args)
     return args

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from hf_diloco.apps.common.base import PushBlock
@@ -53,7 +54,7 @@ def why_not_loaded(path: str, error: Exception) -> str:
         path: of the Hub or of this machine.
         error: the library's.
     """
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    said = f"{type(error).__name__}: {one_line(error)}"
     if not os.environ.get(_OFFLINE) or Path(path).exists():
         return said
     return (
@@ -107,7 +108,7 @@ def publish(folder: Path, where: PushBlock) -> None:
             repo_id=repo.repo_id, folder_path=folder, revision=where.revision, commit_message="End of training"
         )
     except Exception as error:  # those of the client's HTTP library come through, and it is not always the same one
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         options = ["--private"] * where.private + (["--revision", where.revision] if where.revision else [])
         by_hand = shlex.join(["hf", "upload", where.repo, str(folder), *options])  # it makes the branch, too
         print(

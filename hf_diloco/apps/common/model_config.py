@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import nearest
+from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +35,7 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
     try:
         return AutoConfig.for_model(model_type, **{**ours, **settings, **fixed})
     except Exception as error:  # each configuration class checks in its own way
-        raise ConfigError(f"model.config: transformers refuses this {model_type}: {error}") from error
+        raise ConfigError(f"model.config: transformers refuses this {model_type}: {one_line(error)}") from error
 
 
 def _known_settings(model_type: str) -> set[str]:

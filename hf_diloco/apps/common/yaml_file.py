@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import one_line
 
 KeyPath = tuple[str, ...]
 
@@ -202,7 +203,7 @@ def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | Non
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or " ".join(str(error).split())
+    return getattr(error, "problem", None) or one_line(error)
 
 
 def _neighbours(path: Path) -> str:

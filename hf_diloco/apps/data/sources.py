@@ -28,6 +28,7 @@ from pydantic import Field, model_validator
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.files import write_whole
 from hf_diloco.utils.settings import Block
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -269,7 +270,7 @@ def _reason(error: Exception) -> BaseException:
 
 def _unreadable(where: str, error: Exception, remedy: str) -> ConfigError:
     reason = _reason(error)
-    said = " ".join(str(reason).split())
+    said = one_line(reason)
     if "zstd not supported" in said:
         remedy = "; run `pip install zstandard`"
     return ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {said}{remedy}")

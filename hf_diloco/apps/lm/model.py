@@ -14,6 +14,7 @@ from hf_diloco.apps.common.model_config import make_config
 from hf_diloco.apps.lm.runfile import ModelBlock
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -95,7 +96,7 @@ def build_model(
         return cast("PreTrainedModel", auto_class(model).from_config(config))
     except Exception as error:
         raise ConfigError(
-            f"model: no {model.objective} language model can be made of {config.model_type}: {error}"
+            f"model: no {model.objective} language model can be made of {config.model_type}: {one_line(error)}"
         ) from error
 
 

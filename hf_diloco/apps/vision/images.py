@@ -77,11 +77,13 @@ class DatasetPictures:
         dataset: with the one column `image`.
         labels: int64 [examples].
         where: what the user calls it, for errors.
+        rows: int64 [examples], of each in the whole of it.
     """
 
     dataset: Dataset
     labels: IntArray
     where: str
+    rows: IntArray
 
     def open(self, index: int) -> Image:
         """One picture.
@@ -93,16 +95,23 @@ class DatasetPictures:
             image: Image | None = self.dataset[int(index)]["image"]
         except Exception as error:  # of the file system or the picture's format
             raise ConfigError(
-                f"data: cannot decode picture {index} of {self.where}: {type(error).__name__}: {error}; remove it or "
-                "repair it"
+                f"data: cannot decode {self._name(index)}: {type(error).__name__}: {error}; remove it or repair it"
             ) from error
         if image is None:
-            raise ConfigError(f"data: picture {index} of {self.where} is empty; remove the row")
+            raise ConfigError(f"data: {self._name(index)} is empty; remove the row")
         return image
+
+    def _name(self, index: int) -> str:
+        """What a user finds it by: its row in the data, and its file where it has one."""
+        from datasets import Image
+
+        raw = self.dataset.cast_column("image", Image(decode=False))[int(index)]["image"]
+        file = f" ({raw['path']})" if raw and raw["path"] else ""
+        return f"picture {self.rows[index]} of {self.where}{file}"
 
     def select(self, indices: IntArray) -> DatasetPictures:
         """Some of them, in the order of the indices."""
-        return DatasetPictures(self.dataset.select(indices), self.labels[indices], self.where)
+        return DatasetPictures(self.dataset.select(indices), self.labels[indices], self.where, self.rows[indices])
 
 
 def first_pictures(pictures: Pictures) -> list[Image]:

@@ -10,6 +10,7 @@ from hf_diloco.apps.common.model_config import make_config
 from hf_diloco.apps.vision.runfile import ImageModelBlock
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,7 +64,7 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
             model = AutoModelForImageClassification.from_config(config)
         except Exception as error:
             raise ConfigError(
-                f"model: no image classification model can be made of {config.model_type}: {error}"
+                f"model: no image classification model can be made of {config.model_type}: {one_line(error)}"
             ) from error
     _freeze(model, block.frozen)
     return model

@@ -90,11 +90,10 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
     """
     images = first_pictures(pictures)
     if model.path is None:
-        given = model.config or {}
-        num_channels = given.get("num_channels") or num_channels_of(images)
-        return _plain(_choose_size(data, model, images), int(num_channels))
+        num_channels = _check_channels((model.config or {}).get("num_channels") or num_channels_of(images))
+        return _plain(_choose_size(data, model, images), num_channels)
     config = checkpoint_config(model.path)
-    num_channels = int(_of_checkpoint(config, "num_channels") or 3)
+    num_channels = _check_channels(_of_checkpoint(config, "num_channels") or 3)
     own_size = _of_checkpoint(config, "image_size")
     own = getattr(config, "image_size", None)
     if data.image_size is not None and isinstance(own, int) and data.image_size != own:
@@ -184,6 +183,12 @@ def _choose_size(data: ImageDataBlock, model: ImageModelBlock, images: list[Imag
     size = _check_known(given if isinstance(given, int) else square_size_of(images))
     is_resnet = (model.preset or "").startswith("resnet")
     return ENLARGED_SIZE if is_resnet and size < MIN_RESNET_SIZE else size
+
+
+def _check_channels(number: Any) -> int:
+    if number not in (1, 3):
+        raise ConfigError(f"model: num_channels is {number!r}; pictures have 1 (grey) or 3 (colours)")
+    return int(number)
 
 
 def _check_known(size: object) -> int:

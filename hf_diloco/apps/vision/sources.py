@@ -17,6 +17,7 @@ import numpy as np
 from hf_diloco.apps.vision.images import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
 from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -131,6 +132,11 @@ def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
     splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
     names = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
     opened = [_open_class_folders(folder / split, names) for split in splits]
+    if missing := [name for number, name in enumerate(names) if number not in opened[0].labels]:
+        raise ConfigError(
+            f"data.path: {folder / 'train' / missing[0]} holds no pictures, and every folder there is a class: put "
+            "some into it, or remove it"
+        )
     return opened[0], opened[1] if len(opened) > 1 else None, names
 
 
@@ -154,8 +160,8 @@ def find_dataset(data: ImageDataBlock) -> None:
 
 def _unreadable(what: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"data: cannot read {what}: {type(error).__name__}: {error}; where the Hub cannot be reached, download the "
-        "dataset and give its folder as data.path"
+        f"data: cannot read {what}: {type(error).__name__}: {one_line(error)}; where the Hub cannot be reached, "
+        "download the dataset and give its folder as data.path"
     )
 
 
@@ -175,7 +181,8 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     if not files:
         raise ConfigError(f"data.path: {folder} holds no pictures; source folder needs {folder}/CLASS/*.png")
     dataset = Dataset.from_dict({"image": files}, features=Features({"image": Value("string")}))
-    return DatasetPictures(dataset.cast_column("image", Image()), np.array(labels, dtype=np.int64), str(folder))
+    images = dataset.cast_column("image", Image())
+    return DatasetPictures(images, np.array(labels, dtype=np.int64), str(folder), np.arange(len(labels)))
 
 
 def _load_dataset(data: ImageDataBlock, split: str) -> Dataset:
@@ -223,7 +230,7 @@ def _pictures(dataset: Dataset, names: list[str], data: ImageDataBlock) -> Datas
         raise ConfigError(
             f"data.image_column: {data.image_column!r} of {where} holds no images but {feature}"
         ) from error
-    return DatasetPictures(images, labels, where)
+    return DatasetPictures(images, labels, where, np.arange(len(labels)))
 
 
 def _labels(values: Sequence[Any], names: list[str], where: str) -> IntArray:
