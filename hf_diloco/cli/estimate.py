@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,8 @@ def run_estimate(
     step = None if step_time is None else parse_seconds(step_time, "--step-time")
     if step == 0:
         raise ConfigError(f"--step-time {step_time}: a step takes some time; give it as 1.5s")
+    if price is not None and not math.isfinite(price):
+        raise ConfigError(f"--price {price}: give what a gigabyte costs, as 0.09")
     if run_file is None:
         scenario = _from_numbers(params, shape, link, step, price)
     else:

@@ -53,7 +53,7 @@ def estimate(
     payload: Annotated[str, typer.Option(help="Number format between islands.", rich_help_panel=_PANEL)] = "fp32",
     ranks: Annotated[int, typer.Option(min=1, help="Of an island.", rich_help_panel=_PANEL)] = 1,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PANEL)] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.", rich_help_panel=_PANEL)] = 24,
+    layers: Annotated[int, typer.Option(min=1, max=10_000, help="Blocks of the model.", rich_help_panel=_PANEL)] = 24,
     picture: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE", help="Draw utilisation over bit rate: .png, .svg or .pdf.")
     ] = None,

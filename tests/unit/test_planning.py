@@ -352,6 +352,7 @@ def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
         (["--params", "1b", "--bandwidth", "200MB"], "bits, not bytes"),
         (["--params", "1b", "--payload", "int7"], "payload"),
         (["--params", "1b", "--step-time", "0s"], "--step-time 0s"),
+        (["--params", "1b", "--price", "inf"], "--price inf"),
         (["--params", "1b", "--draw", "x.txt"], "x.txt"),
         (["missing.yaml"], "missing.yaml"),
         ([str(ROOT / "configs/quickstart.yaml"), "--islands", "4"], "--islands"),
