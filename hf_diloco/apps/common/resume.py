@@ -16,16 +16,25 @@ from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import given_checkpoint
+from hf_diloco.apps.common.process import describe_stop, say
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
+
+    from hf_diloco.trainer.progress import Progress
 
 
 class Agreeing(Protocol):
-    """A callback that agrees with the other islands on a checkpoint."""
+    """A callback that agrees with the other islands on a checkpoint.
+
+    Attributes:
+        stopped: whether it has ended training on request.
+    """
+
+    stopped: bool
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
         """This island's checkpoint of the newest point that all hold."""
@@ -62,6 +71,24 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
             f"{checkpoint} is of another model than the run file's ({reason}): give another name for a new run, or "
             "delete the checkpoints of this one on all islands"
         ) from error
+
+
+def train_on(
+    run: BaseRun, trainer: Trainer, callback: Agreeing, checkpoint: Path | None, progress: Progress, speaks: bool
+) -> bool:
+    """Trains from what `find_checkpoint` has found; returns whether to the end, and not until a stop on request.
+
+    Raises:
+        CheckpointError: the checkpoint's weights do not fit the model.
+    """
+    with loading(checkpoint):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if callback.stopped:
+        step = trainer.state.global_step
+        if speaks:
+            say(describe_stop(run, step))
+        progress.update(state="done", message=f"stopped on request at step {step}")
+    return not callback.stopped
 
 
 def step_of(checkpoint: Path) -> int:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
 from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
-from hf_diloco.apps.common.process import STOPPED, describe_stop, last_evaluation, prepared, run_and_exit, say
+from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
 from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.errors import ConfigError
@@ -79,20 +79,17 @@ def train_island(
 
 
 def _train(island: Island, progress: Progress) -> int:
-    from hf_diloco.apps.common.resume import loading
+    from hf_diloco.apps.common.resume import train_on
 
-    run, trainer = island.run, island.trainer
     if is_leader() and island.speaks:
         _print_plan(island)
     try:
-        with loading(island.checkpoint):
-            trainer.train(resume_from_checkpoint=str(island.checkpoint) if island.checkpoint else None)
+        ended = train_on(
+            island.run, island.trainer, island.callback, island.checkpoint, progress, speaks=island.speaks
+        )
     except ValidationError as error:  # by which DeepSpeed refuses its configuration
         raise ConfigError(f"deepspeed: {error}") from error
-    if island.callback.stopped:
-        step = trainer.state.global_step
-        say(describe_stop(run, step))
-        progress.update(state="done", message=f"stopped on request at step {step}")
+    if not ended:
         return STOPPED
     _finish(island, progress)
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
-from hf_diloco.apps.common.process import STOPPED, describe_stop, last_evaluation, prepared, run_and_exit, say
+from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config import need_number
 from hf_diloco.gossip.config import GossipConfig
@@ -68,18 +68,11 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
 
 
 def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
-    from hf_diloco.apps.common.resume import loading
+    from hf_diloco.apps.common.resume import train_on
 
-    run, trainer = node.run, node.trainer
     if speaks:
         _print_plan(node)
-    with loading(node.checkpoint):
-        trainer.train(resume_from_checkpoint=str(node.checkpoint) if node.checkpoint else None)
-    if node.callback.stopped:
-        step = trainer.state.global_step
-        if speaks:
-            say(describe_stop(run, step))
-        progress.update(state="done", message=f"stopped on request at step {step}")
+    if not train_on(node.run, node.trainer, node.callback, node.checkpoint, progress, speaks):
         return STOPPED
     _finish(node, progress, speaks)
     return 0
