@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_fi
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
 from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
-from hf_diloco.apps.lm.model import auto_class, build_config, build_model, find_source
+from hf_diloco.apps.lm.model import auto_class, build_config, build_model, check_fit, find_source
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
@@ -81,6 +83,8 @@ def assemble(
     ranks = IslandGroup(timeout=LONGEST_PREPARATION)
     progress.update(message="preparing the tokenizer")
     tokenizer = build_tokenizer(run, ranks)
+    with _without_deepspeed(args):
+        check_fit(run.model, tokenizer, run.data.sequence_length)
     progress.update(message="preparing the data")
     with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
         data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
@@ -101,11 +105,20 @@ def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizer
 
     What is small enough is therefore made whole: every ZeRO stage then starts from the same weights.
     """
+    make = partial(build_model, run.model, tokenizer, run.data.sequence_length, run.seed)
+    with _without_deepspeed(args):
+        if not _is_built_in_parts(run, tokenizer):
+            return make()
+    return make()
+
+
+@contextmanager
+def _without_deepspeed(args: TrainingArguments) -> Iterator[None]:
+    """Within it, transformers makes whole models; those on the device `meta` it cannot make in parts."""
     config = getattr(args, "hf_deepspeed_config", None)
-    if not _is_built_in_parts(run, tokenizer):
-        unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()
     try:
-        return build_model(run.model, tokenizer, run.data.sequence_length, run.seed)
+        yield
     finally:
         if config is not None:
             set_hf_deepspeed_config(config)
@@ -116,11 +129,8 @@ def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool
     if run.model.path is not None:
         return not find_source(run.model.path).options  # a GGUF file is converted whole
     config = build_config(run.model, tokenizer, run.data.sequence_length)
-    try:
-        with torch.device("meta"):
-            return bool(auto_class(run.model).from_config(config).num_parameters() > ZERO_INIT_FROM)
-    except Exception:  # whatever is wrong with the model shows, with its message, when it is made
-        return False
+    with torch.device("meta"):
+        return bool(auto_class(run.model).from_config(config).num_parameters() > ZERO_INIT_FROM)
 
 
 def _tame_deepspeed(args: TrainingArguments) -> None:

@@ -92,6 +92,35 @@ def build_model(
         return loaded
     config = build_config(model, tokenizer, sequence_length)
     set_seed(seed)
+    return _make(model, config)
+
+
+def check_fit(model: ModelBlock, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int) -> None:
+    """Tries what `build_model` does, but for the weights: before the data is prepared, which may take hours.
+
+    Args:
+        model: the block of the run file.
+        tokenizer: None for one that is yet to be trained.
+        sequence_length: of the data.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    import torch
+
+    if model.path is not None:
+        _check_fits(load_config(model.path), tokenizer, sequence_length)
+        return
+    if tokenizer is not None:
+        config = build_config(model, tokenizer, sequence_length)
+    else:
+        config = config_from_scratch(model, {}, sequence_length)
+        _check_fits(config, None, sequence_length)
+    with torch.device("meta"):
+        _make(model, config)
+
+
+def _make(model: ModelBlock, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return cast("PreTrainedModel", auto_class(model).from_config(config))
     except Exception as error:
@@ -107,9 +136,9 @@ def auto_class(model: ModelBlock) -> Any:
     return AutoModelForMaskedLM if model.objective == "masked" else AutoModelForCausalLM
 
 
-def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> None:
+def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int) -> None:
     text_config = config.get_text_config()
-    if text_config.vocab_size < len(tokenizer):
+    if tokenizer is not None and text_config.vocab_size < len(tokenizer):
         raise ConfigError(
             f"tokenizer: it has {len(tokenizer)} tokens but the model's vocab_size is {text_config.vocab_size}; use "
             "the model's own tokenizer (leave the tokenizer block out) or another model"

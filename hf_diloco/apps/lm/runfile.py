@@ -6,7 +6,7 @@ Reading it imports neither torch nor transformers, so that mistakes show at once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -168,14 +168,14 @@ class RunFile(BaseRun):
         return self.data.source == "c4" or super().needs_hub
 
     def probes(self) -> Iterator[Callable[[], object]]:
-        """Opens tokenizer and configuration of a model that is loaded, and the first document."""
-        from hf_diloco.apps.lm.model import load_config
+        """Opens a tokenizer that is loaded, makes the model without its weights, and reads the first document."""
+        from hf_diloco.apps.lm.model import check_fit
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
-        if self.model.path is not None:
-            yield partial(load_config, self.model.path)
-        if self.tokenizer.train is None and (path := self.tokenizer.path or self.model.path):
-            yield partial(load_tokenizer, path)
+        path = (self.tokenizer.path or self.model.path) if self.tokenizer.train is None else None
+        tokenizer = cache(lambda: load_tokenizer(path) if path else None)
+        yield tokenizer
+        yield lambda: check_fit(self.model, tokenizer(), self.data.sequence_length)
         if self.data.source != "embedded":
             yield partial(read_first, self.data)
 
