@@ -105,7 +105,6 @@ def test_files_that_are_there_stay(folder: Path) -> None:
             ["--image", "i", "--rendezvous", BUCKET, "data={source: files, files: [run.yaml]}"],
             "data.files: /",
         ),
-        ("ray", ["--rendezvous", BUCKET, "diloco.identity_file=mine.pem"], "diloco.identity_file: mine.pem is a file"),
         ("ray", ["--rendezvous", BUCKET, "diloco.method=mine.py:Mine"], "diloco.method: mine.py:Mine is a file"),
     ],
 )
