@@ -20,7 +20,14 @@ from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, SnapshotRecord, assemble
+from hf_diloco.membership.round_records import (
+    Attempt,
+    OfferRecord,
+    OutcomeRecord,
+    SnapshotRecord,
+    VoteRecord,
+    assemble,
+)
 from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -307,6 +314,31 @@ def test_who_offers_what_another_island_has_written_is_to_blame(log: RunLog, pro
     assert outcome is not None
     assert (outcome.kind, outcome.unusable) == ("abort", attempt.plan.participants[0].offer)
     assert f"names {path}, which island 0 cannot have written" in outcome.reason
+
+
+@pytest.mark.parametrize("is_asked_to_stop", [False, True])
+def test_a_vote_is_waited_for_no_longer_than_the_grace(
+    log: RunLog, process: Process, clock: EventfulClock, is_asked_to_stop: bool
+) -> None:
+    """Of an island that gives signs of life and hangs; and not by one that is asked to stop."""
+    here, there = process(0), process(1)
+    there.standing.phase = "syncing"
+
+    def hang() -> None:
+        there.heartbeat()
+        assert clock.now() - since < 10
+
+    clock.meanwhile = hang
+    quorum = Quorum(log, here, Rules(min_islands=2, grace=2.0), lambda: is_asked_to_stop, clock)
+    offers = [offer_of(0), offer_of(1)]
+    for offer in offers:
+        quorum.offer(Attempt(1, 0), offer)
+    since = clock.now()
+    assert quorum.commit(Attempt(1, 0), offers, "ab").kind == "commit"
+    assert (clock.now() - since < 1) if is_asked_to_stop else (2 <= clock.now() - since < 4)
+    abstention = log.read("rounds/00000001/00/votes/00001.json", VoteRecord)
+    assert abstention is not None
+    assert abstention.mean == ""
 
 
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
