@@ -23,8 +23,8 @@ from cryptography.utils import Buffer
 from hf_diloco.errors import ForgedError
 from hf_diloco.sealing.keys import derive
 
-_NONCE_BYTES, _TAG_BYTES = 12, 16
-BLOCK_OVERHEAD = _NONCE_BYTES + _TAG_BYTES
+_NONCE_BYTES = 12
+BLOCK_OVERHEAD = _NONCE_BYTES + 16  # and the tag
 """Bytes that a sealed block has more than the block."""
 
 
@@ -54,18 +54,13 @@ class ValueSeal:
             raw = base64.b64decode(sealed, validate=True)
             if base64.b64encode(raw) != sealed:  # another spelling of the same bytes
                 raise ValueError
-            return self._open(path, raw)
+            return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], path.encode())
         except (ValueError, InvalidTag):
             raise ForgedError(
                 f"the record {path} was not sealed with this run's key for this place: it was altered or cut short, "
                 "belongs to another place or run, or its writer has another key; give all one key (key_file or "
                 "HF_DILOCO_KEY) and keep others away from the rendezvous"
             ) from None
-
-    def _open(self, path: str, sealed: bytes) -> bytes:
-        if len(sealed) < _NONCE_BYTES + _TAG_BYTES:
-            raise InvalidTag
-        return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], path.encode())
 
 
 class BlockSeal:

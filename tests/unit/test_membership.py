@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.errors import DuplicateIslandError, ExchangeError, IslandLostError, RendezvousError, StopRequested
+from hf_diloco.errors import (
+    DuplicateIslandError,
+    ExchangeError,
+    IslandLostError,
+    PayloadError,
+    RendezvousError,
+    StopRequested,
+    StoreError,
+)
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.decisions import Decisions
@@ -339,6 +347,53 @@ def test_a_vote_is_waited_for_no_longer_than_the_grace(
     abstention = log.read("rounds/00000001/00/votes/00001.json", VoteRecord)
     assert abstention is not None
     assert abstention.mean == ""
+
+
+@pytest.mark.parametrize("are_gone", [False, True])
+def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_they_are_gone(
+    log: RunLog, process: Process, clock: EventfulClock, are_gone: bool
+) -> None:
+    here, *others = process(0), process(1), process(2)
+    first = Attempt(1, 0)
+    for other in others:
+        other.standing.phase = "syncing"
+        other.heartbeat()
+        log.create(f"{first.path}/votes/{other.island:05d}.json", VoteRecord(island=other.island, mean="cd"))
+        if are_gone:
+            other.leave("left")
+    quorums = [Quorum(log, members, Rules(min_islands=3, grace=5.0), clock=clock) for members in (here, others[0])]
+    offers = [offer_of(island) for island in range(3)]
+
+    def commit() -> None:
+        if clock.now() > since:  # it has looked, and waits
+            clock.meanwhile = lambda: None
+            quorums[1].commit(first, offers, "cd")
+
+    if not are_gone:
+        clock.meanwhile = commit
+    since = clock.now()
+    outcome = quorums[0].commit(first, offers, "ab")
+    if are_gone:
+        assert (outcome.kind, outcome.is_split) == ("abort", False)
+        assert outcome.reason == "those who agree on another average are gone"
+        assert quorums[1].commit(first, offers, "cd") == outcome, "which counts for them too, if they come back"
+    else:
+        assert (outcome.kind, outcome.mean, outcome.by) == ("commit", "cd", 1)
+
+
+def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process) -> None:
+    """By it a commit may have been decided: nobody else may say then that the attempt came to nothing."""
+    quorums = [Quorum(log, process(island), Rules(), clock=StillClock()) for island in (0, 1)]
+    attempt = quorums[0].convene(Attempt(1, 0), offer_of(0))
+    assert quorums[0].commit(attempt, [offer_of(0)], "ab").kind == "commit"
+    for name in ("plan", "outcome", "votes/00000"):
+        log.store.put(f"{attempt.path}/{name}.json", b"")
+    with pytest.raises(StoreError, match="may have committed it"):
+        quorums[1].current(1)
+    for quorum in quorums:
+        with pytest.raises(PayloadError, match="round 1 is committed, but its plan can no longer be read"):
+            quorum.current(1)
+    assert log.read_or_refuse(f"{attempt.path}/votes/00000.json", VoteRecord) is None, "no abstention"
 
 
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
