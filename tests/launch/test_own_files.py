@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.chaos import run_file
+from hf_diloco import codecs
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
@@ -101,9 +102,16 @@ def test_islands_with_different_files_are_refused(folder: Path) -> None:
         ("payload", "missing.py:Codec", "there is no file missing.py"),
         ("payload", METHOD, "SignMomentum is no Codec"),
         ("payload", "half.py:Coded", "Coded lacks decode, encode"),
+        ("payload", "half.py:Sized", "Sized says no block_bytes: give the class that attribute"),
+        ("payload", "half.py:Builtin", "fp32 is a codec of hf_diloco: give the class another name"),
+        ("payload", "half.py:Asking", "Asking() cannot be made ("),
+        ("payload", "half.py:Lossy", "half.py:Lossy says that it needs_feedback, and has none: set error_feedback"),
     ],
 )
-def test_what_cannot_be_used_is_one_clear_error(setting: str, value: str, message: str, folder: Path) -> None:
+def test_what_cannot_be_used_is_one_clear_error(
+    setting: str, value: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "CODECS", dict(codecs.CODECS))  # one that is loaded stays
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "half.py").write_text(
         "from hf_diloco.codecs import Codec\n"
@@ -111,6 +119,10 @@ def test_what_cannot_be_used_is_one_clear_error(setting: str, value: str, messag
         "class Half(OuterMethod):\n    name = summary = 'half'\n"
         "class Taken(DiLoCo):\n    pass\n"
         "class Coded(Codec):\n    name = 'coded'\n"
+        "class Sized(Coded):\n    block_values = 1\n    encode = decode = None\n"
+        "class Builtin(Sized):\n    name, block_bytes = 'fp32', 4\n"
+        "class Asking(Builtin):\n    def __init__(self, level): pass\n"
+        "class Lossy(Builtin):\n    name, needs_feedback = 'lossy', True\n"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         DiLoCoConfig(**{setting: value})
