@@ -392,6 +392,8 @@ def test_the_json_schema_tells_editors_types_ranges_and_meaning() -> None:
         "title": "",
         "type": "integer",
     }
+    number = {"exclusiveMinimum": 0, "maximum": 10, "type": "number"}
+    assert properties["outer_lr"]["anyOf"] == [number, {"const": "auto"}]
     known, own = properties["payload"]["anyOf"]
     assert known["enum"] == ["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"]
     assert re.search(own["pattern"], "my_codec.py:Codec")
