@@ -115,6 +115,8 @@ def test_keys_are_replaced_and_taken_away() -> None:
     assert both.open(OFFER, old) == both.open(OFFER, new)
     retired = seal(0, {1: [f"{PUBLIC[1]} until 7", PUBLIC[3]]})
     assert retired.open(OFFER, old) == {"island": 1}
+    for path in ("incarnations/1/000001.json", "start.json", "start-2.json"):  # which stay as the run goes on
+        assert retired.open(path, seal(1).wrap(path, {"pid": 3})) == {"pid": 3}
     with pytest.raises(UnknownIdentityError, match=r"island 1 shows .* which counts until round 7 only"):
         retired.open("heartbeats/1/000001.json", heartbeat)
     with pytest.raises(UnknownIdentityError, match="until round 6 only"):
