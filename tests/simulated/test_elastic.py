@@ -678,6 +678,7 @@ def test_an_offer_that_was_used_later_leaves_what_the_codec_left_out(
     first.session.outer.current.due_at = 0
     assert first.session.sync().round == 3
     assert first.session.outer.steps == 1
+    assert first.session.outer.current.weight == pytest.approx(4.0), "the examples of one step"
     assert first.hash == second.hash
     assert torch.allclose(first.weights + first.progress, second.weights, atol=1e-6)
     # What others have read, and what is left to bring, are together what there was.

@@ -15,8 +15,8 @@ from aiohttp import web
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.store import changes
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
+from hf_diloco.store.objects import ObjectStore, TooLargeError
+from hf_diloco.store.question import MAX_DATA_BYTES, MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
 from tests.clocks import AT_ONCE, LONG, StillClock
@@ -134,13 +134,16 @@ def test_a_deletion_is_news(store: ObjectStore) -> None:
 
 def test_what_a_thread_asks_is_answered_from_what_it_saw(store: ObjectStore) -> None:
     store.put("a/1", b"one")
+    store.put("a/large", bytes(MAX_DATA_BYTES + 1))
     sight = look(store, ["a"])
     store.put("a/1", b"later")
     store.put("a/2", b"later")
     with store.sights.answer_from(sight):
         assert store.get("a/1", 10) == b"one"
         assert store.get("a/2", 10) is None
-        assert store.list("a") == [("a/1", 3)]
+        assert [path for path, _ in store.list("a")] == ["a/1", "a/large"]
+        with pytest.raises(TooLargeError):
+            store.get("a/large", 10)
         assert store.get("ab/1", 10) is None, "elsewhere it asks"
     assert store.get("a/1", 10) == b"later"
 
