@@ -27,6 +27,7 @@ def test_rounds_are_those_of_a_run_counted_step_by_step(
     config = DiLoCoConfig(sync_every=sync_every, num_fragments=num_fragments, fragment_sync_delay=delay)
     steps = [0] * num_fragments
     rounds = 0
+    assert step_of(config, rounds) == 0
     for step in range(1, num_steps + 1):
         steps = [one + 1 for one in steps]
         while steps[rounds % num_fragments] >= steps_before(config, rounds + 1):
