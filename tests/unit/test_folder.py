@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, StoreFullError
+from hf_diloco.store.folder import Folder, GoneError
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
@@ -157,6 +160,60 @@ def test_unfinished_files_and_empty_folders_are_found_and_dropped(store: ObjectS
     assert store.unfinished() == []
     assert store.list() == [("payloads/00000002/0-1-9/rank-00001.bin", 1)]
     assert not (root / "payloads" / "00000001").exists()
+
+
+def test_nothing_is_moved_over_what_is_there(root: Path) -> None:
+    root.mkdir()
+    folder = Folder(root)
+    for path in ("payloads/1", "damaged/1"):
+        folder.create(path, path.encode())
+    with pytest.raises(FileExistsError):
+        folder.move("payloads/1", "damaged/1")
+    assert [folder.read(path, 100) for path in ("payloads/1", "damaged/1")] == [b"payloads/1", b"damaged/1"]
+    folder.move("payloads/1", "damaged/2")
+    assert [entry.path for entry in folder.find()] == ["damaged/1", "damaged/2"]
+    assert folder.unfinished() == [], "nor is the empty folder left"
+
+
+def test_no_operation_leaves_a_file_or_a_folder_open(root: Path, elsewhere: Path) -> None:
+    """A run has many thousands, and its process may have a thousand files open."""
+    root.mkdir()
+    (root / "link").symlink_to(elsewhere)
+    folder = Folder(root)
+    operations: list[Callable[[], object]] = [
+        lambda: folder.put("a/b/c", memoryview(b"x")),
+        lambda: folder.create("a/b/d", b"y"),
+        lambda: folder.create("a/b/d", b"z"),  # is there
+        lambda: folder.put(f"a/{'d' * 300}", memoryview(b"z")),  # is no name of a file
+        lambda: folder.create("link/d", b"z"),  # is not followed, nor by what comes next
+        lambda: folder.read("link/file", 100),
+        lambda: folder.read("link", 100),
+        lambda: folder.delete(["link/file"]),
+        lambda: folder.read("a/b/d", 100),
+        lambda: folder.read("a/b/d", 0),  # is too large
+        lambda: folder.read("a/b", 100),  # is no file
+        lambda: folder.read("a/absent", 100),
+        lambda: folder.read_range("absent/file", 0, 1),
+        folder.find,
+        lambda: folder.find("absent"),
+        folder.unfinished,
+        folder.links,
+        lambda: folder.move("a/b/d", "e/f"),
+        lambda: folder.move("a/b/d", "e/f"),  # is gone
+        lambda: folder.delete(["e/f", "e/f", "a/b/c"]),
+    ]
+    num_open = len(os.listdir("/proc/self/fd"))
+    for number, operation in enumerate(operations):
+        with contextlib.suppress(OSError, OverflowError):
+            operation()
+        assert len(os.listdir("/proc/self/fd")) == num_open, number
+    assert precious(elsewhere) == [b"precious"] * 2
+    assert [path.name for path in root.iterdir()] == ["link"]
+    root.rename(root.with_name("moved"))
+    root.mkdir()
+    with pytest.raises(GoneError):
+        folder.find()
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 @pytest.fixture
