@@ -119,6 +119,8 @@ def test_keys_are_replaced_and_taken_away() -> None:
         assert retired.open(path, seal(1).wrap(path, {"pid": 3})) == {"pid": 3}
     with pytest.raises(UnknownIdentityError, match=r"island 1 shows .* which counts until round 7 only"):
         retired.open("heartbeats/1/000001.json", heartbeat)
+    with pytest.raises(ConfigError, match="which counts until round 7 only"):
+        signer(1, listed={1: [f"{PUBLIC[1]} until 7", PUBLIC[3]]})
     with pytest.raises(UnknownIdentityError, match="until round 6 only"):
         seal(0, {1: [f"{PUBLIC[1]} until 6", PUBLIC[3]]}).open(OFFER, old)
     with pytest.raises(

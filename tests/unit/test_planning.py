@@ -137,6 +137,8 @@ def test_seconds_of_a_link() -> None:
     far = Link(1e9, 0.1, restarts=False)
     assert far.seconds(1e9) == pytest.approx(1e9 / (WINDOW_BYTES / 0.1)), "one connection cannot fill it"
     assert Link(1e9, 0.1, 8, restarts=False).seconds(1e9) == pytest.approx(8 / TCP_SHARE)
+    assert far.seconds(1e9, num_peers=8) == pytest.approx(8 / TCP_SHARE), "eight to each of as many islands do as well"
+    assert [link.useful_connections for link in (far, Link(1e6, 0.1, 3), Link(1e12, 0.1))] == [5, 3, 64]
 
 
 def test_far_islands_are_told_to_open_connections() -> None:
@@ -162,7 +164,9 @@ def test_ways_of_an_exchange() -> None:
     assert (bucket.bytes_sent, bucket.bytes_received) == (1e6, 3e6)
     assert bucket.seconds == pytest.approx(4), "first one, then the other"
     assert outer_exchange(1e6, 1, link, "direct", False).seconds == 0
-    assert ring_all_reduce(1e6, 4, link).bytes_sent == pytest.approx(1.5e6)
+    ring = ring_all_reduce(1e6, 4, replace(link, rtt=0.1))
+    assert ring.bytes_sent == pytest.approx(1.5e6)
+    assert ring.seconds == pytest.approx(1.5 + 6 * 0.05), "six stages, with half a round trip each"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,8 @@ def test_memory_of_model_states() -> None:
 def test_memory_of_the_outer_state() -> None:
     diloco = outer_memory(1e9, 1, 1, False, 1) - outer_memory(0, 1, 1, False, 1)
     assert diloco == pytest.approx(12e9), "outer parameters, momentum, and what is exchanged"
+    streaming = outer_memory(1e9, 1, 1, False, 4) - outer_memory(0, 1, 1, False, 4)
+    assert streaming == pytest.approx(9e9), "one fragment is exchanged at a time"
     assert outer_memory(1e9, 4, 1, True, 1) - outer_memory(0, 4, 1, True, 1) == pytest.approx(5e9)
 
 
@@ -241,6 +247,7 @@ def test_what_is_no_quantity() -> None:
 
 def test_quantities_as_text() -> None:
     assert [bit_rate(value) for value in (2e8, 1.5e9, 999)] == ["200 Mbit/s", "1.5 Gbit/s", "999 bit/s"]
+    assert bit_rate(999_600) == "1 Mbit/s", "as it is rounded"
     assert [duration(value) for value in (0.08, 0.0, 2.0)] == ["80 ms", "0 s", "2 s"]
 
 
@@ -337,10 +344,12 @@ def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
     lines += [{"event": "sync", "time": n, "step": 10 * n, "round": n, "seconds_computing": 5.0} for n in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_file = tmp_path / "run.yaml"
-    values = {"name": "known", "output": str(tmp_path), "training": {"max_steps": 30}, "diloco": {"num_islands": 2}}
+    values = {"name": "known", "output": str(tmp_path), "training": {"max_steps": 30}}
+    values["diloco"] = {"num_islands": 2, "rate_limit": 100}
     run_file.write_text(yaml.safe_dump(values))
     found = json.loads(estimate(run_file, "--bandwidth", "1G", "--rtt", "1ms", "--json").output)
     assert found["step_seconds"] == pytest.approx(0.5)
+    assert found["link"]["bits_per_second"] == 1e8, "no more than the run may send"
     assert not found["assumed"]
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
 import secrets
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import ForgedError
 from hf_diloco.sealing.channel import OVERHEAD, Agreement, Channel
+from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey, derive
-from hf_diloco.sealing.stored import ValueSeal
+from hf_diloco.sealing.stored import BlockSeal, ValueSeal
+from hf_diloco.store.credentials import Credentials
+from hf_diloco.utils.public_keys import show_public
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"0123456789abcdeg"
@@ -143,8 +148,11 @@ def test_keys_say_nothing_of_each_other_and_are_not_shown() -> None:
     assert link_key is not None
     assert link_key.secret not in (KEY, derive(KEY, "encrypted records", "1"))
     assert repr(link_key.secret) not in repr(link_key)
-    with pytest.raises(TypeError, match="neither copied nor pickled"):
-        pickle.dumps(link_key)
+    private = Ed25519PrivateKey.generate()
+    roster = Roster({0: [show_public(private.public_key().public_bytes_raw())]})
+    for secret in (link_key, BlockSeal(KEY, "1"), Signer(private, 0, roster), Credentials(KEY)):
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            pickle.dumps(secret)
 
 
 # Values in a store
@@ -159,3 +167,6 @@ def test_a_value_opens_for_its_key_and_run_alone() -> None:
     for other, path in ((strangers[0], "claim/1"), (strangers[1], "claim/1"), (seal, "claim/2")):
         with pytest.raises(ForgedError, match=rf"record {path} was not sealed with this run's key for this place"):
             other.open(path, sealed)
+    for length in range(len(base64.b64decode(sealed))):
+        with pytest.raises(ForgedError):
+            seal.open("claim/1", base64.b64encode(base64.b64decode(sealed)[:length]))
