@@ -490,6 +490,19 @@ def test_parameters_that_it_cannot_hold() -> None:
     x.data = x.data.double()
     with pytest.raises(UnsupportedError, match="float64"):
         optimizer.step()
+    embedding = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = single("dsgd", [embedding.weight])
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        optimizer.step()
+
+
+def test_a_node_of_pmsgd_cannot_come_back_alone() -> None:
+    """The others go on with a momentum that it lacks."""
+    x = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(UnsupportedError, match=r"pmsgd: a node cannot return.*start all nodes again"):
+        single("pmsgd", [x]).begin_at(lambda flat: 1)
+    assert single("dsgd", [x]).begin_at(lambda flat: 1) == 1
 
 
 def test_the_state_of_another_method_is_refused() -> None:
