@@ -233,11 +233,11 @@ class Small:
         self.topology = make_topology("ring", num_nodes)
         self.settings = settings_of(**changes)
         self.size = size
-        self._graph = MemoryGraph(self.topology)
+        self.graph = MemoryGraph(self.topology)
         self._payload = payload
 
     def neighbours(self, number: int) -> Neighbours:
-        return with_payload(self._graph.node(number), self._payload)
+        return with_payload(self.graph.node(number), self._payload)
 
     def node(self, number: int, neighbours: Neighbours | None = None) -> tuple[torch.nn.Parameter, GossipOptimizer]:
         x = torch.nn.Parameter(torch.ones(self.size))
@@ -410,6 +410,39 @@ def test_an_outer_step_without_an_average_is_left_out_and_said(caplog: pytest.Lo
     assert_equal(list(third))
 
 
+class CameTooLate(MemoryNeighbours):
+    """For the first average, which the others have formed without this node."""
+
+    has_come = False
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        if self.has_come:
+            return super().average(vector)
+        self.has_come = True
+        super().average(torch.zeros_like(vector))
+        raise IslandLostError("the others average without this node")
+
+
+def test_a_node_without_which_the_others_took_an_outer_step_takes_their_outer_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small = Small()
+
+    def live(number: int) -> tuple[torch.Tensor, ...]:
+        x, optimizer = small.node(number, CameTooLate(small.graph, number) if number == 2 else None)
+        held = []
+        for _ in range(3 * TAU):
+            small.step(number, x, optimizer)
+            held.append(x.detach().clone())
+        return held[TAU - 1], held[2 * TAU - 1], held[3 * TAU - 1]
+
+    first, second, third = zip(*small.run(live), strict=True)
+    assert caplog.text.count("this outer step is left out, as there is no average of all nodes") == 1
+    assert_equal(list(first), are_equal=False)
+    assert_equal(list(second))
+    assert_equal(list(third))
+
+
 class HoldersLeave(MemoryNeighbours):
     """Who holds the slow momentum is lost before the second average: what late nodes give is all that comes."""
 
@@ -468,6 +501,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(method: str, buffers: str, average: b
 def test_a_state_with_slowmo_goes_on_with_it_and_without_without() -> None:
     x = torch.nn.Parameter(torch.zeros(2))
     without, with_it = single("dsgd", [x]), single("dsgd", [x], slowmo=settings_of())
+    with_it.load_state_dict(with_it.state_dict())  # of a run that ended before its first step
     with pytest.raises(CheckpointError, match="was saved without slowmo, and training goes on with it"):
         with_it.load_state_dict(without.state_dict())
     with pytest.raises(CheckpointError, match="was saved with slowmo, and training goes on without it"):
