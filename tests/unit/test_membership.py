@@ -23,7 +23,7 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.membership import heartbeats
-from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.candidates import Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
@@ -274,6 +274,24 @@ def test_what_no_average_can_be_made_of_is_left_out(
     quorums[1].offer(Attempt(2, 0), offer_of(1, **spoilt))
     with pytest.raises(ExchangeError, match=rf"round 2: no island .* counts .*'1': '{reason}'.*lower the inner"):
         quorums[0].convene(Attempt(2, 0), offer_of(0, **spoilt))
+
+
+def test_a_norm_is_unusual_beside_those_of_the_last_rounds_of_its_fragment() -> None:
+    norms, offer = UsualNorms(num_fragments=2, factor=10.0), offer_of(0, norm=50.0)
+    for number in range(2, 10, 2):
+        norms.remember(number, [1.0, 1.0, 30.0])
+    assert norms.why_not(10, offer, 1.0) == "", "of four rounds nobody knows what is usual"
+    norms.remember(10, [1.0])
+    reason = "its norm 50 is more than 10 times the usual 1 (outlier_factor)"
+    assert norms.why_not(12, offer, 1.0) == reason
+    assert norms.why_not(13, offer, 1.0) == "", "of the other fragment"
+    assert norms.why_not(12, offer, 5.0) == "", "where all are longer than usual"
+    assert norms.why_not(12, offer_of(0, norm=10.0), 1.0) == ""
+    for number in range(12, 100, 2):
+        norms.remember(number, [1.0])
+    for number in range(100, 132, 2):
+        norms.remember(number, [20.0])
+    assert norms.why_not(132, offer, 1.0) == "", "what was usual long ago does not count"
 
 
 @pytest.mark.parametrize(
