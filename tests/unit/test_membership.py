@@ -23,7 +23,7 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.membership import heartbeats
-from hf_diloco.membership.candidates import Rules, UsualNorms
+from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
@@ -276,15 +276,35 @@ def test_what_no_average_can_be_made_of_is_left_out(
         quorums[0].convene(Attempt(2, 0), offer_of(0, **spoilt))
 
 
+def test_who_trains_on_after_its_offer_takes_no_part_in_a_direct_exchange(log: RunLog, process: Process) -> None:
+    here, there = process(0), process(1)
+    candidates = Candidates(log, here, Rules(needs_presence=True))
+    offers = {1: ("offers/1", offer_of(1, heartbeat=there.num_heartbeats))}
+    assert candidates.present(offers, here.alive()) == offers, "its next sign of life may be on its way"
+    there.heartbeat()
+    assert candidates.present(offers, here.alive()) == {}
+    assert Candidates(log, here, Rules()).present(offers, here.alive()) == offers, "from a store anybody reads it"
+    there.standing.phase = "syncing"
+    there.heartbeat()
+    assert candidates.present(offers, here.alive()) == offers
+    another = process(1)
+    another.standing.phase = "syncing"
+    another.heartbeat()
+    assert candidates.present(offers, here.alive()) == {}, "another process has come in its place"
+
+
 def test_a_norm_is_unusual_beside_those_of_the_last_rounds_of_its_fragment() -> None:
     norms, offer = UsualNorms(num_fragments=2, factor=10.0), offer_of(0, norm=50.0)
     for number in range(2, 10, 2):
         norms.remember(number, [1.0, 1.0, 30.0])
+        norms.remember(number + 1, [100.0])
     assert norms.why_not(10, offer, 1.0) == "", "of four rounds nobody knows what is usual"
     norms.remember(10, [1.0])
     reason = "its norm 50 is more than 10 times the usual 1 (outlier_factor)"
     assert norms.why_not(12, offer, 1.0) == reason
     assert norms.why_not(13, offer, 1.0) == "", "of the other fragment"
+    norms.remember(11, [100.0])
+    assert "the usual 100" in norms.why_not(13, offer_of(0, norm=2000.0), 1.0)
     assert norms.why_not(12, offer, 5.0) == "", "where all are longer than usual"
     assert norms.why_not(12, offer_of(0, norm=10.0), 1.0) == ""
     for number in range(12, 100, 2):
