@@ -26,15 +26,18 @@ from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
+from hf_diloco.membership.member_records import IncarnationRecord, Phase, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import (
     Attempt,
     OfferRecord,
     OutcomeRecord,
+    Participant,
+    PlanRecord,
     SnapshotRecord,
     VoteRecord,
     assemble,
+    author_of,
 )
 from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run
 from hf_diloco.store.log import RunLog
@@ -274,6 +277,32 @@ def test_what_no_average_can_be_made_of_is_left_out(
     quorums[1].offer(Attempt(2, 0), offer_of(1, **spoilt))
     with pytest.raises(ExchangeError, match=rf"round 2: no island .* counts .*'1': '{reason}'.*lower the inner"):
         quorums[0].convene(Attempt(2, 0), offer_of(0, **spoilt))
+
+
+@pytest.mark.parametrize("needs_presence", [False, True])
+def test_for_whom_a_round_waits(log: RunLog, process: Process, needs_presence: bool) -> None:
+    standings: list[tuple[Phase, int]] = [
+        ("training", 4),
+        ("syncing", 3),  # has missed round 4, and carries it out now
+        ("training", 3),
+        ("passing", 4),  # begins in the midst of the run
+        ("training", 3),  # was in round 4: its next sign of life is on its way
+        ("left", 4),
+    ]
+    members = [process(island) for island in range(len(standings))]
+    for one, (phase, number) in zip(members, standings, strict=True):
+        one.standing.phase, one.standing.round = phase, number
+        one.heartbeat()
+    candidates = Candidates(log, members[0], Rules(needs_presence=needs_presence))
+    participant = Participant(offer="offers/4", island=4, weight=1.0, norm=1.0)
+    candidates.remember(4, PlanRecord(by=4, state="ab", participants=[participant]))
+    alive = members[0].alive()
+    assert candidates.awaited(Attempt(5, 0), alive, 0.0) == {0, 1, 4}
+    assert candidates.awaited(Attempt(5, 0), alive, 1.0) == {0, 4}
+    lost = Attempt(5, 1, unusable=(author_of(4, 1),))
+    assert candidates.awaited(lost, alive, 0.0) == {0, 1, 4}
+    assert candidates.awaited(lost, alive, 1.0) == ({0} if needs_presence else {0, 4})
+    assert candidates.awaited(Attempt(5, 2, unusable=lost.unusable * 2), alive, 0.0) == {0, 1}
 
 
 def test_who_trains_on_after_its_offer_takes_no_part_in_a_direct_exchange(log: RunLog, process: Process) -> None:
