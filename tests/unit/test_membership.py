@@ -160,21 +160,22 @@ def test_signs_of_life_end_with_whoever_gives_them(log: RunLog, monkeypatch: pyt
         thread.join(0.05)
 
 
-def test_a_store_that_was_silent_for_longer_than_a_lease_makes_nobody_count_as_gone(
-    store: Any, process: Process, clock: EventfulClock
+@pytest.mark.parametrize("leases", [0.6, 2.0])
+def test_a_store_that_was_silent_for_most_of_a_lease_or_longer_makes_nobody_count_as_gone(
+    store: Any, process: Process, clock: EventfulClock, leases: float
 ) -> None:
     """It answers in the end, and the other island's next sign of life is on its way."""
     here, there = process(0), process(1)
     assert here.alive().keys() == {0, 1}
 
     def list_late(prefix: str = "") -> Any:
-        clock.time += 2 * LEASE
+        clock.time += leases * LEASE
         del store.list
         return store.list(prefix)
 
     store.list = list_late
     assert here.alive().keys() == {0, 1}
-    clock.time += 2.0
+    clock.time += 0.6 * LEASE
     assert here.alive().keys() == {0, 1}
     clock.time += LEASE
     assert here.alive().keys() == {0}, "it has had a lease's time"
