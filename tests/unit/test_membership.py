@@ -160,6 +160,24 @@ def test_signs_of_life_end_with_whoever_gives_them(log: RunLog, monkeypatch: pyt
         thread.join(0.05)
 
 
+def test_a_change_is_told_at_once_and_else_signs_of_life_come_in_their_time(
+    log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", LONG)
+    members = Members(log, 0)
+    members.enter()
+    members.start_heartbeats()
+    for number in (2, 3):
+        members.stand("syncing")
+        deadline = time.monotonic() + LONG / 2
+        while members.num_heartbeats < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert members.num_heartbeats == number
+    members.stop_heartbeats()
+
+
 @pytest.mark.parametrize("leases", [0.6, 2.0])
 def test_a_store_that_was_silent_for_most_of_a_lease_or_longer_makes_nobody_count_as_gone(
     store: Any, process: Process, clock: EventfulClock, leases: float
