@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from hf_diloco.errors import (
+    DiLoCoError,
     DuplicateIslandError,
     ExchangeError,
     IslandLostError,
     PayloadError,
     RendezvousError,
     StopRequested,
-    StoreError,
 )
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
@@ -327,18 +327,17 @@ def test_for_whom_a_round_waits(log: RunLog, process: Process, needs_presence: b
 def test_who_trains_on_after_its_offer_takes_no_part_in_a_direct_exchange(log: RunLog, process: Process) -> None:
     here, there = process(0), process(1)
     candidates = Candidates(log, here, Rules(needs_presence=True))
-    offers = {1: ("offers/1", offer_of(1, heartbeat=there.num_heartbeats))}
-    assert candidates.present(offers, here.alive()) == offers, "its next sign of life may be on its way"
+    offer = offer_of(1, heartbeat=there.num_heartbeats)
+    assert candidates.waits(1, offer, here.alive()), "its next sign of life may be on its way"
     there.heartbeat()
-    assert candidates.present(offers, here.alive()) == {}
-    assert Candidates(log, here, Rules()).present(offers, here.alive()) == offers, "from a store anybody reads it"
+    assert not candidates.waits(1, offer, here.alive())
     there.standing.phase = "syncing"
     there.heartbeat()
-    assert candidates.present(offers, here.alive()) == offers
+    assert candidates.waits(1, offer, here.alive())
     another = process(1)
     another.standing.phase = "syncing"
     another.heartbeat()
-    assert candidates.present(offers, here.alive()) == {}, "another process has come in its place"
+    assert not candidates.waits(1, offer, here.alive()), "another process has come in its place"
 
 
 def test_a_norm_is_unusual_beside_those_of_the_last_rounds_of_its_fragment() -> None:
@@ -474,7 +473,7 @@ def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process)
     assert quorums[0].commit(attempt, [offer_of(0)], "ab").kind == "commit"
     for name in ("plan", "outcome", "votes/00000"):
         log.store.put(f"{attempt.path}/{name}.json", b"")
-    with pytest.raises(StoreError, match="may have committed it"):
+    with pytest.raises(DiLoCoError, match="may have committed it"):
         quorums[1].current(1)
     for quorum in quorums:
         with pytest.raises(PayloadError, match="round 1 is committed, but its plan can no longer be read"):
