@@ -328,16 +328,16 @@ def test_who_trains_on_after_its_offer_takes_no_part_in_a_direct_exchange(log: R
     here, there = process(0), process(1)
     candidates = Candidates(log, here, Rules(needs_presence=True))
     offer = offer_of(1, heartbeat=there.num_heartbeats)
-    assert candidates.waits(1, offer, here.alive()), "its next sign of life may be on its way"
+    assert candidates.waits(offer, here.alive()), "its next sign of life may be on its way"
     there.heartbeat()
-    assert not candidates.waits(1, offer, here.alive())
+    assert not candidates.waits(offer, here.alive())
     there.standing.phase = "syncing"
     there.heartbeat()
-    assert candidates.waits(1, offer, here.alive())
+    assert candidates.waits(offer, here.alive())
     another = process(1)
     another.standing.phase = "syncing"
     another.heartbeat()
-    assert not candidates.waits(1, offer, here.alive()), "another process has come in its place"
+    assert not candidates.waits(offer, here.alive()), "another process has come in its place"
 
 
 def test_a_norm_is_unusual_beside_those_of_the_last_rounds_of_its_fragment() -> None:
