@@ -899,7 +899,8 @@ def test_checkpoints_of_no_common_round_are_refused(rounds: Sequence[Sequence[in
 def test_a_momentum_that_is_new_begins_at_0(tmp_path: Path) -> None:
     (folder,) = checkpoints_of_rounds(Run(tmp_path, 1, sync_every=1, outer_momentum=0.0), [[2]])
     run = Run(tmp_path, 1, sync_every=1, outer_momentum=0.9)
-    session = run.session(0)
-    session.join(open_shards(make_model(), None), tmp_path / "0", checkpoint=folder / "checkpoint-2")
+    session, model, checkpoint = run.session(0), make_model(), folder / "checkpoint-2"
+    model.load_state_dict(outer_parameters(checkpoint, read_index(checkpoint)))
+    session.join(open_shards(model, None), tmp_path / "0", checkpoint=checkpoint)
     assert session.outer.round == 2
     assert not session.outer.current.method.state_dict()["momentum"].any()
