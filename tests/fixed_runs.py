@@ -14,7 +14,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.all_gather import AllGather
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
 from hf_diloco.membership.unanimity import Links, Unanimity
 from hf_diloco.outer.saved_state import save_state
@@ -195,8 +195,8 @@ def unanimity(
     log: RunLog | None = None,
 ) -> Unanimity:
     """An island's part in deciding rounds, without a session; `patience`: for offers and for votes."""
-    ledger = Ledger(store, island, num_islands, should_stop, clock=clock)
-    return Unanimity(ledger, log or store.log, patience, patience, find_broken, links)
+    all_gather = AllGather(store, island, num_islands, should_stop, clock=clock)
+    return Unanimity(all_gather, log or store.log, patience, patience, find_broken, links)
 
 
 def offer_of(island: int, weight: float = 1.0, state: str = "ab", serial: int = 1) -> OfferRecord:

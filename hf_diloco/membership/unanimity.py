@@ -29,8 +29,8 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
+from hf_diloco.membership.all_gather import LOOK_SECONDS, RESUMES, AllGather, parse
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
-from hf_diloco.membership.ledger import LOOK_SECONDS, RESUMES, Ledger, parse
 from hf_diloco.membership.records import parse_some
 from hf_diloco.membership.round_records import (
     ABSTENTION,
@@ -91,7 +91,7 @@ class Unanimity:
     """One island's part in deciding rounds; used by the island's leader only.
 
     Args:
-        ledger: of all islands.
+        all_gather: of all islands.
         log: of the run.
         patience: seconds to wait for all offers.
         vote_patience: seconds to wait for all votes.
@@ -101,21 +101,21 @@ class Unanimity:
 
     def __init__(
         self,
-        ledger: Ledger,
+        all_gather: AllGather,
         log: RunLog,
         patience: float,
         vote_patience: float,
         find_broken: Callable[[], Collection[int]] = tuple,
         links: Sequence[Links] = (),
     ) -> None:
-        self._ledger = ledger
+        self._all_gather = all_gather
         self._log = log
         self._patience = patience
         self._vote_patience = vote_patience
         self._find_broken = find_broken
         self._links = links
-        self._island = ledger.island
-        self._decisions = Decisions(log, ledger.island, ledger.clock)
+        self._island = all_gather.island
+        self._decisions = Decisions(log, all_gather.island, all_gather.clock)
         self._next = Attempt(0, 0)  # of a round that is taken again
         self._offers: dict[int, OfferRecord] = {}
         self._said: list[str] = []
@@ -206,7 +206,7 @@ class Unanimity:
     def _vote(self, attempt: Attempt, vote: VoteRecord) -> OutcomeRecord:
         patience = self._vote_patience if vote.mean or vote.again else 0.0
         votes, *_ = self._gather(attempt, vote, f"round {attempt.round}, vote", patience)
-        outcome = self._decide(attempt, verdict(self._island, votes, self._ledger.num_islands, attempt.round))
+        outcome = self._decide(attempt, verdict(self._island, votes, self._all_gather.num_islands, attempt.round))
         if outcome.is_split:
             self._next = Attempt(attempt.round, attempt.number + 1)
         return outcome
@@ -231,13 +231,13 @@ class Unanimity:
 
     def _decide(self, attempt: Attempt, wish: OutcomeRecord) -> OutcomeRecord:
         try:
-            return self._ledger.guard(partial(self._decisions.decide, attempt.path, wish))
+            return self._all_gather.guard(partial(self._decisions.decide, attempt.path, wish))
         except PayloadError as damage:
             raise IslandLostError(f"{damage}; start all islands again: {RESUMES}") from None
 
     def _end(self, outcome: OutcomeRecord) -> DiLoCoError:
         """The error for a round that is not taken again."""
-        if outcome.lost and self._ledger.should_stop():
+        if outcome.lost and self._all_gather.should_stop():
             return StopRequested()
         reason = outcome.reason or f"island {outcome.by} says that all hold another average"
         return IslandLostError(f"{reason}; start all islands again: {RESUMES}", outcome.lost)
@@ -272,18 +272,18 @@ class Unanimity:
             return {island: record for island, record in records.items() if record.island == island}
 
         self._said.append(path)
-        put = partial(self._ledger.guard, partial(self._log.put, path, own))
+        put = partial(self._all_gather.guard, partial(self._log.put, path, own))
         links = self._links[0] if self._links else None
         message = json.dumps({"topic": folder, "record": own.model_dump()}).encode()
-        if links and links.send_message(message, self._ledger.news.set):
+        if links and links.send_message(message, self._all_gather.news.set):
             call_behind(put, IslandLostError)  # which is met where the store is needed
         else:
             links = None
             put()
-        watch = _Watch(self._find_broken, self._ledger.clock)
-        wait = self._ledger.notes.begin(patience, what)
+        watch = _Watch(self._find_broken, self._all_gather.clock)
+        wait = self._all_gather.notes.begin(patience, what)
         found, heard = {self._island: own}, partial(hear, links) if links else None
-        missing = self._ledger.collect(found, look, patience, wait, may_stop, heard, watch.look)
+        missing = self._all_gather.collect(found, look, patience, wait, may_stop, heard, watch.look)
         return found, missing, sorted(watch.gone.intersection(missing))
 
     def _tidy(self, attempt: Attempt) -> None:
@@ -300,7 +300,7 @@ class Unanimity:
                 self._log.put(plan_path(attempt.path), plan)
             self._log.store.delete(gone)
 
-        call_behind(partial(self._ledger.guard, write), IslandLostError)
+        call_behind(partial(self._all_gather.guard, write), IslandLostError)
 
 
 def _path_of(attempt: Attempt, record: OfferRecord | VoteRecord) -> str:

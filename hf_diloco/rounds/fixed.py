@@ -18,10 +18,10 @@ from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError, Stor
 from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of
+from hf_diloco.membership.all_gather import AllGather, store_lost
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.ledger import Ledger, store_lost
 from hf_diloco.membership.records import (
     JoinRecord,
     LayoutRecord,
@@ -82,7 +82,7 @@ class FixedSession(BaseSession):
         self._exchanges: list[Exchange] = []
         self._is_closing = False
         self._transport = self._connect(transport)
-        self._ledger = Ledger(
+        self._all_gather = AllGather(
             self._transport.store,
             config.island,
             config.num_islands,
@@ -110,7 +110,7 @@ class FixedSession(BaseSession):
         except StoreError as error:
             raise store_lost(error) from None
         patience = self.config.sync_timeout, self.config.exchange_timeout
-        self._unanimity = Unanimity(self._ledger, log, *patience, self._find_broken, self._exchanges)
+        self._unanimity = Unanimity(self._all_gather, log, *patience, self._find_broken, self._exchanges)
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -205,7 +205,7 @@ class FixedSession(BaseSession):
 
     def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
-            return self._ledger.share(topic, record, self.config.join_timeout)
+            return self._all_gather.share(topic, record, self.config.join_timeout)
         except IslandLostError as error:
             if not error.islands or (error.islands == (0,) and self.config.island):
                 raise
@@ -262,7 +262,7 @@ class FixedSession(BaseSession):
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
-                others = self._ledger.share("done", goodbye, patience, interruptible=False)
+                others = self._all_gather.share("done", goodbye, patience, interruptible=False)
                 if finished and not all(other.get("finished") for other in others):
                     logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
             except DiLoCoError as error:

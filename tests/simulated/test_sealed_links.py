@@ -17,8 +17,8 @@ from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError,
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.membership.all_gather import AllGather
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.ledger import Ledger
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing.channel import OVERHEAD, Agreement, Channel
 from hf_diloco.sealing.identity import Roster, Signer
@@ -411,12 +411,12 @@ def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
     def run(island: int) -> torch.Tensor:
         config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, key_file=key_file, join_timeout=LONG)
         transport, values = MeshTransport(config, is_leader=True), torch.full((5000,), float(island))
-        ledger = Ledger(transport.store, island, 2)
+        all_gather = AllGather(transport.store, island, 2)
         Members(transport.store.log, island).enter(may_return=False)
-        assert ledger.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]
+        assert all_gather.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]
         lane = transport.open(0)
         lane.average(values, [1.0, 1.0], CODECS["fp32"])
-        ledger.share("done", {}, LONG)
+        all_gather.share("done", {}, LONG)
         lane.close()
         return values
 

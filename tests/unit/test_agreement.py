@@ -20,8 +20,8 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import unanimity as membership_unanimity
+from hf_diloco.membership.all_gather import LOOK_SECONDS, AllGather
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.ledger import LOOK_SECONDS, Ledger
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, StateRecord, parse_records
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, VoteRecord, offer_path, vote_path
 from hf_diloco.membership.unanimity import MAX_TRIES
@@ -83,7 +83,7 @@ def test_an_island_number_can_be_taken_once(stores: Stores) -> None:
 @pytest.mark.parametrize("num_islands", [1, 2, 5])
 def test_all_islands_read_all_records_in_order(stores: Stores, num_islands: int) -> None:
     def run(island: int) -> list[Any]:
-        return Ledger(stores(island), island, num_islands).share("topic", {"island": island}, 20)
+        return AllGather(stores(island), island, num_islands).share("topic", {"island": island}, 20)
 
     expected = [{"island": island} for island in range(num_islands)]
     assert run_islands(num_islands, run) == [expected] * num_islands
@@ -92,21 +92,21 @@ def test_all_islands_read_all_records_in_order(stores: Stores, num_islands: int)
 def test_who_does_not_share_in_time_is_named(stores: Stores) -> None:
     started = time.monotonic()
     with pytest.raises(IslandLostError, match=r"islands \[0, 2\] are missing after 0.3 s") as caught:
-        Ledger(stores(1), 1, 3).share("topic", {}, 0.3)
+        AllGather(stores(1), 1, 3).share("topic", {}, 0.3)
     assert caught.value.islands == (0, 2)
     assert 0.3 <= time.monotonic() - started < AT_ONCE
 
 
 def test_a_wish_to_stop_ends_a_wait(stores: Stores) -> None:
     with pytest.raises(StopRequested):
-        Ledger(stores(0), 0, 2, should_stop=lambda: True).share("topic", {}, 20)
+        AllGather(stores(0), 0, 2, should_stop=lambda: True).share("topic", {}, 20)
 
 
 def test_a_farewell_is_waited_for_in_spite_of_a_wish_to_stop(stores: Stores, clock: FastClock) -> None:
     def run(island: int) -> int:
         clock.sleep(0.3 * island)
         return len(
-            Ledger(stores(island), island, 2, lambda: True, clock=clock).share("done", {}, 20, interruptible=False)
+            AllGather(stores(island), island, 2, lambda: True, clock=clock).share("done", {}, 20, interruptible=False)
         )
 
     assert run_islands(2, run) == [2, 2]
@@ -431,7 +431,7 @@ BAD_JSON = [b"", b"\xff\xfe", b"{", b"[1, 2]", b'"text"', b"null", b"7", b"[" * 
 def test_what_is_no_record_is_refused(stores: Stores, raw: bytes) -> None:
     stores(1).set("topic/1", raw)
     with pytest.raises(RendezvousError, match="the record topic/1 is not JSON of this package"):
-        Ledger(stores(0), 0, 2).share("topic", {}, 5)
+        AllGather(stores(0), 0, 2).share("topic", {}, 5)
 
 
 def test_records_of_rounds_that_are_over_go(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +457,7 @@ def test_records_of_rounds_that_are_over_go(stores: Stores, monkeypatch: pytest.
 
 def test_a_record_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the record values/topic/0\.json has 4\d{6,} bytes, more than"):
-        Ledger(ValueStore.in_memory(), 0, 2).share("topic", {"text": "x" * (3 << 20)}, 5)
+        AllGather(ValueStore.in_memory(), 0, 2).share("topic", {"text": "x" * (3 << 20)}, 5)
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff\xff", b"{}", b" ", b'{"body": "{}", "mac": "00"}'])
@@ -541,7 +541,7 @@ def test_no_record_crashes(content: Any) -> None:
     for kind, good in RECORDS:
         store.set("topic/0", json.dumps(good))
         try:
-            parse_records(kind, Ledger(store, 0, 2).share("topic", good, 5))
+            parse_records(kind, AllGather(store, 0, 2).share("topic", good, 5))
         except RendezvousError:
             continue
         assert isinstance(content, dict)
@@ -568,7 +568,7 @@ def test_a_dead_store_means_island_0_is_lost() -> None:
     ) as caught:
         convene(one, 1, offer_of(1))
     assert caught.value.islands == (0,)
-    for call in (lambda: vote(one, 1), lambda: one.leave(2), lambda: Ledger(store, 1, 2).share("done", {}, 5)):
+    for call in (lambda: vote(one, 1), lambda: one.leave(2), lambda: AllGather(store, 1, 2).share("done", {}, 5)):
         with pytest.raises(IslandLostError):
             call()
     assert keeper_ends is not None
@@ -589,7 +589,7 @@ def test_a_store_that_does_not_answer_is_given_up_once(tmp_path: Path) -> None:
     application.middlewares.append(stop)
     with serving_app(application) as address:
         store = ObjectStore(f"{address}/run", timeout=1.5)  # twenty times that is more than AT_ONCE
-        book = Ledger(ValueStore(RunLog(store, Seal(b"", "run")), LONG), 1, 2)
+        book = AllGather(ValueStore(RunLog(store, Seal(b"", "run")), LONG), 1, 2)
         has_stopped.set()
         started = time.monotonic()
         for _ in range(20):

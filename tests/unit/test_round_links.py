@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_diloco.errors import IslandLostError, RendezvousError, StopRequested
-from hf_diloco.membership import ledger
+from hf_diloco.membership import all_gather
 from hf_diloco.membership.round_records import Attempt, offer_path
 from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.store.log import RunLog
@@ -49,7 +49,7 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
     num_islands: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message goes half a round trip: two round trips in all."""
-    monkeypatch.setattr(ledger, "LOOK_SECONDS", 60.0)  # a busy machine may take longer than the usual look
+    monkeypatch.setattr(all_gather, "LOOK_SECONDS", 60.0)  # a busy machine may take longer than the usual look
     network, store = MemoryNetwork(num_islands), ValueStore.in_memory()
 
     def run(island: int) -> None:
@@ -67,7 +67,7 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
 
 
 def test_what_the_links_lose_is_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(all_gather, "LOOK_SECONDS", 0.1)
     network, store = MemoryNetwork(3), ValueStore.in_memory()
 
     def run(island: int) -> str:
@@ -98,7 +98,7 @@ def message(topic: str, record: Any) -> bytes:
     ids=["empty", "nothing", "votes", "another attempt", "no record", "in another's name"],
 )
 def test_a_message_about_something_else_is_passed_over(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(all_gather, "LOOK_SECONDS", 0.1)
     network, store = MemoryNetwork(2), ValueStore.in_memory()
     network.lane("0", 1).send_message(sent, lambda: None)
     store.log.put(offer_path(Attempt(1, 0), offer_of(1)), offer_of(1, weight=7.0))
@@ -216,7 +216,7 @@ def test_all_commit_a_round_or_none_whoever_leaves_gives_up_or_loses_its_links(
         one = unanimity(store, island, num_islands, patience[island], should_stop, links=slow, log=log)
         return take_round(one, island, has_gone)
 
-    with mock.patch.object(ledger, "LOOK_SECONDS", 0.02):
+    with mock.patch.object(all_gather, "LOOK_SECONDS", 0.02):
         outcomes = set(run_islands(num_islands, run))
     assert len(outcomes) == 1
     if min(patience) == 5.0 and stopping is None:

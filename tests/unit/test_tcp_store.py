@@ -20,7 +20,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFullError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board
-from hf_diloco.membership.ledger import Ledger
+from hf_diloco.membership.all_gather import AllGather
 from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.objects import ObjectStore
@@ -169,7 +169,7 @@ def test_islands_share_records(port: Port) -> None:
     stores = [enter(port, island) for island in range(2)]
 
     def share(island: int) -> list[dict[str, Any]]:
-        return Ledger(stores[island], island, 2).share("topic", {"island": island}, timeout=20)
+        return AllGather(stores[island], island, 2).share("topic", {"island": island}, timeout=20)
 
     assert run_islands(2, share) == [[{"island": 0}, {"island": 1}]] * 2
     notes = [LossNotes(stores[island], "lane0", island) for island in range(2)]

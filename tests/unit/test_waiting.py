@@ -10,9 +10,9 @@ import pytest
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
+from hf_diloco.membership.all_gather import AllGather
 from hf_diloco.membership.candidates import Rules
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.ledger import Ledger
 from hf_diloco.membership.member_records import IncarnationRecord
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OfferRecord, offer_path
@@ -84,8 +84,8 @@ def test_a_call_that_blocks_is_said_too(caplog: pytest.LogCaptureFixture) -> Non
 # Through what waits
 
 
-def test_the_ledger_says_who_has_not_come(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
-    book = Ledger(ValueStore.in_memory(), 0, 3, where="tcp://h:29400", clock=clock)
+def test_who_gathers_says_who_has_not_come(clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
+    book = AllGather(ValueStore.in_memory(), 0, 3, where="tcp://h:29400", clock=clock)
     with pytest.raises(IslandLostError):
         book.share("join", {}, 5)
     assert caplog.messages == ["island 0: waiting for islands 1, 2 at tcp://h:29400 (3 s of 5 s)"]

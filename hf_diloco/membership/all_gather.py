@@ -1,4 +1,4 @@
-"""What all islands of fixed membership say to each other: each posts a record, and waits for those of all others.
+"""An all-gather of records through the store: each island posts one, and waits for those of all others.
 
     TOPIC/I     what island I says before rounds and after them ("join", "state", "done"): see `membership.records`
 
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.5
 RESUMES = "the run resumes from the newest round that all hold"
 
 
-class Ledger:
+class AllGather:
     """One island's part in it; used by the island's leader only.
 
     Args:
