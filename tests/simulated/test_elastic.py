@@ -542,7 +542,7 @@ def test_an_island_alone_brings_in_all_it_has_just_once(tmp_path: Path, payload:
 
 
 def test_a_killed_island_resumes_with_what_its_codec_left_out(tmp_path: Path) -> None:
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, width=WIDE, payload="topk")
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0, width=WIDE, payload="topk")
     islands = run_islands(3, lambda island: meeting.island(island).train(3))
     checkpoint, residual, progress = (
         islands[1].save(tmp_path / "checkpoint-3"),
