@@ -171,7 +171,7 @@ def test_a_killed_island_stalls_nobody_longer_than_its_lease(tmp_path: Path, fas
 
 
 def test_a_killed_island_resumes_and_catches_up(tmp_path: Path) -> None:
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(3))
     checkpoint = islands[1].save(tmp_path / "checkpoint-3")
     islands[1].die()
@@ -378,7 +378,7 @@ def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: 
 
 
 def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_path: Path) -> None:
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5)
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
     islands[1].session.outer.current.method.parameters[3] += 1.0
     islands[1].session.outer.update_digest(islands[1].session.outer.current)
@@ -1021,7 +1021,7 @@ def test_an_average_that_was_not_kept_is_missed_also_a_round_later(
     """Those who are still connected do not look for it before the next round."""
     from hf_diloco.rounds import elastic
 
-    meeting = Meeting(tmp_path, 3, min_islands=2, grace=0.5, snapshot_every=100)
+    meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0, snapshot_every=100)
     store = BrokenStore(ObjectStore(meeting.url))
     monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(3, lambda island: meeting.island(island).train(4))

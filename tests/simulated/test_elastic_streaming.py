@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(
 
 @pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
 def test_a_killed_island_stalls_nobody_and_one_that_resumes_catches_up(tmp_path: Path, config: dict[str, Any]) -> None:
-    meeting = Streams(tmp_path, 3, min_islands=2, grace=0.5, **config)
+    meeting = Streams(tmp_path, 3, min_islands=2, grace=5.0, **config)
     islands = train_all(meeting.join_all(), 9)
     checkpoint = islands[1].save(tmp_path / "checkpoint-9")
     islands[1].die()
