@@ -109,7 +109,8 @@ class FixedRounds(Rounds):
 
     def _weights(self, plan: PlannedRound) -> list[float]:
         """Those of all islands; 0 for who is left out."""
-        return [plan.participants.get(island, 0.0) for island in range(self.config.num_islands)]
+        weights = plan.participants
+        return [weights.get(island, 0.0) for island in range(self.config.num_islands)]
 
     def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`.

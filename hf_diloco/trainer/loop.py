@@ -155,7 +155,8 @@ class OuterLoop(HasOuterWeights):
             ConfigError: the weight is missing, negative or not finite; or the loop has ended; or the model shows the
                 outer parameters.
         """
-        if self._need_session().has_left:
+        session = self._need_session()
+        if session.has_left:
             raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
         if self._shows_outer:
             raise ConfigError(
@@ -165,13 +166,12 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
-        outer = self._need_session().outer
-        outer.add_weight(_checked(weight))
+        session.outer.add_weight(_checked(weight))
         if not self._accelerator.sync_gradients:
             return None
         self._global_step += 1
-        outer.count_step()
-        return self._try_advance() if self._need_session().is_due() else None
+        session.outer.count_step()
+        return self._try_advance() if session.is_due() else None
 
     @property
     def is_over(self) -> bool:
@@ -184,11 +184,10 @@ class OuterLoop(HasOuterWeights):
         Raises:
             CheckpointError: it cannot be written; on every rank. Training can go on.
         """
-        for report in self._need_session().settle():
+        session = self._need_session()
+        for report in session.settle():
             self._note(report)
-        save_state(
-            self._need_session().outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False
-        )
+        save_state(session.outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False)
 
     def _try_advance(self, is_last: bool = False) -> SyncReport | None:
         try:

@@ -34,7 +34,7 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, lost, reason
+from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within
 
@@ -207,18 +207,23 @@ class Connections:
             handle = getattr(self.groups[connection], operation)([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lost(peer, reason(error)) from None
-        return Work(handle, peer, connection, self.parties.name(peer))
+        return Work(handle, peer, connection)
 
     def lost(self, peer: int, reason: str) -> IslandLostError:
         """The error for a peer that is gone or late."""
-        return lost(peer, self.parties.name(peer), reason)
+        return IslandLostError(
+            f"{self.parties.name(peer)} was lost during the exchange ({reason}). If its machine is well, the link may "
+            "be too slow for exchange_timeout; else start all islands again: the run resumes from the newest round "
+            "that all hold",
+            [peer],
+        )
 
     def _wait(self, works: list[Work], deadline: Deadline, meanwhile: Callable[[], None] | None) -> None:
         self._waiter.start(works, deadline)
         suspect: int | None = None
         while True:
             try:
-                error = self._waiter.result(PROBE_SECONDS)
+                failure = self._waiter.result(PROBE_SECONDS)
             except Empty:
                 position = self._waiter.position
                 if position == suspect:
@@ -227,9 +232,9 @@ class Connections:
                 if meanwhile:
                     meanwhile()
                 continue
-            if error:
+            if failure:
                 works.clear()  # the error's traceback would keep them, and they the sockets
-                raise error
+                raise self.lost(*failure)
             return
 
     def _is_held_up(self, work: Work) -> bool:

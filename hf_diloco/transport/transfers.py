@@ -21,7 +21,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from hf_diloco.codecs import Codec
-from hf_diloco.errors import DiLoCoError, IslandLostError
+from hf_diloco.errors import DiLoCoError
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import BLOCK_VALUES, Traffic, averaged_by_all
 from hf_diloco.utils.threads import call_within
@@ -43,12 +43,18 @@ that its arithmetic takes longer than its way."""
 
 
 class Work(NamedTuple):
-    """One send or receive under way, over which of the connections to its peer, and what messages call that."""
+    """One send or receive under way, and over which of the connections to its peer."""
 
     handle: Any
     peer: int
     connection: int
-    name: str
+
+
+class Failure(NamedTuple):
+    """The peer of a transfer that failed, and why."""
+
+    peer: int
+    reason: str
 
 
 class _Check(NamedTuple):
@@ -71,11 +77,12 @@ class Transfers:
         self._checks: list[_Check] = []
         self._endings: list[Callable[[], None]] = []
         self._numbers: Counter[tuple[str, int, int]] = Counter()
-        self._traffic = Traffic()
+        self._sent = self._received = 0
 
     def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
         self.works.append(work)
-        self._traffic += Traffic(sent, received)
+        self._sent += sent
+        self._received += received
 
     def number(self, operation: str, peer: int, tag: int) -> int:
         """Counts what goes one way with one tag, from 0; the same at both ends."""
@@ -109,7 +116,8 @@ class Transfers:
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call."""
-        traffic, self._traffic = self._traffic, Traffic()
+        traffic = Traffic(self._sent, self._received)
+        self._sent = self._received = 0
         return traffic
 
 
@@ -132,7 +140,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[tuple[list[Work], Deadline] | None] = SimpleQueue()
-        self._results: SimpleQueue[IslandLostError | None] = SimpleQueue()
+        self._results: SimpleQueue[Failure | None] = SimpleQueue()
         self._progress = _Progress()
         self.is_busy = False
         thread = threading.Thread(
@@ -154,8 +162,8 @@ class Waiter:
         self._progress.position = 0
         self._requests.put((works, deadline))
 
-    def result(self, timeout: float) -> IslandLostError | None:
-        """None once all are done, or the error of the first that failed; raises `Empty` while neither is known."""
+    def result(self, timeout: float) -> Failure | None:
+        """None once all are done, or the first failure; raises `Empty` while neither is known."""
         result = self._results.get(timeout=timeout)
         self.is_busy = False
         return result
@@ -167,32 +175,23 @@ class _Progress:
 
 def _wait_for_all(
     requests: SimpleQueue[tuple[list[Work], Deadline] | None],
-    results: SimpleQueue[IslandLostError | None],
+    results: SimpleQueue[Failure | None],
     progress: _Progress,
 ) -> None:
     while (request := requests.get()) is not None:
-        error = _first_failure(*request, progress)
+        failure = _first_failure(*request, progress)
         del request  # or it would keep the works, and through them the sockets, until the next
-        results.put(error)
+        results.put(failure)
 
 
-def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> IslandLostError | None:
+def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> Failure | None:
     for work in works:
         try:
             work.handle.wait(deadline.remaining())
         except RuntimeError as error:
-            return lost(work.peer, work.name, reason(error))
+            return Failure(work.peer, reason(error))
         progress.position += 1
     return None
-
-
-def lost(peer: int, name: str, reason: str) -> IslandLostError:
-    """The error for a peer that is gone or late; `name` is what it is called."""
-    return IslandLostError(
-        f"{name} was lost during the exchange ({reason}). If its machine is well, the link may be too slow for "
-        "exchange_timeout; else start all islands again: the run resumes from the newest round that all hold",
-        [peer],
-    )
 
 
 def reason(error: Exception) -> str:
