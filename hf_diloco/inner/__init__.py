@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.inner.base import Segment, Shards
+from hf_diloco.inner.base import PlainShards, Segment, Shards
 from hf_diloco.inner.partition import AlignedPartition, LanePartition, Partition
-from hf_diloco.inner.plain import PlainShards
 
 
 def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:

@@ -17,6 +17,7 @@ from itertools import chain, islice, pairwise
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from hf_diloco.errors import UnsupportedError
 from hf_diloco.inner.base import Shards
@@ -50,6 +51,21 @@ class Partition(ABC):
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Views of `vector`, one a lane."""
         return list(vector.split(self.lane_sizes))
+
+    def digest(self, vector: torch.Tensor, island: IslandGroup) -> str:
+        """One digest of a vector that is cut over an island's ranks, to be compared among islands. Collective in it.
+
+        Lanes are the same on all islands, so equal numbers have equal digests on islands with other shards.
+        """
+        return self.combine_digests(
+            [xxhash.xxh3_128_hexdigest(part.numpy().data) for part in self.split(vector)], island
+        )
+
+    def combine_digests(self, digests: Sequence[str], island: IslandGroup) -> str:
+        """One digest of the digests of this rank's lanes, in their order, and of all other ranks'."""
+        mine = {str(lane): digest for lane, digest in zip(self.lanes, digests, strict=True)}
+        lanes = {int(lane): digest for held in island.gather(mine) for lane, digest in held.items()}
+        return xxhash.xxh3_128_hexdigest("".join(lanes[lane] for lane in sorted(lanes)).encode())
 
     @abstractmethod
     def gather(self, out: torch.Tensor) -> None:

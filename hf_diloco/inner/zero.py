@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.inner.base import InnerOptimizer, Segment, Shards, plain_name
-from hf_diloco.inner.plain import PlainShards
+from hf_diloco.inner.base import InnerOptimizer, PlainShards, Segment, Shards, plain_name
 
 logger = logging.getLogger("hf_diloco")
 

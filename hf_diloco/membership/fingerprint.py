@@ -19,7 +19,6 @@ from hf_diloco.membership.member_records import IncarnationRecord, incarnation_p
 from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
-from hf_diloco.outer.digests import model_digest
 from hf_diloco.utils.own_files import identify
 
 PROTOCOL = 12
@@ -58,7 +57,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
         "fragment_patterns": " ".join(config.fragment_patterns),
         **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
         "trainable parameters": shards.num_parameters,
-        "model (names and sizes)": model_digest(shards),
+        "model (names and sizes)": shards.digest,
         **more,
     }
     return join_facts(own, given)

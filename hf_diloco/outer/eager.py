@@ -10,7 +10,6 @@ import xxhash
 
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.outer.eager import Eager
-from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 
 
@@ -56,7 +55,7 @@ class EagerFragment(Fragment):
         if not self.digest:
             super().make_digest(island)
         for mean in self._means[self._num_hashed :]:
-            latest = digest_vector(mean, self.partition, island or self._island)
+            latest = self.partition.digest(mean, island or self._island)
             self.digest = xxhash.xxh3_128_hexdigest((self.digest + latest).encode())
         self._num_hashed = len(self._means)
 

@@ -22,7 +22,6 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Interval, Partition
 from hf_diloco.methods.outer import Groups, make_method
 from hf_diloco.methods.outer.base import chunks
-from hf_diloco.outer.digests import digest_vector
 
 
 class ScratchPool:
@@ -247,7 +246,7 @@ class Fragment:
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
         """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
-        self.digest = digest_vector(self.method.parameters, self.partition, island or self._island)
+        self.digest = self.partition.digest(self.method.parameters, island or self._island)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of this rank's outer state by name, not copied."""

@@ -19,7 +19,6 @@ from hf_diloco.outer.checkpoint import (
     read_index,
     save_outer,
 )
-from hf_diloco.outer.digests import model_digest
 from hf_diloco.outer.state import OuterState
 from hf_diloco.utils.own_files import is_own
 
@@ -51,7 +50,7 @@ def save_state(
         weight_since_sync=outer.current.weight,
         global_step=global_step,
         num_parameters=outer.shards.num_parameters,
-        model=model_digest(outer.shards),
+        model=outer.shards.digest,
         parameters={name: list(shape) for name, shape in outer.shards.shapes.items()},
         outer_digest=outer.outer_hash,
         run=outer.run,
@@ -126,7 +125,7 @@ def _refuse_other_masters(outer: OuterState, checkpoint: Path) -> None:
 
 def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stored: Sequence[FragmentIndex]) -> None:
     """Raises `CheckpointError` unless the checkpoint is of this model, method and cut."""
-    if index.model != model_digest(outer.shards):
+    if index.model != outer.shards.digest:
         raise CheckpointError(
             f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
             f"here {outer.shards.num_parameters:,} (or others of the same number)"

@@ -22,7 +22,6 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals
 from hf_diloco.methods.outer import Groups, find_method
 from hf_diloco.methods.outer.base import Buffers
-from hf_diloco.outer.digests import model_digest
 from hf_diloco.outer.eager import EagerFragment
 from hf_diloco.outer.fragment import Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
@@ -129,38 +128,32 @@ class OuterState:
             parts: for each fragment its shards, and this rank's part of it.
         """
         self.shards = shards
-        if self._wants_rates:
+        wants_rates = find_method(self.config.method).wants_rates
+        if wants_rates:
             shards.inner.watch()
-        self.names = [model_digest(part) for part, _ in parts]
+        self.names = [part.digest for part, _ in parts]
         pool = ScratchPool(max(partition.numel for _, partition in parts), shards.is_on_cuda)
         self.fragments = []
         for number, (part, partition) in enumerate(parts):
             intervals = partition.intervals if len(parts) == 1 else to_model_intervals(partition, part, shards)
             due_at = steps_before(self.config, number + 1)
             kind = EagerFragment if self.config.anticipates else Fragment
-            groups = self._groups_of(part, partition)
+            groups = None
+            if wants_rates:
+                groups = Groups(shards.inner.num_groups, runs_of(partition, part, shards.inner.groups))
             self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at, groups))
         shards.inner.check_buffers(self.buffers)
         self.codec.prepare()
-
-    @property
-    def _wants_rates(self) -> bool:
-        return find_method(self.config.method).wants_rates
 
     @property
     def buffers(self) -> Buffers:
         """What becomes of the inner optimizer's buffers where a round begins."""
         return self.current.method.buffers(self.shards.inner.kind)
 
-    def _groups_of(self, shards: Shards, partition: Partition) -> Groups | None:
-        if not self._wants_rates:
-            return None
-        return Groups(shards.inner.num_groups, runs_of(partition, shards, shards.inner.groups))
-
     @property
     def rates(self) -> list[float]:
         """The inner learning rate of each parameter group at the last step; empty where the method wants none."""
-        return list(self.shards.inner.rates) if self._wants_rates else []
+        return list(self.shards.inner.rates) if self.current.method.wants_rates else []
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters."""
@@ -246,7 +239,7 @@ class OuterState:
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
         if fragment.install_in is not None:
-            fragment.write_masters(find_method(self.config.method).kept_share(self.config))
+            fragment.write_masters(fragment.method.kept_share(self.config))
             fragment.install_in = None
             self.rest(fragment)
 

@@ -21,8 +21,7 @@ from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, ExchangeError
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.measure import SyncClock, SyncReport
-from hf_diloco.rounds.round import Contribution, capture
+from hf_diloco.rounds.round import Contribution, SyncClock, SyncReport, capture
 
 
 class Background:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,9 @@ class DirectEngine(Engine):
                 self._rate_limit,
                 Parties(tuple(island for island, _ in members)),
             )
-            self._mesh = SegmentedMesh(lane, own_range, ranges, lambda: self._notes.watch(timeout, "exchange", others))
+            self._mesh = SegmentedMesh(
+                lane, own_range, ranges, partial(self._notes.watch, timeout, "exchange", others)
+            )
         self._members = members
         self.links = name
         return self._mesh

@@ -39,8 +39,7 @@ from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.joining import LOOK_SECONDS, Joining, Pace
-from hf_diloco.rounds.measure import SyncClock, SyncReport
-from hf_diloco.rounds.round import Contribution, RoundPassed
+from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots

@@ -18,12 +18,19 @@ import torch
 
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
-from hf_diloco.outer.digests import digest_vector
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.catch_up import Archive, Recovery
 from hf_diloco.rounds.context import Offers, RoundContext
-from hf_diloco.rounds.measure import AverageStats, SyncClock, SyncReport
-from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, capture
+from hf_diloco.rounds.round import (
+    AverageStats,
+    Contribution,
+    Part,
+    RoundPassed,
+    Rounds,
+    SyncClock,
+    SyncReport,
+    capture,
+)
 from hf_diloco.rounds.round_plan import Doubts, PlannedRound, QuorumPlans
 
 MAX_IN_A_ROW = 4
@@ -214,7 +221,7 @@ class ElasticRounds(Rounds):
         except DiLoCoError:
             engine.close()
             raise
-        stats.digest = digest_vector(mean, self.outer.fragment_of(plan.number).partition, self.island)
+        stats.digest = self.outer.fragment_of(plan.number).partition.digest(mean, self.island)
         return stats
 
     def _average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats) -> None:

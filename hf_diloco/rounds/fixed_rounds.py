@@ -15,10 +15,8 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
-from hf_diloco.outer.digests import combine_digests
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.measure import LaneStats, SyncReport
-from hf_diloco.rounds.round import Contribution, RoundRepeated, Rounds
+from hf_diloco.rounds.round import Contribution, LaneStats, RoundRepeated, Rounds, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
 from hf_diloco.transport.base import Exchange, Traffic
 
@@ -89,7 +87,7 @@ class FixedRounds(Rounds):
                 self.say_again(own.number, failure)
                 return None
             raise
-        stats.digest = combine_digests(stats.digests, partition, self.island)
+        stats.digest = partition.combine_digests(stats.digests, self.island)
         return stats
 
     def _average_lanes(

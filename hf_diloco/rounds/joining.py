@@ -21,7 +21,7 @@ from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
-from hf_diloco.rounds.measure import SyncClock
+from hf_diloco.rounds.round import SyncClock
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 

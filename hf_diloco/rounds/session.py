@@ -21,8 +21,7 @@ from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.background import Background
-from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.rounds.round import Contribution
+from hf_diloco.rounds.round import Contribution, SyncReport
 
 logger = logging.getLogger("hf_diloco")
 
@@ -177,13 +176,9 @@ class BaseSession(ABC):
             self._presence.go_on()
 
     @property
-    def _pulls(self) -> bool:
-        return find_method(self.config.method).pulls
-
-    @property
     def _holds_up_training(self) -> bool:
         """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
-        return self._pulls and self._background.is_landing
+        return self._background.is_landing and self.outer.current.method.pulls
 
     def _choose(self) -> None:
         """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
@@ -229,7 +224,7 @@ class BaseSession(ABC):
             As `sync`.
         """
         self._background.raise_failure()
-        if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
+        if self.outer.current.method.pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
         while (fragment := self._background.landing(at_once=is_last)) is not None:
             self._reports += self._background.land(fragment)

@@ -22,8 +22,8 @@ from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
-from hf_diloco.rounds.measure import SyncReport
 from hf_diloco.rounds.open import open_session
+from hf_diloco.rounds.round import SyncReport
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.views import HasOuterWeights
 

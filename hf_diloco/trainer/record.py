@@ -18,7 +18,7 @@ from transformers import TrainerState
 from hf_diloco.inner import Shards
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.text import plural

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError
-from hf_diloco.rounds.measure import SyncReport
+from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 
 if TYPE_CHECKING:

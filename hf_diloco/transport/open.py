@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 from hf_diloco.config import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
@@ -96,7 +97,7 @@ class MeshTransport(Transport):
                     num_connections=config.connections,
                     rate_limit=self._rate_limit,
                 ),
-                watch=lambda: self._notes.watch(config.exchange_timeout, "exchange", others),
+                watch=partial(self._notes.watch, config.exchange_timeout, "exchange", others),
             )
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from hf_diloco import DiLoCoCallback
 from hf_diloco.cli.main import app
 from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.base import PlainShards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.plain import PlainShards
 from hf_diloco.outer.checkpoint import OuterPart, read_index, save_outer
 from hf_diloco.outer.export import export, find_checkpoint
 from tests.outer_state import make_index

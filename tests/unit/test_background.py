@@ -14,8 +14,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.rounds.measure import SyncReport
-from hf_diloco.rounds.round import Contribution
+from hf_diloco.rounds.round import Contribution, SyncReport
 from tests.clocks import LONG
 
 

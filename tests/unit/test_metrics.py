@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from hf_diloco.rounds.measure import LaneStats, SyncReport
+from hf_diloco.rounds.round import LaneStats, SyncReport
 from hf_diloco.trainer.record import IslandRecord, Record
 
 
