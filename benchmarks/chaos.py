@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 import yaml
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.outer.checkpoint import complete_checkpoints

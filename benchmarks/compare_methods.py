@@ -46,7 +46,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, get_cos
 
 from benchmarks.texts import Corpus, add_arguments, check_arguments, draw_batches
 from benchmarks.tuning import Grid, Record, Values, climb, describe, spread
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DivergedError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

@@ -72,7 +72,7 @@ def run_island(settings: dict[str, Any]) -> None:
 def _train(island: int, folder: str, num_rounds: int, pause: float, width: int, config: dict[str, Any]) -> None:
     import torch
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.errors import DiLoCoError, MissedRoundError
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup

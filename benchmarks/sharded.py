@@ -92,7 +92,7 @@ def _by_zero2(num_values: int) -> tuple[nn.Module, Any]:
 
 def _work(args: argparse.Namespace) -> None:
     """One rank."""
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
     from hf_diloco.rounds.open import open_session

@@ -16,7 +16,7 @@ _HOME = {
     "ConfigError": "hf_diloco.errors",
     "DamagedTransferError": "hf_diloco.errors",
     "DiLoCoCallback": "hf_diloco.trainer.callback",
-    "DiLoCoConfig": "hf_diloco.config",
+    "DiLoCoConfig": "hf_diloco.config.diloco",
     "DiLoCoError": "hf_diloco.errors",
     "DivergedError": "hf_diloco.errors",
     "DuplicateIslandError": "hf_diloco.errors",
@@ -51,7 +51,7 @@ _HOME = {
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.simulate import simulate
     from hf_diloco.codecs import Codec
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.errors import (
         CheckpointError,
         ConfigError,

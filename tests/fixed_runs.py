@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_diloco.codecs import Codec
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError, StoreError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

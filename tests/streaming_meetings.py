@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import MissedRoundError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

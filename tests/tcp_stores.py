@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore

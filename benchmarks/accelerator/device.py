@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import gossip_step
 from benchmarks.accelerator.setting import Figure, Setting
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner import AlignedPartition, open_shards
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup

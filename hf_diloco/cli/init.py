@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hf_diloco.cli.arguments import Overrides, RunFileArgument
-from hf_diloco.config import ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from hf_diloco.cli.arguments import Overrides, RunFileArgument, group
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.init import init
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
 _ANY_WIDTH = 1000

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hf_diloco.cli.arguments import AsJson, group
-from hf_diloco.config import ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
 

@@ -15,7 +15,7 @@ from hf_diloco.apps.common.load import kind_of, read_run_file
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.process import check_folder
 from hf_diloco.cli import accelerate, devices
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.utils.urls import is_object_store

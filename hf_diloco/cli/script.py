@@ -19,7 +19,8 @@ from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.plan import IslandPlan, island_environment
 from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
-from hf_diloco.config import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.urls import check_between_processes, is_object_store
 

@@ -6,8 +6,9 @@ import logging
 
 from pydantic import BaseModel
 
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig, is_given
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, is_given
 from hf_diloco.config.checks import FEEDBACK_DECAYS
+from hf_diloco.config.diloco import DiLoCoConfig
 
 logger = logging.getLogger("hf_diloco")
 

@@ -10,7 +10,7 @@ from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.settings import compile_pattern
 
 if TYPE_CHECKING:
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
 """Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""

@@ -8,15 +8,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hf_diloco.config import (
+from hf_diloco.config.base import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
+    Identities,
+    OwnAddress,
     Seconds,
     StrictModel,
     from_env,
 )
-from hf_diloco.config.base import Identities, OwnAddress
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.urls import is_object_store, split_tcp_url

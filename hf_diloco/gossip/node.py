@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_diloco.config import need_number
 from hf_diloco.config.advice import tell_who_is_alone
+from hf_diloco.config.base import need_number
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig

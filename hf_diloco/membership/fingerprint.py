@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup

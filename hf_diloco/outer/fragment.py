@@ -16,7 +16,7 @@ import torch
 
 from hf_diloco.codecs import find_codec
 from hf_diloco.codecs.base import ErrorFeedback
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Interval, Partition

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 
 
 def steps_before(config: DiLoCoConfig, round_number: int) -> int:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from hf_diloco.codecs import find_codec
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals

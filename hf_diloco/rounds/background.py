@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, ExchangeError
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState

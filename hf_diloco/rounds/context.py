@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord, author_of

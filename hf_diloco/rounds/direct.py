@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from hf_diloco.codecs import CODECS, find_codec
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import (
     DamagedTransferError,
     DiLoCoError,

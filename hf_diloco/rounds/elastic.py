@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, MissedRoundError, StoreError, StoreFullError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup

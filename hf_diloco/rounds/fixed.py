@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError, StoreError
 from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup

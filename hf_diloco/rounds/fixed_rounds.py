@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError, RendezvousError, StopRequested, StoreError
 from hf_diloco.membership.heartbeats import UNDER_WAY, Members
 from hf_diloco.membership.member_records import HeartbeatRecord, Phase

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_diloco.config import DiLoCoConfig, need_number
 from hf_diloco.config.advice import tell_who_is_alone
+from hf_diloco.config.base import need_number
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import RendezvousError, StopRequested, StoreError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession

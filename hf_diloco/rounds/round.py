@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import OfferRecord

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments

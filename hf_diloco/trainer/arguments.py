@@ -10,7 +10,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.refusals import is_schedule_free, refuse, refuse_uncounted

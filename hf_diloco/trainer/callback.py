@@ -12,8 +12,9 @@ from typing import Any
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.config import DiLoCoConfig, choose_config
 from hf_diloco.config.advice import warn_about_plan
+from hf_diloco.config.base import choose_config
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import (
     DiLoCoError,
     DivergedError,

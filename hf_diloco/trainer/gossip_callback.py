@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.config import choose_config
+from hf_diloco.config.base import choose_config
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.checkpoint import (
     RECORD,

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from hf_diloco.config import DiLoCoConfig, choose_config
+from hf_diloco.config.base import choose_config
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, MissedRoundError
 from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.island import IslandGroup

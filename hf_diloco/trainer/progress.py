@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_diloco.config import ENV_FOLDER
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.utils.files import try_write_json
 from hf_diloco.utils.redact import redact
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import partial
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet

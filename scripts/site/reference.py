@@ -17,7 +17,7 @@ from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.main import app
 from hf_diloco.codecs import CODECS
 from hf_diloco.codecs.base import Codec
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.methods.gossip import METHODS as GOSSIP_METHODS, settings_of
 from hf_diloco.methods.outer import METHODS, OuterMethod
 from hf_diloco.methods.topology import GRAPHS

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.gossip_step import StandIn
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.gossip.published import MemoryPublished, VersionedBuffer
 from hf_diloco.inner import AlignedPartition, LanePartition, open_shards
 from hf_diloco.inner.device_copies import LEAST_LOCKED_BYTES, copy_all, page_lock

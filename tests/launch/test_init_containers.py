@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_diloco.config import ENV_ISLAND
+from hf_diloco.config.base import ENV_ISLAND
 from tests.deployed import RUN_FILE, STEPS, progress, wait_until
 from tests.processes import Process, Processes, find_free_port, run
 

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.chaos import run_file
 from hf_diloco import codecs
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.gossip_start import check_gossip

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner import Shards, open_shards
 from hf_diloco.inner.base import BufferShards
 from hf_diloco.inner.island import IslandGroup

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.lane import Lane

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state

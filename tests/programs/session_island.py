@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession

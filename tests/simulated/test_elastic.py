@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
     DamagedTransferError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError
 from hf_diloco.methods.outer import Groups, make_method
 from hf_diloco.outer.schedule import count_rounds

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint

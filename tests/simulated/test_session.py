@@ -18,7 +18,7 @@ from torch.distributed import DistStoreError
 
 from hf_diloco.codecs import Codec
 from hf_diloco.codecs.int8 import Int8Codec
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import (
     CheckpointError,
     DamagedTransferError,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, FingerprintError, UnsupportedError
 from hf_diloco.inner import open_shards
 from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError, StoreError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours, open_node

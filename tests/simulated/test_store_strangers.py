@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import open_node
 from hf_diloco.inner import open_shards

@@ -480,7 +480,7 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], text: str) -> None:
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
     with pytest.raises(ConfigError, match=text):
         DiLoCoConfig(**settings)

@@ -11,7 +11,7 @@ import pytest
 import hf_diloco
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_diloco.config import DiLoCoConfig
 from hf_diloco.config.advice import warn_about_plan
+from hf_diloco.config.diloco import DiLoCoConfig
 
 TCP: dict[str, Any] = {"num_islands": 2, "rendezvous": "tcp://10.0.0.1:29400"}
 STORE: dict[str, Any] = {"num_islands": 2, "rendezvous": "s3://bucket/run"}

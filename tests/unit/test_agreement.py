@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings, strategies as st
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import unanimity as membership_unanimity
 from hf_diloco.membership.all_gather import LOOK_SECONDS, AllGather

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_diloco.cli import devices
 from hf_diloco.cli.main import app
 from hf_diloco.cli.script import ScriptPlan, plan_script
-from hf_diloco.config import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 
 BIN = Path(sys.executable).parent

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import ResizedCropBlock, VisionRun
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
-from hf_diloco.config.base import describe
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.methods.outer import METHODS
 from hf_diloco.methods.outer.overlap_local_sgd import OverlapOptions

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownIdentityError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.membership.heartbeats import Members

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.cli.log import STOPPED
 from hf_diloco.cli.main import app
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from tests.deployed import wait_until
 from tests.processes import ROOT, Processes, run

@@ -23,7 +23,7 @@ CHEAP_MODULES = [
     "hf_diloco.cli",
     "hf_diloco.cli.main",
     "hf_diloco.cli.status",
-    "hf_diloco.config",
+    "hf_diloco.config.diloco",
     "hf_diloco.errors",
     "hf_diloco.apps.lm.runfile",
     "hf_diloco.report",

@@ -10,8 +10,8 @@ import pytest
 
 from hf_diloco.apps.common.arguments import check_training
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
-from hf_diloco.config import DiLoCoConfig
 from hf_diloco.config.advice import warn_about_plan
+from hf_diloco.config.diloco import DiLoCoConfig
 from tests.processes import ROOT
 
 FOLDER = ROOT / "configs" / "recipes"

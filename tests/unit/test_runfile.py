@@ -11,7 +11,8 @@ import pytest
 
 from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, DiLoCoConfig
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
 

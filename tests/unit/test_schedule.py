@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, strategies as st
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.outer.schedule import count_rounds, step_of, steps_before
 from hf_diloco.utils.lr_schedule import move_schedule
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, PrefixStore
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFullError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError
 from hf_diloco.membership.all_gather import AllGather
 from hf_diloco.membership.candidates import Rules

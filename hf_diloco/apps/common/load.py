@@ -21,8 +21,7 @@ from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.paths import resolve_paths
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
-from hf_diloco.config import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
-from hf_diloco.config.base import describe_problem
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe_problem
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.redact import redact
 

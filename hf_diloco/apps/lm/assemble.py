@@ -26,7 +26,7 @@ from hf_diloco.apps.lm.model import auto_class, build_config, build_model, check
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner.fsdp2 import is_fsdp2
 from hf_diloco.inner.island import IslandGroup

@@ -16,8 +16,9 @@ from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.common.paths import NamedFiles
 from hf_diloco.apps.data.sources import DataBlock, read_first
-from hf_diloco.config import DiLoCoConfig, checks as config_checks, is_given
-from hf_diloco.config.base import Count
+from hf_diloco.config import checks as config_checks
+from hf_diloco.config.base import Count, is_given
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.optimizers import OptimizerBlock
 from hf_diloco.trainer.refusals import find_refused, refuse_uncounted
 from hf_diloco.utils.settings import Block

@@ -17,7 +17,7 @@ from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import LONGEST_WAIT, Simulation
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.lm.train import train_island
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup

@@ -16,7 +16,8 @@ from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
-from hf_diloco.config import DiLoCoConfig, need_number
+from hf_diloco.config.base import need_number
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.outer import find_method
 from hf_diloco.report.island import IslandReport

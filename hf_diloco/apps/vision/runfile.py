@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.paths import NamedFiles
-from hf_diloco.config import is_given
-from hf_diloco.config.base import Count
+from hf_diloco.config.base import Count, is_given
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.refusals import Where
 from hf_diloco.utils.extras import need

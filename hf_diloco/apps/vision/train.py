@@ -11,7 +11,7 @@ from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
 from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.config import need_number
+from hf_diloco.config.base import need_number
 from hf_diloco.gossip.config import GossipConfig
 
 if TYPE_CHECKING:

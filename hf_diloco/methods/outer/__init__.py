@@ -14,7 +14,7 @@ from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
 from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 _ALL: list[type[OuterMethod]] = [DiLoCo, SparseLoCo, Eager, SlowMo, LocalSGD, BMUF, Lookahead, OverlapLocalSGD]
 

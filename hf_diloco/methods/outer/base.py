@@ -19,7 +19,7 @@ from hf_diloco.utils.settings import Block
 if TYPE_CHECKING:
     import torch
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.utils.workspace import Workspace
 
 _CHUNK_VALUES = 1 << 19

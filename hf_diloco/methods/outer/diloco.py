@@ -19,7 +19,7 @@ from hf_diloco.methods.outer.base import Chosen, Groups, OuterMethod, buffer_lik
 if TYPE_CHECKING:
     import torch
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 
 _BEST_RATES = {16: 1.0, 8: 0.8, 2: 0.6}

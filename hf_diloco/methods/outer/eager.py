@@ -21,7 +21,7 @@ from hf_diloco.methods.outer.diloco import DiLoCo
 if TYPE_CHECKING:
     import torch
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 
 class Eager(DiLoCo):

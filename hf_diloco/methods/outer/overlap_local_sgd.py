@@ -25,7 +25,7 @@ from hf_diloco.methods.outer.base import Groups, MethodOptions
 from hf_diloco.methods.outer.diloco import DiLoCo
 
 if TYPE_CHECKING:
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 
 class OverlapOptions(MethodOptions):

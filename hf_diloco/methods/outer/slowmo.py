@@ -34,7 +34,7 @@ from hf_diloco.methods.outer.base import Buffers, Groups, MethodOptions, OuterMe
 if TYPE_CHECKING:
     import torch
 
-    from hf_diloco.config import DiLoCoConfig
+    from hf_diloco.config.diloco import DiLoCoConfig
 
 _RATES = "rates"
 
