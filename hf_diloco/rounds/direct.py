@@ -12,20 +12,23 @@ up with that was away, or joins.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, ValidationError
 
-from hf_diloco.codecs import CODECS, find_codec
+from hf_diloco.codecs import CODECS, Codec, find_codec
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import (
     DamagedTransferError,
     DiLoCoError,
+    ExchangeError,
     ForgedError,
     IslandLostError,
     PayloadError,
@@ -43,11 +46,15 @@ from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.lane import Lane, RateLimit
+from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.objects import ObjectInfo, read_info
-from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
+
+NOTE_PATIENCE = 0.5
+"""See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""
 
 
 class RangeRecord(Record):
@@ -257,6 +264,101 @@ class DirectEngine(Engine):
 
 def _mean_folder(planned: PlannedRound) -> str:
     return f"rounds/{planned.number:08d}/{planned.attempt:02d}/mean"
+
+
+# Where islands cut the parameters differently
+
+
+class Range(NamedTuple):
+    """A rank's values: canonical index of the first, and how many."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def check_ranges(ranges: Sequence[Range], size: int) -> None:
+    """Raises `PayloadError` unless an island's ranges, in the order of its ranks, are all `size` values, each once."""
+    position = 0
+    for part in ranges:
+        if part.start != position or part.length < 0:
+            raise PayloadError(f"the ranges of an island's ranks do not follow each other: {list(ranges)[:8]}")
+        position = part.end
+    if position != size:
+        raise PayloadError(f"the ranges of an island's ranks hold {position:,} values, not {size:,}")
+
+
+def cut(own: Range, all_ranges: Sequence[Sequence[Range]]) -> list[Range]:
+    """The pieces of a rank's range, each with one owner in every island; in ascending order."""
+    ends = {end for ranges in all_ranges for part in ranges for end in (part.start, part.end)}
+    inner = sorted(end for end in ends if own.start < end < own.end)
+    bounds = [own.start, *inner, own.end]
+    return [Range(low, high - low) for low, high in itertools.pairwise(bounds) if high > low]
+
+
+class SegmentedMesh:
+    """One rank's connections for all its values.
+
+    Each rank of an island owns one range of the canonical index space. Where all islands have as many ranks the ranges
+    are equal, and a rank has one peer in each island. Else the space is cut at the ends of all islands' ranges: every
+    piece has one owner in each island, who exchange it. Pieces go in ascending order: nobody waits in a circle.
+
+    Args:
+        lane: of all its pieces, each of which is a lane of its own; owners are numbered by their places among the
+            islands that take part.
+        own: this rank's range.
+        all_ranges: of all ranks of all islands that take part, in their order; checked.
+        watch: see `MeshExchange`.
+
+    Raises:
+        IslandLostError: the others did not connect; places are named, where one is to blame.
+        ForgedError: another one does not hold the key; the island is named.
+    """
+
+    def __init__(
+        self, lane: Lane, own: Range, all_ranges: Sequence[Sequence[Range]], watch: Watch | None = None
+    ) -> None:
+        self._own = own
+        self._is_open = True
+        self._pieces: list[tuple[Range, MeshExchange]] = []
+        notes = LossNotes(lane.store, lane.name, lane.island, NOTE_PATIENCE)
+        try:
+            for piece in cut(own, all_ranges):
+                part = replace(lane, name=f"{lane.name}/{piece.start}")
+                self._pieces.append((piece, MeshExchange(part, notes, watch=watch)))
+        except BaseException:
+            self.close()
+            raise
+
+    def average(
+        self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
+    ) -> Traffic:
+        """As `Exchange.average`, of this rank's whole range."""
+        if not self._is_open:
+            raise ExchangeError("these connections are closed")
+        traffic = Traffic()
+        damaged: set[int] = set()
+        is_sealed = False
+        for piece, mesh in self._pieces:
+            low = piece.start - self._own.start
+            try:
+                traffic += mesh.average(values[low : low + piece.length], weights, codec, observe)
+            except DamagedTransferError as error:  # the others wait for the pieces that are left
+                damaged.update(error.islands)
+                is_sealed = error.is_sealed
+        if damaged:
+            raise DamagedTransferError(damaged, is_sealed)
+        return traffic
+
+    def close(self) -> None:
+        """Lets go of all connections at once; may be called more than once."""
+        for _, mesh in self._pieces:
+            mesh.close()
+        self._pieces.clear()
+        self._is_open = False
 
 
 def open_engines(

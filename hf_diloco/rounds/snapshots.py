@@ -23,8 +23,8 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DiLoCoError, ForgedError, PayloadError, StoreError, StoreFullError
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.round_records import Snapshot, SnapshotRecord, StartRecord, assemble, round_of
+from hf_diloco.store.folder import Entry
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.objects import Entry
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.objects import read_info
 

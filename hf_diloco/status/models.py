@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.membership.member_records import Phase
-from hf_diloco.store.objects import Entry
+from hf_diloco.store.folder import Entry
 from hf_diloco.utils import text
 
 Presence = Literal["alive", "silent", "ended", "unknown"]

@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
-from hf_diloco.store.objects import ObjectStore, TooLargeError, UnreadableError
+from hf_diloco.store.failures import TooLargeError, UnreadableError
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Awaited, Watch
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import Clock

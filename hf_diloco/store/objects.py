@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from obstore.exceptions import BaseError
 
 from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.store.backends import PART_BYTES, Cloud, Server, open_backend
+from hf_diloco.store.backends import Cloud, Server, open_backend
 from hf_diloco.store.failures import (
     AbsentError,
     CutShortError,
@@ -366,13 +366,3 @@ def _join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             runs.append((start, end))
     return runs
-
-
-__all__ = [
-    "PART_BYTES",
-    "CutShortError",
-    "Entry",
-    "ObjectStore",
-    "TooLargeError",
-    "UnreadableError",
-]

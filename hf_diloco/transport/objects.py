@@ -23,7 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
-from hf_diloco.store.objects import CutShortError, ObjectStore
+from hf_diloco.store.failures import CutShortError
+from hf_diloco.store.objects import ObjectStore
 
 MAX_VALUES = 1 << 48
 MAX_BLOCK_VALUES = 1 << 24

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.store.objects import PART_BYTES, ObjectStore
+from hf_diloco.store.backends import PART_BYTES
+from hf_diloco.store.objects import ObjectStore
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import Processes
 from tests.s3 import Fault, FaultyProxy, S3Server, Trouble, first_of, share_of

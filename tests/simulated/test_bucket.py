@@ -18,7 +18,8 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError, StoreError
 from hf_diloco.sealing.stored import BlockSeal
-from hf_diloco.store.objects import PART_BYTES, ObjectStore
+from hf_diloco.store.backends import PART_BYTES
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.transport import Traffic, bucket
 from hf_diloco.transport.base import weighted_mean
 from hf_diloco.transport.bucket import BucketExchange

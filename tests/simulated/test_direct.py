@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
+from hf_diloco.rounds.direct import Range, SegmentedMesh, check_ranges, cut
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -29,7 +30,6 @@ from hf_diloco.transport.handshake import End
 from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.resharding import Range, SegmentedMesh, check_ranges, cut
 from hf_diloco.transport.transfers import Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands

@@ -33,6 +33,7 @@ from hf_diloco.membership.heartbeats import LEASE_SECONDS
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds import joining
+from hf_diloco.rounds.direct import SegmentedMesh
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.fixed import FixedSession
@@ -45,7 +46,6 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.objects import ObjectInfo
 from hf_diloco.transport.open import MemoryTransport
-from hf_diloco.transport.resharding import SegmentedMesh
 from tests.clocks import LONG, FastClock
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, FEDAVG, BrokenStore, Meeting, Member, make_optimizer, offer_spoilt, sent_of

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.rounds.direct import Range, SegmentedMesh
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -30,7 +31,6 @@ from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.resharding import Range, SegmentedMesh
 from hf_diloco.transport.transfers import Deadline, Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands

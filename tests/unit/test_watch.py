@@ -14,8 +14,9 @@ from aiohttp import web
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.store import changes
+from hf_diloco.store.failures import TooLargeError
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import ObjectStore, TooLargeError
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import MAX_DATA_BYTES, MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
