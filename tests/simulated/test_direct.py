@@ -450,10 +450,12 @@ def test_an_island_that_leaves_is_named(folder: Folder, is_kept: bool) -> None:
 
     def run(island: int) -> None:
         mesh = opened(Rank(island, islands[island][0]))
+        connected.wait(LONG)  # island 2 leaves when all have come
         if island != 2:
             mesh.average(torch.ones(10), [1, 1, 1], FP32)
         mesh.close()
 
+    connected = threading.Barrier(3)
     started = time.monotonic()
     outcomes = try_islands(3, run)
     assert [getattr(outcome, "islands", None) for outcome in outcomes] == [(2,), (2,), None]
