@@ -127,9 +127,12 @@ def doctor(
 
     0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
     """
-    from hf_diloco.cli.doctor import answer, run_doctor
+    from hf_diloco.cli.doctor import answer, checks, run_checks, show_findings
 
-    raise typer.Exit(run_doctor(store, peer, port, folder, as_json) if listen is None else answer(listen))
+    if listen is not None:
+        raise typer.Exit(answer(listen))
+    chosen = [*checks(store, peer, port, folder)]  # addresses are checked before anything is looked at
+    raise typer.Exit(show_findings(run_checks(chosen), as_json))
 
 
 def env(as_json: AsJson = False) -> None:

@@ -133,7 +133,7 @@ class Candidates:
         """The newest usable offer of each island."""
         found: dict[int, OfferRecord] = {}
         paths = self._log.list(f"{attempt.path}/offers/")  # sorted: an island's newest offer comes last
-        read = self._log.read_all((path for path in paths if path not in self._offers), OfferRecord)
+        read = self._log.read_all([path for path in paths if path not in self._offers], OfferRecord)
         self._offers |= {path: offer for path, offer in read.items() if path == offer_path(attempt, offer)}
         for path in paths:
             offer = self._offers.get(path)

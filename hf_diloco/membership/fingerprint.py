@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.facts import Facts, compare_facts, join_facts
+from hf_diloco.membership.facts import Facts, join_facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
-from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, SoundRecord, parse_records
+from hf_diloco.membership.records import CheckpointsRecord, SoundRecord, parse_records
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.utils.own_files import identify
@@ -47,6 +47,9 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
         more: what else this package knows.
         given: the caller's, see `join_facts`.
     """
+    membership: dict[str, Any] = {"num_islands": config.num_islands}
+    if config.meets_in_store:
+        membership = {"max_islands": config.num_shares, "exchange": "mesh" if config.is_direct else "bucket"}
     own = {
         "protocol": PROTOCOL,
         "algorithm": identify(config.method),
@@ -55,7 +58,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
         "payload": identify(config.payload),
         "error_feedback": config.feedback_decay,
         "fragment_patterns": " ".join(config.fragment_patterns),
-        **(_agreed_in_store(config) if config.meets_in_store else {"num_islands": config.num_islands}),
+        **membership,
         "trainable parameters": shards.num_parameters,
         "model (names and sizes)": shards.digest,
         **more,
@@ -72,15 +75,6 @@ def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
     if make_method(config).buffers(shards.inner.kind) == "average":
         agreed["inner buffers"] = " ".join(shards.inner.buffers)
     return {**agreed, "parameter groups": xxhash.xxh3_128_hexdigest(listing.encode())}
-
-
-def _agreed_in_store(config: DiLoCoConfig) -> dict[str, Any]:
-    return {"max_islands": config.num_shares, "exchange": "mesh" if config.is_direct else "bucket"}
-
-
-def check_fingerprints(records: Sequence[JoinRecord]) -> None:
-    """Raises `FingerprintError`, with all islands' values, for the first fact that differs."""
-    compare_facts([record.fingerprint for record in records])
 
 
 def check_folders(places: Mapping[int, tuple[str, str]], unit: str = "island") -> None:

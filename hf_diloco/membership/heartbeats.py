@@ -254,7 +254,7 @@ class Members:
             if match := _HEARTBEAT_PATH.fullmatch(path):
                 paths.setdefault(int(match[1]), []).append((int(match[2]), path))
         newest = {island: max(of_island) for island, of_island in paths.items()}
-        read = self.log.read_all((path for _, path in newest.values()), HeartbeatRecord)
+        read = self.log.read_all([path for _, path in newest.values()], HeartbeatRecord)
         for island, of_island in paths.items():
             known = self._seen.get(island)
             for incarnation, path in sorted(of_island, reverse=True):

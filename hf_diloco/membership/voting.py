@@ -180,5 +180,5 @@ class Voting:
         return votes if outcome is None or winner(participants, votes) is None else outcome
 
     def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
-        votes = self._log.read_all((path for path in paths if path.startswith(f"{folder}/votes/")), VoteRecord)
+        votes = self._log.read_all([path for path in paths if path.startswith(f"{folder}/votes/")], VoteRecord)
         return {vote.island: vote.mean for path, vote in votes.items() if path == vote_path(folder, vote.island)}

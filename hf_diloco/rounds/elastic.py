@@ -143,7 +143,9 @@ class ElasticSession(BaseSession):
         with self._leave_on_error():
             check_cover(shards, self.island)
             self._choose()
-            self.outer.open(shards, [(part, self._lanes_of(part)) for part in self._cut(shards)])
+            block_values = self.outer.codec.block_values
+            parts = [(part, LanePartition(part, self.island, NUM_LANES, block_values)) for part in self._cut(shards)]
+            self.outer.open(shards, parts)
             if checkpoint is not None:
                 restore_state(self.outer, checkpoint)
             else:
@@ -162,9 +164,6 @@ class ElasticSession(BaseSession):
             self._stand("training")
         self._go_on()
         return replaced
-
-    def _lanes_of(self, shards: Shards) -> LanePartition:
-        return LanePartition(shards, self.island, NUM_LANES, self.outer.codec.block_values)
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
         """Finds or begins the run, and takes this island's number in it."""

@@ -19,8 +19,8 @@ from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of
 from hf_diloco.membership.all_gather import AllGather, store_lost
-from hf_diloco.membership.facts import Facts
-from hf_diloco.membership.fingerprint import check_fingerprints, check_folders, find_common, make_fingerprint
+from hf_diloco.membership.facts import Facts, compare_facts
+from hf_diloco.membership.fingerprint import check_folders, find_common, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.records import (
     JoinRecord,
@@ -172,7 +172,7 @@ class FixedSession(BaseSession):
         if self.members and self.config.island == 0:
             announce_run(self.members.log, self.num_rounds, record.fingerprint)
         records = parse_records(JoinRecord, self.island.on_leader(lambda: self._share("join", record.model_dump())))
-        check_fingerprints(records)
+        compare_facts([record.fingerprint for record in records])
         check_folders({island: (record.host, record.folder) for island, record in enumerate(records)})
         return records
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -126,11 +126,11 @@ class RunLog:
         """Writes a record in place of what `read_tagged` has read, if that is there still; whether it was."""
         return self.store.replace(path, tag, self.seal.wrap(path, _dump(record)))
 
-    def read_all(self, paths: Iterable[str], kind: type[R]) -> dict[str, R]:
+    def read_all(self, paths: Sequence[str], kind: type[R]) -> dict[str, R]:
         """Those of several records that are there and can be read, by their paths; they are asked for at once."""
-        waiting, found = list(paths), dict[str, R]()
-        for start in range(0, len(waiting), _QUESTIONS_AT_ONCE):
-            part = waiting[start : start + _QUESTIONS_AT_ONCE]
+        found: dict[str, R] = {}
+        for start in range(0, len(paths), _QUESTIONS_AT_ONCE):
+            part = paths[start : start + _QUESTIONS_AT_ONCE]
             records = self.store.ask_together(*(partial(self.read_or_refuse, path, kind) for path in part))
             found |= {path: record for path, record in zip(part, records, strict=True) if record is not None}
         return found

@@ -158,7 +158,7 @@ class ObjectStore:
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
-            return self._retries.ask("read", path, lambda: backend.read_tagged(path, limit))
+            return self._retries.ask("read", path, partial(backend.read_tagged, path, limit))
         except AbsentError:
             return None
 
@@ -174,7 +174,7 @@ class ObjectStore:
         _check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
-        return self._write("replace", path, lambda: backend.replace(path, tag, data))
+        return self._write("replace", path, partial(backend.replace, path, tag, data))
 
     @property
     def tells_changes(self) -> bool:
@@ -217,7 +217,7 @@ class ObjectStore:
         """
         _check_path(path)
         view = memoryview(data).cast("B")
-        self._write("write", path, lambda: self._backend.put(path, view, pace, is_lasting))
+        self._write("write", path, partial(self._backend.put, path, view, pace, is_lasting))
 
     def get(self, path: str, limit: int) -> bytes | None:
         """Returns an object, None if there is none.
@@ -237,7 +237,7 @@ class ObjectStore:
         if sight and (seen := sight.objects[path]) is not None and len(seen) <= limit:
             return seen
         try:
-            return self._retries.ask("read", path, lambda: self._backend.read(path, limit))
+            return self._retries.ask("read", path, partial(self._backend.read, path, limit))
         except AbsentError:
             return None
         except OverflowError as size:
@@ -263,7 +263,7 @@ class ObjectStore:
     def _get_run(self, path: str, start: int, end: int) -> memoryview:
         """One range; obstore's own function for several ends the process if the object is shorter than expected."""
         try:
-            run = memoryview(self._retries.ask("read", path, lambda: self._backend.read_range(path, start, end)))
+            run = memoryview(self._retries.ask("read", path, partial(self._backend.read_range, path, start, end)))
         except AbsentError:
             raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
         except UnreadableError as error:
@@ -298,7 +298,7 @@ class ObjectStore:
         if prefix:
             _check_path(prefix)
         try:
-            found = self._retries.ask("list", prefix, lambda: self._backend.find(prefix))
+            found = self._retries.ask("list", prefix, partial(self._backend.find, prefix))
         except AbsentError:  # a folder that was removed meanwhile
             return []
         return sorted(entry for entry in found if is_object_path(entry.path))
@@ -312,7 +312,7 @@ class ObjectStore:
         for path in paths:
             _check_path(path)
         if paths:
-            self._write("delete", paths[0], lambda: self._backend.delete(paths))
+            self._write("delete", paths[0], partial(self._backend.delete, paths))
 
     def unfinished(self) -> Sequence[Entry]:
         """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /)."""
@@ -321,7 +321,7 @@ class ObjectStore:
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes what `unfinished` has returned; nobody may be writing it any more."""
         for entry in unfinished:
-            self._retries.ask("delete", entry.path, lambda: self._backend.drop(entry.path))  # noqa: B023 - called at once
+            self._retries.ask("delete", entry.path, partial(self._backend.drop, entry.path))
 
     def links(self) -> Sequence[str]:
         """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
@@ -334,7 +334,7 @@ class ObjectStore:
             StoreError: no answer, access is denied, or there is no such object.
         """
         _check_path(target)
-        self._write("move", path, lambda: self._backend.move(path, target))
+        self._write("move", path, partial(self._backend.move, path, target))
 
     def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
         self.sights.current = None  # what was seen before may be no more

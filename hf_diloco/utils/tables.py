@@ -31,6 +31,6 @@ def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def empty_table(padding: int = 1) -> Table:
-    """A table with a line under its headings; columns have `padding` spaces between them."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
+def empty_table() -> Table:
+    """A table with a line under its headings."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))

@@ -476,9 +476,9 @@ def test_another_program_that_answers() -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1", ":29400", "host:0", "host:99999", "host:http"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        network.split_address(address, "--peer")
-    assert network.split_address("tcp://10.0.0.1:29400", "--peer") == ("10.0.0.1", 29400)
-    assert network.split_address("[::1]:29400", "--peer") == ("::1", 29400)
+        network.split_peer(address)
+    assert network.split_peer("tcp://10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert network.split_peer("[::1]:29400") == ("::1", 29400)
 
 
 @pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "expected HOST:PORT"), ("8.8.8.8", "is a public address")])

@@ -81,16 +81,12 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
     return min(problems, 1)
 
 
-def run_doctor(store: str | None, peer: str | None, port: int | None, folder: Path, as_json: bool) -> int:
-    """Runs `hf-diloco doctor`, see its options; returns the exit code: 1 if there is a problem, else 0.
+def checks(store: str | None, peer: str | None, port: int | None, folder: Path) -> Iterator[tuple[str, Check]]:
+    """What `hf-diloco doctor` looks at, see its options.
 
     Raises:
         ConfigError: an address cannot be one.
     """
-    return show_findings(run_checks([*_checks(store, peer, port, folder)]), as_json)  # addresses are checked first
-
-
-def _checks(store: str | None, peer: str | None, port: int | None, folder: Path) -> Iterator[tuple[str, Check]]:
     from hf_diloco.cli.doctor import machine, network
 
     yield "versions", machine.check_versions
@@ -110,7 +106,7 @@ def _checks(store: str | None, peer: str | None, port: int | None, folder: Path)
         check_url(store, "doctor --store")
         yield "store", partial(network.check_store, store)
     if peer is not None:
-        yield "peer", partial(network.check_peer, *network.split_address(peer, "--peer"))
+        yield "peer", partial(network.check_peer, *network.split_peer(peer))
 
 
 def answer(address: str) -> int:

@@ -137,16 +137,16 @@ def check_port(port: int) -> Iterator[Finding]:
 # Another machine
 
 
-def split_address(text: str, option: str) -> tuple[str, int]:
-    """Host and port.
+def split_peer(text: str) -> tuple[str, int]:
+    """Host and port of `--peer`.
 
     Raises:
-        ConfigError: it is no HOST:PORT, naming the option.
+        ConfigError: it is no HOST:PORT.
     """
     try:
         return split_tcp_url(f"tcp://{text.removeprefix('tcp://')}")
     except ValueError:
-        raise ConfigError(f"{option} {text}: give HOST:PORT, as 10.0.0.1:29400") from None
+        raise ConfigError(f"--peer {text}: give HOST:PORT, as 10.0.0.1:29400") from None
 
 
 def serve(listener: socket.socket) -> None:
