@@ -13,10 +13,10 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.all_gather import CheckpointsRecord, SoundRecord, parse_records
 from hf_diloco.membership.facts import Facts, join_facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
-from hf_diloco.membership.records import CheckpointsRecord, SoundRecord, parse_records
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.utils.own_files import identify

@@ -29,9 +29,8 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
-from hf_diloco.membership.all_gather import LOOK_SECONDS, RESUMES, AllGather, parse
+from hf_diloco.membership.all_gather import LOOK_SECONDS, RESUMES, AllGather, parse, parse_some
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
-from hf_diloco.membership.records import parse_some
 from hf_diloco.membership.round_records import (
     ABSTENTION,
     Attempt,

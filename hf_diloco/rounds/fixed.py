@@ -18,17 +18,18 @@ from hf_diloco.errors import DiLoCoError, IslandLostError, RendezvousError, Stor
 from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import choose_partition, layout_of
-from hf_diloco.membership.all_gather import AllGather, store_lost
-from hf_diloco.membership.facts import Facts, compare_facts
-from hf_diloco.membership.fingerprint import check_folders, find_common, make_fingerprint
-from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.records import (
+from hf_diloco.membership.all_gather import (
+    AllGather,
     JoinRecord,
     LayoutRecord,
     StateRecord,
     parse_records,
     states_are_equal,
+    store_lost,
 )
+from hf_diloco.membership.facts import Facts, compare_facts
+from hf_diloco.membership.fingerprint import check_folders, find_common, make_fingerprint
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.run import announce_run
 from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.eager import EagerFragment

@@ -20,9 +20,15 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, RendezvousError, StopRequested
 from hf_diloco.membership import unanimity as membership_unanimity
-from hf_diloco.membership.all_gather import LOOK_SECONDS, AllGather
+from hf_diloco.membership.all_gather import (
+    LOOK_SECONDS,
+    AllGather,
+    CheckpointsRecord,
+    JoinRecord,
+    StateRecord,
+    parse_records,
+)
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.records import CheckpointsRecord, JoinRecord, StateRecord, parse_records
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, VoteRecord, offer_path, vote_path
 from hf_diloco.membership.unanimity import MAX_TRIES
 from hf_diloco.store.credentials import Credentials
