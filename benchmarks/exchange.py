@@ -163,7 +163,7 @@ class Island:
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
         from hf_diloco.sealing.keys import LinkKey
-        from hf_diloco.transport.lane import Lane
+        from hf_diloco.transport.base import Lane
         from hf_diloco.transport.mesh import MeshExchange
 
         self.close()

@@ -31,8 +31,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
-from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.base import RateLimit, Traffic
 from hf_diloco.utils.waiting import WaitNotes
 from hf_diloco.utils.workspace import Workspace
 

@@ -43,9 +43,8 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.torch_store import RecordStore
-from hf_diloco.transport.base import Observer, Traffic
+from hf_diloco.transport.base import Lane, Observer, RateLimit, Traffic
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.objects import ObjectInfo, read_info
 from hf_diloco.transport.transfers import LossNotes

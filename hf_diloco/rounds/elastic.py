@@ -49,8 +49,8 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import looking_once
 from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
+from hf_diloco.transport.base import RateLimit
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.lane import RateLimit
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.urls import split_server_url
 from hf_diloco.utils.waiting import WaitNotes

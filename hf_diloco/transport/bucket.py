@@ -16,8 +16,7 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.backends import PART_BYTES
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.transport.base import BLOCK_VALUES, Observer, Traffic, weighted_mean
-from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.base import BLOCK_VALUES, Observer, RateLimit, Traffic, weighted_mean
 from hf_diloco.transport.objects import BlockReader, LoadedBlock, ObjectInfo, digest_of, find_cover
 
 OBJECT_BLOCK_VALUES = 1 << 20

@@ -30,9 +30,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
-from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener

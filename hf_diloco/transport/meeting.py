@@ -32,8 +32,8 @@ from torch.distributed import Store
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing.channel import Channel
 from hf_diloco.store.rendezvous import local_address
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, Place, agree, way_of
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.transfers import Deadline
 
 logger = logging.getLogger("hf_diloco")

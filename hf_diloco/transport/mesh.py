@@ -16,16 +16,8 @@ import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
-from hf_diloco.transport.base import (
-    Exchange,
-    Observer,
-    Traffic,
-    averaged_by_all,
-    cut_into_pieces,
-    weighted_mean,
-)
+from hf_diloco.transport.base import Exchange, Lane, Observer, Traffic, averaged_by_all, cut_into_pieces, weighted_mean
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.transfers import (
     Chunk,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hf_diloco.codecs import CODECS
-from hf_diloco.transport.lane import BURST_SECONDS
+from hf_diloco.transport.base import BURST_SECONDS
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.transfers import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG

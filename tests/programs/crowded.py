@@ -21,7 +21,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.mesh import MeshExchange
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))

@@ -17,7 +17,7 @@ from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport import mesh, transfers
-from hf_diloco.transport.lane import Lane, RateLimit
+from hf_diloco.transport.base import Lane, RateLimit
 from tests.tcp_stores import reach
 
 

@@ -16,7 +16,7 @@ from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import make_key
 from hf_diloco.transport import connections
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.mesh import MeshExchange
 from tests.attackers import (
     ADDRESSES,

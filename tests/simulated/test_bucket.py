@@ -20,10 +20,9 @@ from hf_diloco.errors import PayloadError, StoreError
 from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.backends import PART_BYTES
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.transport import Traffic, bucket
-from hf_diloco.transport.base import weighted_mean
+from hf_diloco.transport import bucket
+from hf_diloco.transport.base import RateLimit, Traffic, weighted_mean
 from hf_diloco.transport.bucket import BucketExchange
-from hf_diloco.transport.lane import RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.objects import BlockReader, ObjectInfo, find_cover, iter_blocks, read_info
 from tests.clocks import StillClock

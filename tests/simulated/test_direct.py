@@ -24,10 +24,10 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import BytesRecord, RecordStore
-from hf_diloco.transport import Traffic, meeting
+from hf_diloco.transport import meeting
+from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.connections import Sealer
 from hf_diloco.transport.handshake import End
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import Transfers

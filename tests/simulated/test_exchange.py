@@ -25,9 +25,8 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore, ValueStore
-from hf_diloco.transport import Exchange, Traffic, base, memory, transfers
-from hf_diloco.transport.base import weighted_mean
-from hf_diloco.transport.lane import Lane
+from hf_diloco.transport import base, memory, transfers
+from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import LossNotes

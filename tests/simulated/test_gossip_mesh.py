@@ -30,8 +30,7 @@ from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport import meeting
-from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.base import RateLimit, Traffic
 from hf_diloco.transport.transfers import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import LOCALHOST, join, talk_together

@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
-from hf_diloco.transport import Exchange, messages, transfers
-from hf_diloco.transport.lane import Lane, RateLimit
+from hf_diloco.transport import messages, transfers
+from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from tests.clocks import AT_ONCE, LONG

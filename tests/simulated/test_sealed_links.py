@@ -25,9 +25,9 @@ from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections, Sealer
 from hf_diloco.transport.handshake import PLACE, End, Line
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport

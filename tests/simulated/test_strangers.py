@@ -28,9 +28,9 @@ from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport import meeting
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import GlooAddresses
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import Deadline

@@ -24,10 +24,10 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore
-from hf_diloco.transport import Exchange, connections
+from hf_diloco.transport import connections
+from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
 from hf_diloco.transport.handshake import Line
-from hf_diloco.transport.lane import Lane, RateLimit
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange

@@ -19,8 +19,8 @@ import torch
 from torch.distributed import HashStore
 
 from hf_diloco.errors import IslandLostError
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.lane import Lane
 from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door

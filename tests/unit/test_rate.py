@@ -7,7 +7,7 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_diloco.transport.lane import BURST_SECONDS, RateLimit
+from hf_diloco.transport.base import BURST_SECONDS, RateLimit
 from hf_diloco.utils.clock import REAL
 from tests.clocks import StillClock
 
