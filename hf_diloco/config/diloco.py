@@ -305,13 +305,12 @@ class DiLoCoConfig(StrictModel):
     @property
     def meets_in_store(self) -> bool:
         """Whether the islands meet in a store, where they may come and go."""
-        return self.rendezvous is not None and (is_object_store(self.rendezvous) or self.meets_at_island_0)
+        return self.rendezvous is not None and (is_object_store(self.rendezvous) or bool(checks.wants_store(self)))
 
     @property
     def meets_at_island_0(self) -> bool:
         """Whether island 0 keeps that store, at tcp://HOST:PORT."""
-        is_tcp = self.rendezvous is not None and not is_object_store(self.rendezvous)
-        return is_tcp and bool(checks.wants_store(self))
+        return self.rendezvous is not None and self.meets_in_store and not is_object_store(self.rendezvous)
 
     @property
     def encrypts_store(self) -> bool:

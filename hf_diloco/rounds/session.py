@@ -231,8 +231,8 @@ class BaseSession(ABC):
         if is_last and self.config.is_streaming:
             while self.outer.steps and not self.is_over:
                 self._reports.append(self.sync())
-        elif self.outer.is_due and self.config.overlaps:
-            if not self._has_begun_all:
+        elif self.config.overlaps:
+            if self.outer.is_due and not self._has_begun_all:
                 self._background.take_off()
         elif self.outer.is_due or is_last:  # steps of missed rounds may be left, and end before a round is due
             self._reports.append(self.sync())

@@ -167,11 +167,12 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
-        session.outer.add_weight(_checked(weight))
+        number = _checked(weight)
         if not self._accelerator.sync_gradients:
+            session.outer.add_weight(number)
             return None
         self._global_step += 1
-        session.outer.count_step()
+        session.outer.count_step(number)
         return self._try_advance() if session.is_due() else None
 
     @property
