@@ -15,9 +15,10 @@ from torch import nn
 from benchmarks import gossip_step
 from benchmarks.accelerator.setting import Figure, Setting
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.inner import AlignedPartition, open_shards
+from hf_diloco.inner import open_shards
 from hf_diloco.inner.device_copies import page_lock
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import AlignedPartition
 from hf_diloco.methods.gossip import METHODS
 from hf_diloco.rounds.open import open_session
 from tests.processes import ROOT

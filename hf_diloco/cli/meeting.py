@@ -202,8 +202,9 @@ def dashboard(
     from aiohttp import web
 
     from hf_diloco.cli.status import check_url
-    from hf_diloco.dashboard import Dashboard, open_source
     from hf_diloco.dashboard.prometheus import check_installed
+    from hf_diloco.dashboard.server import Dashboard
+    from hf_diloco.dashboard.source import open_source
     from hf_diloco.store.credentials import load_key
     from hf_diloco.utils.extras import need
 

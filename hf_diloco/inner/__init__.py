@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_diloco.errors import ConfigError, UnsupportedError
-from hf_diloco.inner.base import PlainShards, Segment, Shards
-from hf_diloco.inner.partition import AlignedPartition, LanePartition, Partition
+from hf_diloco.inner.base import PlainShards, Shards
 
 
 def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
@@ -77,15 +76,3 @@ def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
             )
         if parameter.is_meta:
             raise UnsupportedError(f"parameter {name} has no data (meta device): load the model before training")
-
-
-__all__ = [
-    "AlignedPartition",
-    "LanePartition",
-    "Partition",
-    "Segment",
-    "Shards",
-    "open_shards",
-    "refuse_foreign_optimizer",
-    "unwrap_optimizer",
-]

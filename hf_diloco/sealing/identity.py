@@ -17,7 +17,6 @@ from hf_diloco.sealing.keys import pack
 from hf_diloco.utils.public_keys import ListedKey, parse_public, show_public
 
 PUBLIC_BYTES = 32
-SIGNATURE_BYTES = PUBLIC_BYTES + 64
 _PROTOCOL = b"hf-diloco identity 1"
 
 
@@ -115,7 +114,7 @@ class Signer:
         raise TypeError("a Signer holds a private key: it is neither copied nor pickled")
 
     def sign(self, purpose: str, *said: bytes) -> bytes:
-        """This island's signature of what it says, `SIGNATURE_BYTES`.
+        """This island's signature of what it says, behind its public key.
 
         Args:
             purpose: what is signed; a signature is worth nothing for another purpose.

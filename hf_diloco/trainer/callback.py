@@ -25,7 +25,8 @@ from hf_diloco.errors import (
     StopRequested,
     UnsupportedError,
 )
-from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_round

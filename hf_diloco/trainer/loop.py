@@ -17,7 +17,8 @@ from torch import nn
 from hf_diloco.config.base import choose_config
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, MissedRoundError
-from hf_diloco.inner import Shards, open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import read_index

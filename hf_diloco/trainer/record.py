@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerState
 
-from hf_diloco.inner import Shards
+from hf_diloco.inner.base import Shards
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.round import SyncReport

@@ -17,9 +17,10 @@ from benchmarks.gossip_step import StandIn
 from hf_diloco.codecs import CODECS
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.gossip.published import MemoryPublished, VersionedBuffer
-from hf_diloco.inner import AlignedPartition, LanePartition, open_shards
+from hf_diloco.inner import open_shards
 from hf_diloco.inner.device_copies import LEAST_LOCKED_BYTES, copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import AlignedPartition, LanePartition
 from hf_diloco.methods.gossip import METHODS, make_optimizer
 from hf_diloco.optimizers.onebit.all_reduce import SignFeedback, num_bit_bytes, unpack
 from hf_diloco.rounds.open import open_session

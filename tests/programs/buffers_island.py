@@ -19,8 +19,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.inner import Shards, open_shards
-from hf_diloco.inner.base import BufferShards
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
 from tests.programs.shards_engines import VOCABULARY, make_engine

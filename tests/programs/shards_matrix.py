@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from hf_diloco.inner import AlignedPartition, LanePartition, Partition, Shards, open_shards, partition
-from hf_diloco.inner.base import BufferShards
+from hf_diloco.inner import open_shards, partition
+from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.partition import choose_partition, layout_of
+from hf_diloco.inner.partition import AlignedPartition, LanePartition, Partition, choose_partition, layout_of
 from tests.programs.shards_engines import VOCABULARY, Engine, groups_of_optimizer, make_engine, make_model, trainable
 from tests.programs.shards_reference import Reference, whole, working_weights
 from tests.programs.shards_table import Cell, cells_for

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from hf_diloco.inner import Segment, Shards
+from hf_diloco.inner.base import Segment, Shards
 
 Piece = tuple[str, int, int]
 """Name of a parameter, first element, number of elements."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_diloco.inner import Shards
+from hf_diloco.inner.base import Shards
 from tests.programs.shards_engines import (
     ADAM,
     LEARNING_RATE,

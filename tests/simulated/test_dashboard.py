@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.dashboard import Dashboard, open_source
-from hf_diloco.dashboard.source import Source
+from hf_diloco.dashboard.server import Dashboard
+from hf_diloco.dashboard.source import Source, open_source
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.clocks import AT_ONCE, LONG

@@ -13,11 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.inner import AlignedPartition
 from hf_diloco.inner.base import PlainShards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.inner.partition import check_cover
+from hf_diloco.inner.partition import AlignedPartition, check_cover
 from tests.programs.shards_pieces import Cut, make_shards
 
 Order = Literal["strided", "sequential"]

@@ -20,9 +20,15 @@ from hf_diloco.errors import (
     StopRequested,
     UnsupportedError,
 )
-from hf_diloco.inner import AlignedPartition, LanePartition, partition
+from hf_diloco.inner import partition
 from hf_diloco.inner.island import IslandGroup, _dump_error, _load_error
-from hf_diloco.inner.partition import check_cover, choose_partition, to_model_intervals
+from hf_diloco.inner.partition import (
+    AlignedPartition,
+    LanePartition,
+    check_cover,
+    choose_partition,
+    to_model_intervals,
+)
 from tests.programs.shards_pieces import Cut, ListShards, cut_pieces, make_shards
 
 SIZES = {"embedding": 7, "empty": 0, "weight": 12, "bias": 1, "head": 5}
