@@ -10,10 +10,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from hf_diloco import config, errors
+from hf_diloco import errors
 from hf_diloco.apps.common.yaml_file import read_yaml
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.config.base import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import ENV_IDENTITY
 from hf_diloco.store.signing import ENV_KEY
 from scripts.site import run_file_tables
@@ -200,12 +202,12 @@ def test_every_deepspeed_layout_is_listed() -> None:
 
 def test_environment_variables_are_listed() -> None:
     rows = set(re.findall(r"^\| `(HF_DILOCO_\w+)` \|", (DOCS / "launching.md").read_text(), re.MULTILINE))
-    whole_run = {config.ENV_ISLAND, config.ENV_NUM_ISLANDS, config.ENV_RENDEZVOUS, ENV_KEY, ENV_IDENTITY}
-    assert rows == {*whole_run, config.ENV_FOLDER, "HF_DILOCO_DEBUG"}
+    whole_run = {ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, ENV_KEY, ENV_IDENTITY}
+    assert rows == {*whole_run, ENV_FOLDER, "HF_DILOCO_DEBUG"}
 
 
 def test_defaults_in_prose_are_the_codes() -> None:
-    fresh = config.DiLoCoConfig()
+    fresh = DiLoCoConfig()
     tuning = (DOCS / "tuning.md").read_text()
     for name in ("sync_every", "outer_lr"):
         assert f"`{name}: {getattr(fresh, name)}`" in tuning
@@ -224,7 +226,7 @@ def test_the_table_of_methods_is_the_registry() -> None:
 
     text = (DOCS / "methods.md").read_text()
     rows = re.findall(r"^\| \[`(\w[\w-]*)`\]\(#[\w-]+\) \| (.+) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
-    of = {name: config.DiLoCoConfig(method=name) for name in METHODS}
+    of = {name: DiLoCoConfig(method=name) for name in METHODS}
     assert rows == [
         (
             name,
@@ -243,9 +245,9 @@ def test_the_table_of_methods_is_the_registry() -> None:
 def test_defaults_of_streaming_are_the_codes() -> None:
     section = (DOCS / "streaming.md").read_text().split("## Settings")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", section, re.MULTILINE))
-    streams = {"num_fragments"} | {name for name in config.DiLoCoConfig.model_fields if name.startswith("fragment_")}
+    streams = {"num_fragments"} | {name for name in DiLoCoConfig.model_fields if name.startswith("fragment_")}
     assert rows.keys() == streams
-    fresh = config.DiLoCoConfig()
+    fresh = DiLoCoConfig()
     for name, default in rows.items():
         assert (yaml.safe_load(default) if default != "none" else []) == getattr(fresh, name)
 
