@@ -18,7 +18,6 @@ from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.threads import call_behind
 
-PATH = RUN_PATH
 NO_RUN = "-"  # what seals the record that names the run
 _PARTS = ("start.json", "incarnations", "heartbeats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
@@ -73,7 +72,7 @@ def enter_run(
     if found is None and not _has_begun(store):
         store.check_creation()
         try:
-            found = log.decide(PATH, mine)
+            found = log.decide(RUN_PATH, mine)
         except ForgedError as error:
             raise _not_ours(store, error) from None
     if found is None or found.waits_for_all:
@@ -106,7 +105,7 @@ def announce_run(
         unit=unit,
     )
     names_run = RunLog(log.store, log.seal.of(NO_RUN))
-    call_behind(lambda: names_run.put(PATH, record), StoreError)
+    call_behind(lambda: names_run.put(RUN_PATH, record), StoreError)
 
 
 def find_run(log: RunLog) -> RunRecord | None:
@@ -116,7 +115,7 @@ def find_run(log: RunLog) -> RunRecord | None:
         RendezvousError: there is one that was not begun with this key.
     """
     try:
-        return log.read(PATH, RunRecord)
+        return log.read(RUN_PATH, RunRecord)
     except ForgedError as error:
         raise _not_ours(log.store, error) from None
 
@@ -137,15 +136,15 @@ def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
     for look in range(_LOOKS):
         if found := find_run(log):
             return found
-        if PATH not in paths:
+        if RUN_PATH not in paths:
             break
         clock.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
     if _has_begun(log.store):
         return None
     raise RendezvousError(
-        f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {PATH}, which names "
-        f"that run, is gone: a second run in the same place would mix with them. Bring {PATH} back from a copy; or "
-        "stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
+        f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {RUN_PATH}, which "
+        f"names that run, is gone: a second run in the same place would mix with them. Bring {RUN_PATH} back from a "
+        "copy; or stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
     )
 
 

@@ -34,11 +34,11 @@ from hf_diloco.membership.round_records import (
     assemble,
     round_of,
 )
-from hf_diloco.membership.run import PATH as RUN_PATH, open_run
+from hf_diloco.membership.run import open_run
 from hf_diloco.store.folder import Entry
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import is_wrapped
+from hf_diloco.store.signing import RUN_PATH, is_wrapped
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)

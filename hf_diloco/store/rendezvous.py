@@ -121,30 +121,6 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
     return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of island 0"
 
 
-def await_host(host: str, port: int, config: Place, notes: WaitNotes | None) -> None:
-    """Knocks until island 0 answers. A name service that is not there yet is waited for, too."""
-    deadline = time.monotonic() + config.join_timeout
-    wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except OSError as error:
-            is_over = time.monotonic() >= deadline
-            if isinstance(error, socket.gaierror) and (is_over or error.errno != socket.EAI_AGAIN):
-                raise RendezvousError(
-                    f"rendezvous host {host!r} has no address ({error.strerror}): correct it"
-                ) from None
-            if is_over:
-                raise RendezvousError(
-                    f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
-                    f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
-                ) from None
-        if wait:
-            wait.look([0])
-        time.sleep(_RETRY_SECONDS)
-
-
 def local_address(host: str, port: int) -> str:
     """The address of the interface that leads to the rendezvous."""
     family, numeric = _resolve(host, port)
@@ -171,7 +147,7 @@ def address_towards(rendezvous: str) -> str:
 
 
 def find_store(config: Place, notes: WaitNotes | None = None) -> None:
-    """Waits until island 0 listens.
+    """Knocks until island 0 answers. A name service that is not there yet is waited for, too.
 
     Args:
         config: where to meet.
@@ -181,7 +157,26 @@ def find_store(config: Place, notes: WaitNotes | None = None) -> None:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
     """
     host, port = _checked(config)
-    await_host(host, port, config, notes)
+    deadline = time.monotonic() + config.join_timeout
+    wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            is_over = time.monotonic() >= deadline
+            if isinstance(error, socket.gaierror) and (is_over or error.errno != socket.EAI_AGAIN):
+                raise RendezvousError(
+                    f"rendezvous host {host!r} has no address ({error.strerror}): correct it"
+                ) from None
+            if is_over:
+                raise RendezvousError(
+                    f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
+                    f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
+                ) from None
+        if wait:
+            wait.look([0])
+        time.sleep(_RETRY_SECONDS)
 
 
 class StoreHost:

@@ -26,7 +26,6 @@ from hf_diloco.store.signing import ENV_KEY, MEETING, RUN_PATH, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 
-MARK = MEETING
 MARK_SECONDS = 20.0
 """How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
 _GREETING_SECONDS = 20.0
@@ -98,11 +97,11 @@ def has_other_run(store: ObjectStore, seal: Seal) -> bool:
     Raises:
         StoreError: the store does not answer.
     """
-    found = store.get(MARK, MAX_RECORD_BYTES)
+    found = store.get(MEETING, MAX_RECORD_BYTES)
     if found is None:
         return False
     try:
-        return seal.of(_NO_RUN).open(MARK, found).get("run") != seal.run_id
+        return seal.of(_NO_RUN).open(MEETING, found).get("run") != seal.run_id
     except ForgedError:
         return True
 
@@ -124,7 +123,7 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
 def _begin_run(store: ObjectStore, credentials: Credentials) -> str:
     run, seal = secrets.token_hex(16), credentials.seal(_NO_RUN)
     mark = {"version": _VERSION, "run": run, "encrypt": credentials.encrypt, "identities": seal.identities}
-    store.put(MARK, seal.wrap(MARK, mark))
+    store.put(MEETING, seal.wrap(MEETING, mark))
     return run
 
 
@@ -149,7 +148,7 @@ def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
     try:
         has_run = False
         while True:
-            if (found := store.get(MARK, MAX_RECORD_BYTES)) is not None:
+            if (found := store.get(MEETING, MAX_RECORD_BYTES)) is not None:
                 return found
             if has_run:
                 raise RendezvousError(
@@ -171,7 +170,7 @@ _AGAIN = "start all again, or choose another port"
 def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> Mapping[str, object]:
     """What the mark of a run says; who signed it is looked at later."""
     try:
-        return Credentials(credentials.key).seal(_NO_RUN).open(MARK, found)
+        return Credentials(credentials.key).seal(_NO_RUN).open(MEETING, found)
     except ForgedError:
         pass
     if not credentials.key:
@@ -179,7 +178,7 @@ def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> 
             f"{who} has no key, and {there} has one: give it the key of the others (key_file or {ENV_KEY})"
         )
     try:
-        Credentials().seal(_NO_RUN).open(MARK, found)
+        Credentials().seal(_NO_RUN).open(MEETING, found)
     except ForgedError:
         raise RendezvousError(
             f"{who} has another key than {there}: give all one key (key_file or {ENV_KEY})"
@@ -204,7 +203,7 @@ def _check_identities(
             f"{who} has an identity, and {there} lists nobody's: set the same identities on all, or on none"
         )
     try:
-        credentials.seal(_NO_RUN).open(MARK, found)
+        credentials.seal(_NO_RUN).open(MEETING, found)
         Roster({int(number): texts for number, texts in theirs.items()}, signer.roster.unit).find_current(signer)
     except UnknownIdentityError as error:
         raise RendezvousError(f"{who} cannot take part in {there}: {error}") from None

@@ -11,6 +11,7 @@ import torch
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import IslandLostError
 from hf_diloco.transport.base import BLOCK_VALUES, Exchange, Observer, Traffic, averaged_by_all, weighted_mean
+from hf_diloco.transport.transfers import bytes_to_send
 
 
 class MemoryNetwork:
@@ -68,7 +69,8 @@ class MemoryExchange(Exchange):
             for own, average in zip(values.split(BLOCK_VALUES), mean.split(BLOCK_VALUES), strict=True):
                 observe(own, average)
         values.copy_(mean)
-        return self._traffic(size, codec)
+        num_bytes = bytes_to_send(size, self.num_islands, codec)  # in a mesh, each way
+        return Traffic(num_bytes, num_bytes)
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
         num_bytes = values.numel() * values.itemsize
@@ -104,15 +106,6 @@ class MemoryExchange(Exchange):
         for island, notify in self._lane.notify.items():
             if island != self.island:
                 notify()
-
-    def _traffic(self, size: int, codec: Codec) -> Traffic:
-        """What a mesh would move."""
-        others = self.num_islands - 1
-        if averaged_by_all(self.num_islands, codec):
-            num_bytes = others * codec.num_bytes(size)
-        else:
-            num_bytes = 2 * others * codec.num_bytes(size) // self.num_islands
-        return Traffic(num_bytes, num_bytes)
 
     def _swap(self, item: Any) -> list[Any]:
         """Gives `item` to all and returns what all gave, in the order of the islands."""

@@ -35,7 +35,7 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import load_identity, load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import url_of
-from hf_diloco.store.tcp_store import MARK
+from hf_diloco.store.signing import MEETING
 from hf_diloco.transport import connections, meeting
 from hf_diloco.utils.public_keys import show_public
 from tests.attackers import Attack, Attacker, at, attacks, read
@@ -195,7 +195,7 @@ class Router:
     def _impersonate(self, near: socket.socket, far: socket.socket) -> None:
         """Tells each island that this is the other one, by the run's key and an identity that is not the other's."""
         far.sendall(read(near, 4 + meeting._HELLO.size))
-        mark = ObjectStore(url_of(f"tcp://{ADDRESSES[0]}:{RENDEZVOUS}")).get(MARK, 1 << 20)
+        mark = ObjectStore(url_of(f"tcp://{ADDRESSES[0]}:{RENDEZVOUS}")).get(MEETING, 1 << 20)
         found = re.search(rb"run\W+([0-9a-f]{32})", mark or b"")
         assert found, "the mark of the run is in clear"
         private = load_identity(self._folder / "stranger.pem", 0)

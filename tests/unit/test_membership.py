@@ -39,11 +39,11 @@ from hf_diloco.membership.round_records import (
     assemble,
     author_of,
 )
-from hf_diloco.membership.run import PATH, RunRecord, enter_run, open_run
+from hf_diloco.membership.run import RunRecord, enter_run, open_run
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Sight
-from hf_diloco.store.signing import MEETING, Seal
+from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from tests.clocks import LONG, StillClock
 
 LEASE = 10.0
@@ -545,7 +545,7 @@ def test_who_decides_too_late_on_a_run_does_not_join_those_who_wait_for_each_oth
     def begin_meanwhile() -> None:
         check()
         run = RunRecord(run="0" * 32, by=0, parent="", num_rounds=None, fingerprint={}, waits_for_all=True)
-        RunLog(store, Seal(b"", "-")).put(PATH, run)
+        RunLog(store, Seal(b"", "-")).put(RUN_PATH, run)
 
     store.check_creation = begin_meanwhile
     with pytest.raises(RendezvousError, match="wait for each other"):
@@ -568,7 +568,7 @@ def test_a_run_that_a_network_file_system_does_not_show_yet_is_looked_for_again(
     assert is_new
     store.put("incarnations/0/000001.json", b"")
     get, looks, clock = store.get, iter(range(num_looks)), StillClock()
-    store.get = lambda path, limit: None if path == PATH and next(looks, None) is not None else get(path, limit)
+    store.get = lambda path, limit: None if path == RUN_PATH and next(looks, None) is not None else get(path, limit)
     if num_looks < 100:
         assert begin(store, clock=clock) == (run, False)
     else:

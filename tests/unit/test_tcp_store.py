@@ -25,7 +25,7 @@ from hf_diloco.store import memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
-from hf_diloco.store.tcp_store import MARK
+from hf_diloco.store.signing import MEETING
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.transfers import LossNotes
 from tests.clocks import AT_ONCE
@@ -212,7 +212,7 @@ def test_who_does_not_fit_is_told_at_the_start(
 def test_a_mark_that_strangers_write_lets_nobody_in(port: Port) -> None:
     keeps = port.enter(0, held(KEY))
     for forged in (b"made up", b"{}"):
-        port.bare.put(MARK, forged)
+        port.bare.put(MEETING, forged)
         with pytest.raises(RendezvousError, match="island 1 has another key"):
             port.enter(1, held(KEY))
     assert keeps.key
@@ -224,7 +224,7 @@ def test_a_run_that_begins_between_two_questions_is_met(port: Port, monkeypatch:
 
         def get(self, path: str, limit: int) -> bytes | None:
             found = super().get(path, limit)
-            if path == MARK and found is None:
+            if path == MEETING and found is None:
                 tcp_store._begin_run(port.bare, held(KEY))
                 port.bare.put("run.json", b"{}")
             return found
@@ -262,7 +262,11 @@ def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -
     bare.delete(["junk"])
     bare.put("more", bytes(8_000))
     assert [bytes(part) for part in bare.get_ranges("more", [0, 7_998], [2, 8_000])] == [bytes(2)] * 2
-    assert bare.list() == [("hf-diloco/run", len(bare.get(MARK, LIMIT) or b"")), ("more", 8_000), *bare.list("values")]
+    assert bare.list() == [
+        ("hf-diloco/run", len(bare.get(MEETING, LIMIT) or b"")),
+        ("more", 8_000),
+        *bare.list("values"),
+    ]
     assert store.get("a") == b"1"
 
 
