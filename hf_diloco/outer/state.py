@@ -22,8 +22,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals
 from hf_diloco.methods.outer import Groups, find_method
 from hf_diloco.methods.outer.base import Buffers
-from hf_diloco.outer.eager import EagerFragment
-from hf_diloco.outer.fragment import Fragment, ScratchPool
+from hf_diloco.outer.fragment import EagerFragment, Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
 
 

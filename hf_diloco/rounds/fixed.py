@@ -32,7 +32,7 @@ from hf_diloco.membership.fingerprint import check_folders, find_common, make_fi
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.run import announce_run
 from hf_diloco.membership.unanimity import Unanimity
-from hf_diloco.outer.eager import EagerFragment
+from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed_rounds import FixedRounds
