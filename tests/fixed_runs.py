@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -223,3 +225,24 @@ class CountingObjects:
     def __getattr__(self, name: str) -> Any:
         self.trips += name in ("ask", "decide") or (name in ("get", "list") and self._store.sights.current is None)
         return getattr(self._store, name)
+
+
+class Jittery:
+    """Lets other threads in between any two operations of a store or of links."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        self._inner = inner
+        self._random = random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._inner, name)
+        if not callable(operation):
+            return operation
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
+            result = operation(*arguments, **named)
+            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
+            return result
+
+        return call

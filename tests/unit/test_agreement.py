@@ -41,7 +41,7 @@ from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.threads import call_within
 from tests.clocks import AT_ONCE, LONG, FastClock
-from tests.fixed_runs import CountingObjects, convene, offer_of, unanimity, vote
+from tests.fixed_runs import CountingObjects, Jittery, convene, offer_of, unanimity, vote
 from tests.islands import run_islands, try_islands
 from tests.store_servers import serving_app
 from tests.tcp_stores import KeptStore
@@ -376,28 +376,6 @@ def test_one_who_failed_aborts_at_once(stores: Stores) -> None:
     assert time.monotonic() - started < AT_ONCE
 
 
-class JitteryObjects:
-    """Begins late, and lets other threads in between any two operations."""
-
-    def __init__(self, store: ObjectStore, seed: int) -> None:
-        self._store = store
-        self._random = random.Random(seed)
-        time.sleep(self._random.choice([0, 0.005, 0.01, 0.02]))
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._store, name)
-        if not callable(operation):
-            return operation
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            result = operation(*arguments, **named)
-            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            return result
-
-        return call
-
-
 @given(
     seed=st.integers(0, 1 << 30),
     patience=st.lists(st.sampled_from([0.0, 0.003, 0.01, 5.0]), min_size=2, max_size=4),
@@ -410,7 +388,8 @@ def test_giving_up_races_with_committing_and_all_read_one_outcome(
     store = ValueStore.in_memory()
 
     def run(island: int) -> bool:
-        jittery: Any = JitteryObjects(store.log.store, seed + island)
+        time.sleep(random.Random(seed + island).choice([0, 0.005, 0.01, 0.02]))  # one begins late
+        jittery: Any = Jittery(store.log.store, seed + island)
         log = RunLog(jittery, store.log.seal)
         one = unanimity(store, island, len(patience), patience[island], log=log)
         try:

@@ -20,7 +20,7 @@ from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
-from tests.fixed_runs import CountingObjects, convene, offer_of, unanimity, vote
+from tests.fixed_runs import CountingObjects, Jittery, convene, offer_of, unanimity, vote
 from tests.islands import run_islands, try_islands
 
 
@@ -156,27 +156,6 @@ def test_who_is_asked_to_stop_as_well_stops() -> None:
     unanimity(store, 1, 2).leave(1)
     with pytest.raises(StopRequested):
         unanimity(store, 0, 2, should_stop=lambda: True).abort(Attempt(1, 0), "", "island 1 was lost")
-
-
-class Jittery:
-    """Lets other threads in between any two operations of a store or of links."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        self._inner = inner
-        self._random = random.Random(seed)
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._inner, name)
-        if not callable(operation):
-            return operation
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            result = operation(*arguments, **named)
-            time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
-            return result
-
-        return call
 
 
 def take_round(one: Unanimity, island: int, has_gone: threading.Event) -> bool:
