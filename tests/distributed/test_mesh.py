@@ -179,6 +179,13 @@ def read_loss(process: Process) -> dict[str, Any]:
     return loss
 
 
+def losses_of(victim: int, islands: list[Process]) -> list[dict[str, Any]]:
+    """What all others say, who name it."""
+    losses = [read_loss(process) for island, process in enumerate(islands) if island != victim]
+    assert all(loss["lost"] == [victim] for loss in losses), losses
+    return losses
+
+
 @pytest.mark.parametrize(("num_islands", "victim", "num_connections"), [(3, 1, 1), (4, 3, 1), (3, 0, 3)])
 def test_a_killed_island_is_named_by_all_others_within_seconds(
     num_islands: int, victim: int, num_connections: int, store: KeptStore
@@ -187,12 +194,9 @@ def test_a_killed_island_is_named_by_all_others_within_seconds(
         islands = start_loop(processes, store, num_islands, 300, num_connections)
         islands[victim].kill()
         killed = time.monotonic()
-        for island, process in enumerate(islands):
-            if island != victim:
-                loss = read_loss(process)
-                assert loss["lost"] == [victim], loss
-                assert f"island {victim} was lost" in loss["text"]
-                assert "start all islands again" in loss["text"]
+        for loss in losses_of(victim, islands):
+            assert f"island {victim} was lost" in loss["text"]
+            assert "start all islands again" in loss["text"]
         assert time.monotonic() - killed < LONG
 
 
@@ -207,10 +211,7 @@ def test_an_island_that_dies_in_the_middle_of_a_transfer_is_named_within_seconds
         time.sleep(1)  # the others fill the buffers between them and go no further
         islands[victim].kill()
         killed = time.monotonic()
-        for island, process in enumerate(islands):
-            if island != victim:
-                loss = read_loss(process)
-                assert loss["lost"] == [victim], loss
+        losses_of(victim, islands)
         assert time.monotonic() - killed < LONG
 
 
@@ -221,11 +222,7 @@ def test_a_stopped_island_is_named_by_all_others_at_the_deadline(
     with Processes() as processes:
         islands = start_loop(processes, store, num_islands, 4, num_connections)
         os.kill(islands[victim].pid, signal.SIGSTOP)
-        for island, process in enumerate(islands):
-            if island != victim:
-                loss = read_loss(process)
-                assert loss["lost"] == [victim], loss
-                assert 3.5 < loss["seconds"] < AT_ONCE
+        assert all(3.5 < loss["seconds"] < AT_ONCE for loss in losses_of(victim, islands))
         os.kill(islands[victim].pid, signal.SIGCONT)
         assert read_loss(islands[victim])["seconds"] < LONG
 
