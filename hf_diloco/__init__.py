@@ -1,6 +1,6 @@
 """DiLoCo for the Hugging Face Trainer, Accelerate and DeepSpeed: one model, several clusters, little traffic.
 
-Names are imported on first use, so that `import hf_diloco` costs neither torch nor deepspeed.
+All but errors is imported on first use, so that `import hf_diloco` costs neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -8,41 +8,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_diloco.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedTransferError,
+    DiLoCoError,
+    DivergedError,
+    DuplicateIslandError,
+    ExchangeError,
+    FingerprintError,
+    ForgedError,
+    IslandLostError,
+    MissedRoundError,
+    PayloadError,
+    RendezvousError,
+    StopRequested,
+    StoreError,
+    StoreFullError,
+    UnknownIdentityError,
+    UnsupportedError,
+)
+
 __version__ = "0.2.0"
 
 _HOME = {
-    "CheckpointError": "hf_diloco.errors",
     "Codec": "hf_diloco.codecs",
-    "ConfigError": "hf_diloco.errors",
-    "DamagedTransferError": "hf_diloco.errors",
     "DiLoCoCallback": "hf_diloco.trainer.callback",
     "DiLoCoConfig": "hf_diloco.config.diloco",
-    "DiLoCoError": "hf_diloco.errors",
-    "DivergedError": "hf_diloco.errors",
-    "DuplicateIslandError": "hf_diloco.errors",
-    "ExchangeError": "hf_diloco.errors",
-    "FingerprintError": "hf_diloco.errors",
-    "ForgedError": "hf_diloco.errors",
     "GossipCallback": "hf_diloco.trainer.gossip_callback",
     "GossipConfig": "hf_diloco.gossip.config",
     "GossipOptimizer": "hf_diloco.methods.gossip",
-    "IslandLostError": "hf_diloco.errors",
     "MethodOptions": "hf_diloco.methods.outer",
-    "MissedRoundError": "hf_diloco.errors",
     "MuonAdamW": "hf_diloco.optimizers.muon",
     "OneBitAdam": "hf_diloco.optimizers.onebit.adam",
     "OneBitCallback": "hf_diloco.optimizers.onebit.trainer",
     "OneBitLamb": "hf_diloco.optimizers.onebit.lamb",
     "OuterLoop": "hf_diloco.trainer.loop",
     "OuterMethod": "hf_diloco.methods.outer",
-    "PayloadError": "hf_diloco.errors",
-    "RendezvousError": "hf_diloco.errors",
-    "StopRequested": "hf_diloco.errors",
-    "StoreError": "hf_diloco.errors",
-    "StoreFullError": "hf_diloco.errors",
     "Topology": "hf_diloco.methods.topology",
-    "UnknownIdentityError": "hf_diloco.errors",
-    "UnsupportedError": "hf_diloco.errors",
     "make_optimizer": "hf_diloco.methods.gossip",
     "make_topology": "hf_diloco.methods.topology",
     "simulate": "hf_diloco.apps.lm.simulate",
@@ -52,26 +55,6 @@ if TYPE_CHECKING:
     from hf_diloco.apps.lm.simulate import simulate
     from hf_diloco.codecs import Codec
     from hf_diloco.config.diloco import DiLoCoConfig
-    from hf_diloco.errors import (
-        CheckpointError,
-        ConfigError,
-        DamagedTransferError,
-        DiLoCoError,
-        DivergedError,
-        DuplicateIslandError,
-        ExchangeError,
-        FingerprintError,
-        ForgedError,
-        IslandLostError,
-        MissedRoundError,
-        PayloadError,
-        RendezvousError,
-        StopRequested,
-        StoreError,
-        StoreFullError,
-        UnknownIdentityError,
-        UnsupportedError,
-    )
     from hf_diloco.gossip.config import GossipConfig
     from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
     from hf_diloco.methods.outer import MethodOptions, OuterMethod
