@@ -424,7 +424,9 @@ def test_a_run_of_fixed_membership(tmp_path: Path, free_port: int) -> None:
     ]
     assert found.rounds[0].payload_bytes is None, "values go directly between islands"
     assert found.rounds[0].seconds is not None
-    table = shown(look_until(observer, lambda status: all(one.round == 2 for one in status.islands)))
+    table = shown(
+        look_until(observer, lambda status: all((one.round, one.phase) == (2, "training") for one in status.islands))
+    )
     assert re.search(r"^ +1 +\S+ +training +\S.* 2 +0 +0 of 2 +\S+ +1 +1 *$", table, re.MULTILINE), table
     assert "snapshot" not in table
     assert "direct" in table
