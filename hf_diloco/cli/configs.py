@@ -49,7 +49,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="as `hf-diloco
 
 @configs_app.command("copy")
 def copy(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="which; default: all")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="which; default: all")] = None,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; made if it is missing.")] = Path("configs"),
 ) -> None:
     """Copy run files, with the files that they name, to change them. Nothing is overwritten.

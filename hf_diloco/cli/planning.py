@@ -26,11 +26,11 @@ _PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE
 def estimate(
     run_file: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN.yaml]", help="the run file; without it, --params", show_default=False),
+        typer.Argument(metavar="RUN.yaml", help="the run file; without it, --params", show_default=False),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="overrides of the run file", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="overrides of the run file", show_default=False),
     ] = None,
     bandwidth: Annotated[
         str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
@@ -40,7 +40,9 @@ def estimate(
     ] = None,
     step_time: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Of an inner step without communication. [the run's record, else 1s]"),
+        typer.Option(
+            metavar="TIME", help="Of an inner step without communication. Default: as in the record, else 1s."
+        ),
     ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, metavar="PRICE", help="Of a gigabyte that leaves an island.")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
+from hf_diloco.cli.log import FINISHED
 from hf_diloco.cli.plan import IslandPlan, island_environment
 from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
@@ -71,6 +72,8 @@ def run_script(plan: ScriptPlan, *, grace: float, dry_run: bool) -> int:
     meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
     result = run_islands(plan.islands, (summary, plan.crowding), out, grace, keep_going=meets_in_store)
     print_failures(result, err)
+    if result.exit_code == FINISHED and any(plan.folder.glob("island-*/progress.json")):
+        out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
     return result.exit_code
 
 

@@ -50,7 +50,12 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
     check_url(url, "status", may_be_tcp=True)
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
-        observer = observe(url, key, num_rounds, _TIMEOUT)
+        try:
+            observer = observe(url, key, num_rounds, _TIMEOUT)
+        except RendezvousError as error:
+            if url == run:
+                raise
+            raise RendezvousError(f"{error}; `hf-diloco report {run}` shows what it has recorded") from None
         if interval is None:
             status = observer.settle()
             if as_json:
@@ -73,7 +78,10 @@ def _rendezvous_of(run: str) -> str:
         if url := (found.get(block) or {}).get("rendezvous"):
             return str(url)
     if not found:
-        raise ConfigError(f"{run} does not say yet where its islands meet: look again in a moment")
+        raise ConfigError(
+            f"{run} does not say where its islands meet: look again in a moment, or, of a script of your own, give "
+            "the rendezvous that its launcher has shown"
+        )
     raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
 
 

@@ -23,6 +23,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
+from hf_diloco.store.failures import KEEPER_GONE
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait, WaitNotes
@@ -182,7 +183,7 @@ def parse(what: str, raw: bytes) -> Said:
 
 def store_lost(error: Exception) -> IslandLostError:
     """The error for a store that does not answer."""
-    reason = (str(error).strip().splitlines() or ["no answer"])[0]
+    reason = (str(error).strip().splitlines() or ["no answer"])[0].removesuffix(f": {KEEPER_GONE}")
     return IslandLostError(
         f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be reached. "
         f"Start all islands again: {RESUMES}",

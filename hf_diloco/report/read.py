@@ -136,11 +136,14 @@ def _not_a_run(folder: Path) -> str:
 
 
 def _read_island(folder: Path, number: int | None) -> IslandRun:
+    progress, summary = _read_json(folder / "progress.json"), _read_json(folder / "summary.json")
+    elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
+    if isinstance(elsewhere, str) and not (folder / METRICS).is_file():
+        folder = Path(elsewhere)
     records, num_bad_lines = _read_records(folder / METRICS)
     sections = tuple(Section(tuple(part)) for part in _split(records))
     if number is None:  # a folder of another name: the record says which island it is
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
-    progress, summary = _read_json(folder / "progress.json"), _read_json(folder / "summary.json")
     return IslandRun(number, folder, sections, num_bad_lines, progress, summary)
 
 

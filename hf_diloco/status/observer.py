@@ -344,8 +344,9 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Obs
     try:
         store = ObjectStore(url_of(rendezvous), timeout, read_only=True, gone_after=GONE_SECONDS)
     except RendezvousError as error:
+        why = "nobody listens there" if "nobody listens there" in str(error) else str(error)
         raise RendezvousError(
-            f"no run can be seen at {rendezvous} ({error}): island 0, or node 0, which keeps its store, has not "
+            f"no run can be seen at {rendezvous} ({why}): island 0, or node 0, which keeps its records, has not "
             "started, has ended, or cannot be reached from this machine"
         ) from None
     return Observer(store, key, num_rounds, url=rendezvous)

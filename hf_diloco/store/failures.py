@@ -26,6 +26,7 @@ _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
 _PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # a network file system's
+KEEPER_GONE = "who keeps it has ended, or cannot be reached"  # of a store that an island or a node keeps
 _LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # answers that asking again does not change
 _CAUSES = (
     (
@@ -146,7 +147,7 @@ class Retries:
         if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
         if self.gone_after is not None:
-            return "who keeps it has ended, or cannot be reached"
+            return KEEPER_GONE
         if self._scheme in ("http", "https") and (error is None or self._may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if remedy := _remedy_of(error):

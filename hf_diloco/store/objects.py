@@ -70,7 +70,7 @@ class ObjectStore:
         self._retries = Retries(self.url, timeout, read_only, gone_after)
         try:
             self._backend = open_backend(self.url, timeout, read_only)
-            self._retries.ask("list", "checks", self._backend.greet)
+            self._retries.ask("list", "", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:

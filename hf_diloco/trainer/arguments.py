@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
@@ -36,6 +39,20 @@ def check_arguments(
     given = {"optim": name} if is_schedule_free(name) else {}
     refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
+
+
+def check_launched() -> None:
+    """Refuses a process that no launcher has started, in which DeepSpeed asks MPI for its rank, also for a single one.
+
+    Raises:
+        ConfigError: there is no MPI either.
+    """
+    has_rank = any(name in os.environ for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SM_TRAINING_ENV"))
+    if not (has_rank or dist.is_initialized() or find_spec("mpi4py")):
+        raise ConfigError(
+            "deepspeed needs a launcher, also for a single rank: start the script by `torchrun --nproc_per_node 1`, "
+            "`deepspeed --num_gpus 1` or `accelerate launch` in the place of `python`"
+        )
 
 
 def check_gossip_arguments(

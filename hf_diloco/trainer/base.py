@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.arguments import check_launched, examples_per_step, folder_of
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.saving import Saving
@@ -142,8 +142,13 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop.request()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Has DeepSpeed resume from checkpoints of another number of ranks."""
+        """Has DeepSpeed resume from checkpoints of another number of ranks.
+
+        Raises:
+            ConfigError: DeepSpeed is to train in a process that no launcher has started.
+        """
         if args.deepspeed_plugin is not None:
+            check_launched()
             resume_across_ranks()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -180,7 +185,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         folder, handler = launchers_folder(), trainer.callback_handler
         if folder is None or any(isinstance(one, RunFilesCallback) for one in handler.callbacks):
             return
-        progress = Progress(folder, trainer.state.max_steps, unit="examples")
+        progress = Progress(folder, trainer.state.max_steps, unit="examples", record=folder_of(args))
         examples = examples_per_step(args)
         # Trainers call what is added while they call others.
         trainer.add_callback(RunFilesCallback(progress, self._num_rounds, self._sync_every, examples, in_script=True))

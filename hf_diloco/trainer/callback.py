@@ -51,6 +51,7 @@ from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule, replaced
 from hf_diloco.trainer.views import HasOuterWeights
+from hf_diloco.utils.text import plural
 
 logger = logging.getLogger("hf_diloco")
 
@@ -82,7 +83,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     Attributes:
         config: the settings.
         stopped: training ended early because it was asked to.
-        moved_at_end: a last round changed the weights after the last step: evaluations before it are of other weights.
+        moved_at_end: a round may have changed the weights after the last step: evaluations are of earlier ones.
     """
 
     NOT_BEGUN = (
@@ -169,6 +170,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
         needed = last_of_earlier_round if goes_back_with_others else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
+        # By a round that was still due, or took place meanwhile.
+        self.moved_at_end = state.global_step >= state.max_steps
         if trainer is not None and self.config.eval_weights == "outer":
             evaluate = partial(self._evaluate_outer, trainer, trainer._evaluate)
             self._evaluating.enter_context(replaced(trainer, "_evaluate", evaluate))
@@ -380,11 +383,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     ) -> IslandRecord:
         session, examples = self._need_session(), self._examples
         logger.info(
-            "island %d of %d, %s, %d ranks: %d examples a step on this island, %d on all islands of this size",
+            "island %d of %d, %s, %d %s: %d examples a step on this island, %d on all islands of this size",
             self.config.island,
             self.config.num_islands,
             shards.description,
             session.island.size,
+            plural("rank", session.island.size),
             examples,
             examples * self.config.num_islands,
         )

@@ -34,9 +34,19 @@ def launchers_folder() -> Path | None:
 
 
 class Progress:
-    """`progress.json` of one island, replaced whole, at most four times a second while the state stays the same."""
+    """`progress.json` of one island, replaced whole, at most four times a second while the state stays the same.
 
-    def __init__(self, folder: Path, max_steps: int, enabled: bool = True, unit: str = "tokens") -> None:
+    Args:
+        folder: where it lies.
+        max_steps: of the run.
+        enabled: whether it is written.
+        unit: what is counted.
+        record: the folder of the island's record, if that is another.
+    """
+
+    def __init__(
+        self, folder: Path, max_steps: int, enabled: bool = True, unit: str = "tokens", record: Path | None = None
+    ) -> None:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
         self._written = 0.0
@@ -51,6 +61,8 @@ class Progress:
             "unit": unit,
             "message": "",
         }
+        if record is not None:
+            self._values["record"] = str(record.absolute())
 
     def update(self, **values: Any) -> None:
         """Changes some values; a new state or message is written at once."""
@@ -91,9 +103,11 @@ class RunFilesCallback(TrainerCallback):
         self._tokens_per_step = tokens_per_step
         self._in_script = in_script
         self._times: deque[float] = deque(maxlen=_STEPS_OF_RATE + 1)
+        self._is_training = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training begins."""
+        self._is_training = True
         self._times.append(time.monotonic())
         self._update(state, state="training", message="")
 
@@ -129,13 +143,15 @@ class RunFilesCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training has ended, and nobody else says when all is done."""
+        self._is_training = not self._in_script
         if self._in_script:
             self._update(state, state="done")
 
     def _resume(self, state: TrainerState, now: str) -> None:
         self._times.clear()  # the pause is none of the training rate
         self._times.append(time.monotonic())
-        self._update(state, state=now)
+        if self._is_training:  # a script may evaluate and save later, too
+            self._update(state, state=now)
 
     def _update(self, state: TrainerState, /, **values: Any) -> None:
         if state.is_world_process_zero:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
+from hf_diloco.config import ENV_FOLDER
 from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, IslandLostError, MissedRoundError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
@@ -27,6 +28,7 @@ from hf_diloco.report import load_run, summarise
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
+from hf_diloco.trainer.arguments import check_launched
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import second_island
@@ -154,6 +156,26 @@ def test_the_model_ends_on_the_outer_parameters(tmp_path: Path) -> None:
 
 
 # What a person sees
+
+
+def test_the_launcher_of_a_script_sees_its_end_and_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = tmp_path / "launched" / "island-0"
+    launched.mkdir(parents=True)
+    monkeypatch.setenv(ENV_FOLDER, str(launched))
+    trainer = make_trainer(tmp_path / "own", DiLoCoCallback(sync_every=4), eval_strategy="steps", eval_steps=4)
+    trainer.train()
+    trainer.evaluate()
+    assert json.loads((launched / "progress.json").read_text())["state"] == "done"
+    assert summarise(load_run(tmp_path / "launched")).num_rounds == 2
+
+
+def test_deepspeed_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("hf_diloco.trainer.arguments.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torchrun --nproc_per_node 1"):
+        check_launched()
+    monkeypatch.setenv("RANK", "0")
+    check_launched()
 
 
 def test_steps_that_were_in_no_round_are_brought_to_a_last_one(
@@ -610,9 +632,11 @@ def test_a_finished_training_that_is_resumed_keeps_the_outer_parameters(
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
     whole = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **saving)
     whole.train()
-    resumed = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **saving)
+    callback = DiLoCoCallback(sync_every=4)
+    resumed = make_trainer(tmp_path, callback, **saving)
     resumed.train(resume_from_checkpoint=True)
     assert same_bits(weights_of(resumed), weights_of(whole))
+    assert callback.moved_at_end, "a round that was due may have taken place: what was evaluated before counts no more"
     assert complete_steps(tmp_path) == [4, 8]
     assert "after the last synchronisation" not in caplog.text
 

@@ -45,6 +45,14 @@ def test_a_record_made_by_the_writer_itself(tmp_path: Path) -> None:
     assert losses[1] is None  # not recorded
 
 
+def test_the_record_of_a_script_that_writes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    own = write_island(tmp_path / "own", 0, [start(), train(1, 3.0), end()])
+    launched = tmp_path / "launched" / "island-0"
+    launched.mkdir(parents=True)
+    (launched / "progress.json").write_text(json.dumps({"state": "done", "record": str(own)}))
+    assert [record.loss for record in load_run(tmp_path / "launched").islands[0].of(Train)] == [3.0]
+
+
 def test_a_number_of_islands_that_cannot_be_is_an_unreadable_line(tmp_path: Path) -> None:
     write_island(tmp_path, 0, [start(), train(1, 3.0), start(num_islands=10**9), train(2, 2.0), end()])
     run = load_run(tmp_path)

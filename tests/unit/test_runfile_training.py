@@ -76,7 +76,20 @@ def test_zero_3_is_told_to_save_whole_models(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     (tmp_path / "run.yaml").write_text("training: {max_steps: 1}\ndeepspeed: zero.json\n")
     config = deepspeed_config(load_run_file(tmp_path / "run.yaml"))
-    assert config == {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    assert config is not None
+    assert config["zero_optimization"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+
+
+def test_what_deepspeeds_configuration_leaves_out_comes_from_training(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "training: {max_steps: 1}\ndeepspeed: {gradient_clipping: 0.5, zero_optimization: {stage: 1}}\n"
+    )
+    assert deepspeed_config(load_run_file(tmp_path / "run.yaml")) == {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1},
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deepspeed").glob("*.json")), ids=lambda path: path.stem)

@@ -43,6 +43,7 @@ _POSITIVE = (
     *("logging_steps", "save_steps", "eval_steps", "save_total_limit"),
 )
 _NOT_NEGATIVE = ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
+_OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _BELOW_ONE = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
 
 
@@ -107,6 +108,8 @@ def uses_cpu(run: BaseRun) -> bool:
 def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model and Muon need.
 
+    Batch size, accumulation and clipping that it leaves out are those of `training`.
+
     Raises:
         ConfigError: Muon is to scatter gradients under ZeRO-3, which it needs whole.
     """
@@ -128,7 +131,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
                     "false, or leave it out"
                 )
         config = {**config, "zero_optimization": zero}
-    copy: dict[str, Any] = json.loads(json.dumps(config))  # transformers fills in "auto" values
+    from_training = dict.fromkeys(_OF_TRAINING, "auto")  # transformers fills it in, into a copy
+    copy: dict[str, Any] = json.loads(json.dumps({**from_training, **config}))
     return copy
 
 
