@@ -44,7 +44,7 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items())
+    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items() if value != "")
     terminal(sys.stdout).print(fact_table(shown))
 
 
@@ -74,7 +74,9 @@ def export(
     """
     from hf_diloco.apps.common.model_card import write_card_of_checkpoint
     from hf_diloco.outer.export import export as write, find_checkpoint
+    from hf_diloco.utils.extras import keep_deepspeed_quiet
 
+    keep_deepspeed_quiet()  # transformers imports it
     found, index = find_checkpoint(checkpoint)
     write(found, index, folder, like)
     write_card_of_checkpoint(folder, index)
@@ -91,7 +93,7 @@ def _facts(checkpoint: Path, index: OuterIndex) -> dict[str, Any]:
         "round": index.round,
         "step": index.global_step,
         "steps_since_round": index.steps_since_sync,
-        "tokens": index.data.get("tokens"),
+        "tokens": index.data.get("tokens") or None,  # the Trainer counts them where it is asked to
         "method": settings.get("method", "diloco"),
         "sync_every": settings.get("sync_every"),
         "payload": settings.get("payload", "fp32"),

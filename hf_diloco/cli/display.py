@@ -49,24 +49,25 @@ def terminal(stream: IO[str] | None) -> Console:
     return Console(file=cast("IO[str]", _Unbreakable(stream or io.StringIO())), highlight=False)
 
 
-def make_display(console: Console, islands: Sequence[int]) -> LineDisplay:
-    """Progress bars on a terminal, plain lines elsewhere."""
-    return (
-        BarDisplay(console, islands) if console.is_terminal and not console.is_dumb_terminal else LineDisplay(console)
-    )
+def make_display(console: Console, islands: Sequence[int], unit: str = "island") -> LineDisplay:
+    """Progress bars on a terminal, plain lines elsewhere; `unit` is what each is called."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return BarDisplay(console, islands, unit)
+    return LineDisplay(console, unit=unit)
 
 
 class LineDisplay:
     """Where the launcher shows what happens, as plain lines. A context: the terminal is its own again afterwards."""
 
-    def __init__(self, console: Console, every: float = LINE_EVERY) -> None:
+    def __init__(self, console: Console, every: float = LINE_EVERY, unit: str = "island") -> None:
         self._console = console
+        self._unit = unit
         self._every = every
         self._shown: dict[int, tuple[float, IslandProgress]] = {}
 
     def line(self, island: int, text: str) -> None:
         """A line that an island wrote."""
-        self._print((f"island {island}", _colour(island)), text)
+        self._print((f"{self._unit} {island}", _colour(island)), text)
 
     def note(self, text: str) -> None:
         """Something that the launcher itself has to say."""
@@ -82,7 +83,7 @@ class LineDisplay:
 
     def ended(self, island: int, how: str) -> None:
         """An island has ended: `finished`, `stopped, with a checkpoint`, ..."""
-        self.note(f"island {island} {how}")
+        self.note(f"{self._unit} {island} {how}")
 
     def status(self, text: str) -> None:
         """What the launcher is waiting for; empty for nothing. Replaces the status before: no lines of a countdown."""
@@ -100,8 +101,8 @@ class LineDisplay:
 class BarDisplay(LineDisplay):
     """Progress bars below the lines."""
 
-    def __init__(self, console: Console, islands: Sequence[int]) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, islands: Sequence[int], unit: str = "island") -> None:
+        super().__init__(console, unit=unit)
         wide = console.width >= _WIDE
         self._bars = Progress(
             TextColumn("[{task.fields[colour]}]{task.description}"),
@@ -115,7 +116,7 @@ class BarDisplay(LineDisplay):
         )
         self._tasks = {
             island: self._bars.add_task(
-                f"island {island}", total=None, colour=_colour(island), figures="", state="starting"
+                f"{unit} {island}", total=None, colour=_colour(island), figures="", state="starting"
             )
             for island in islands
         }

@@ -165,8 +165,8 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
 def _price(row: Row) -> str:
     if row.price_a_day is None:
         return ""
-    run = "" if row.price is None else f", {row.price:,.2f} for the run"
-    return f"; all of them for {row.price_a_day:,.2f} a day{run}"
+    run = "" if row.price is None else f", and {row.price:,.2f} in the whole run"
+    return f"; all islands together pay {row.price_a_day:,.2f}{run}"
 
 
 def _table(estimate: Estimate) -> Table:

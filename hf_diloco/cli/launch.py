@@ -46,6 +46,8 @@ class Island:
 
     def __init__(self, plan: IslandPlan) -> None:
         self.number = plan.number
+        self.unit = plan.unit
+        self.name = f"{plan.unit} {plan.number}"
         self.log_path = plan.folder / "log.txt"
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
@@ -82,7 +84,7 @@ class Island:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DiLoCoError(
-                f"island {self.number} of this run is running already (its processes hold {self.log_path}): "
+                f"{self.name} of this run is running already (its processes hold {self.log_path}): "
                 "wait for its end, or choose another --name"
             ) from None
         except OSError:  # a file system without locks
@@ -279,7 +281,8 @@ class Launcher:
         if not self._keep_going:
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
-            self._display.note("the other islands go on; the same command with --island brings one back")
+            unit = self._islands[0].unit
+            self._display.note(f"the other {unit}s go on; the same command with --{unit} brings one back")
 
     def _act(self) -> None:
         while self._signals_handled < len(self._signals):
@@ -321,7 +324,7 @@ class Launcher:
         training = [island for island in running if island not in starting and not island.progress.is_ending]
         unreached = [island for island in training if not island.ask_to_stop()]
         for island in unreached:
-            self._display.note(f"island {island.number} cannot be asked for a checkpoint, ending it")
+            self._display.note(f"{island.name} cannot be asked for a checkpoint, ending it")
             self._terminate(island)
         training = [island for island in training if island not in unreached]
         if training:
@@ -352,7 +355,7 @@ class Launcher:
 
 
 def _names(islands: Sequence[Island]) -> str:
+    if len(islands) == 1:
+        return islands[0].name
     numbers = [str(island.number) for island in islands]
-    if len(numbers) == 1:
-        return f"island {numbers[0]}"
-    return f"islands {', '.join(numbers[:-1])} and {numbers[-1]}"
+    return f"{islands[0].unit}s {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -88,6 +88,7 @@ class IslandPlan:
         command: program and arguments.
         environment: changes to the launcher's environment; None removes a variable.
         files: files that are written before the start, by path.
+        unit: what it is called: island, or node.
     """
 
     number: int
@@ -95,6 +96,7 @@ class IslandPlan:
     command: tuple[str, ...]
     environment: Mapping[str, str | None]
     files: Mapping[Path, str]
+    unit: str = "island"
 
     def shell_line(self) -> str:
         """The command with its environment, to be pasted into a shell."""
@@ -157,7 +159,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
         )
         environment = island_environment(number, run.meeting.num_islands, rendezvous, threads, share)
         files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
-        islands.append(IslandPlan(number, folder, tuple(command), environment, files))
+        islands.append(IslandPlan(number, folder, tuple(command), environment, files, run.unit))
     crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads), shares)
     return Plan(run, tuple(islands), rendezvous, crowding)
 

@@ -57,7 +57,7 @@ def run_islands(
     islands: Sequence[IslandPlan], notes: Sequence[str], out: Console, grace: float, *, keep_going: bool
 ) -> Result:
     """Starts islands, shows them on `out` below `notes`, and returns when all have ended; see `Launcher`."""
-    display = make_display(out, [island.number for island in islands])
+    display = make_display(out, [island.number for island in islands], islands[0].unit)
     launcher = Launcher(islands, display, grace, keep_going)
     for note in filter(None, notes):
         display.note(note)
@@ -161,10 +161,10 @@ def _print_report(run: BaseRun, out: Console) -> None:
 def _print_failure(island: Island, outcome: Outcome, cause: Outcome | None, err: Console) -> None:
     """Prints why an island failed; `cause` is the outcome of the one that failed first, if that was another."""
     if cause and outcome.error == cause.error:
-        what = f"island {island.number} failed for the same reason"
+        what = f"{island.name} failed for the same reason"
     else:
         error = outcome.error.removeprefix("error: ") or "it said nothing"
-        what = f"island {island.number} {'then ' if cause else ''}failed ({outcome.ending}): {error}"
+        what = f"{island.name} {'then ' if cause else ''}failed ({outcome.ending}): {error}"
     _say(err, ("error: ", "bold red"), what)
     _say(err, f"       log: {island.log_path}")
 

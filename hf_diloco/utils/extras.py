@@ -49,8 +49,13 @@ def import_deepspeed_quietly() -> None:
 
     All its other warnings stay, also later.
     """
-    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)  # DeepSpeed gets this logger, and adds to it
+    keep_deepspeed_quiet()
     import deepspeed  # noqa: F401
+
+
+def keep_deepspeed_quiet() -> None:
+    """The same for a library that may import DeepSpeed later."""
+    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)  # DeepSpeed gets this logger, and adds to it
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:

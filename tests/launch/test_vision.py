@@ -148,7 +148,7 @@ def test_without_node_0_the_others_train_to_the_end(slowmo: str, file: Path) -> 
         wait_for_step(launched, folder, 20, 4)
         kill_node(processes, 0)
         launched.wait(PATIENCE, expect=1)  # an island of it has failed
-        assert "island 1 failed" not in launched.output
+        assert "node 1 failed" not in launched.output
     logs = [(folder / f"island-{node}" / "log.txt").read_text() for node in (1, 2, 3)]
     for node, log in enumerate(logs, 1):
         assert [event["step"] for event in events(folder, node, "end")] == [200]
@@ -166,11 +166,11 @@ def run_without_node_2_for_a_time(file: Path, *more: str) -> list[dict[str, Any]
         launched = processes.spawn([*LAUNCH, file, *settings])
         wait_for_step(launched, folder, 20, 4)
         kill_node(processes, 2)
-        launched.wait_for("island 2 failed", PATIENCE)
+        launched.wait_for("node 2 failed", PATIENCE)
         back = processes.spawn([*LAUNCH, file, *settings, "--island", "2"])
         back.wait(PATIENCE)
         launched.wait(PATIENCE, expect=1)  # an island of it has failed
-        assert "the other islands go on" in launched.output
+        assert "the other nodes go on" in launched.output
         assert not processes.alive()
     news = [event["news"] for node in (1, 3) for event in events(folder, node, "neighbour")]
     # A loss may be noticed first in an average of all, which then takes place without it.
@@ -295,7 +295,7 @@ def test_a_killed_node_returns_where_nobody_waits(file: Path) -> None:
         launched = processes.spawn([*LAUNCH, file, *settings])
         wait_for_step(launched, folder, 20, 4)
         kill_node(processes, 2)
-        launched.wait_for("island 2 failed", PATIENCE)
+        launched.wait_for("node 2 failed", PATIENCE)
         back = processes.spawn([*LAUNCH, file, *settings, "--island", "2"])
         wait_for(back, lambda: len(events(folder, 2, "start")) == 2)
         entered = events(folder, 2, "start")[1]["step"]

@@ -22,6 +22,10 @@ class EndedIsland:
     outcome: Outcome
     log_path: Path = field(default=Path("log.txt"))
 
+    @property
+    def name(self) -> str:
+        return f"island {self.number}"
+
 
 @pytest.fixture
 def options(tmp_path: Path) -> LaunchOptions:

@@ -184,7 +184,7 @@ def _write(
         + [f"hf-diloco ({_link('CITATION.cff', '/blob/main/CITATION.cff')})"],
     )
     try:
-        write_whole(model_folder / "README.md", str(card))
+        write_whole(model_folder / "README.md", f"{card}\n")
     except OSError as error:
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
 

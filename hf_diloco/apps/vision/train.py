@@ -117,7 +117,7 @@ def _print_plan(node: VisionNode) -> None:
     say(f"model: {short_count(num_trained)} trained parameters, images of {data.image_size} pixels a side")
     shares = f"{data.share_sizes[config.node]:,} of {sum(data.share_sizes):,} examples"
     counts = data.label_counts
-    classes = "classes " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
+    classes = "by class " + " ".join(map(str, counts)) if len(counts) <= 20 else f"{sum(map(bool, counts))} classes"
     say(f"data of node {config.node}: {shares}, {classes}; evaluation: {len(data.evaluation):,}")
     say(f"batch of node {config.node}: {examples:,} images a step; of all {total} nodes: {examples * total:,}")
     graph = node.callback.topology
