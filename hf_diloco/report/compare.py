@@ -143,7 +143,7 @@ def row(found: Candidate) -> tuple[str, ...]:
         text.seconds(found.seconds),
         text.rate(rate) + unit,
         text.size(report.bytes_sent),
-        text.share(report.shares.waiting if report.shares else None),
+        text.share(report.shares.waiting if report.shares and not nodes else None),
     )
 
 

@@ -185,7 +185,9 @@ def _last_evaluations(island: IslandRun, end: int | None) -> tuple[Eval | None, 
         evaluations += _from_summary(island, end)
     outer = next((record for record in reversed(evaluations) if record.weights == "outer"), None)
     latest = evaluations[-1] if evaluations else None
-    return outer, latest if latest is not None and latest.weights == "inner" else None
+    if latest is None or latest.weights != "inner" or (outer is not None and outer.step == latest.step):
+        return outer, None
+    return outer, latest
 
 
 def _from_summary(island: IslandRun, step: int) -> list[Eval]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.records import AnyRecord, Mix, Record, Start, Sync, parse_line
+from hf_diloco.report.records import AnyRecord, Eval, Mix, Record, Start, Sync, parse_line
 from hf_diloco.utils.redact import redact
 
 METRICS = "metrics.jsonl"
@@ -209,10 +209,17 @@ def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
             kept = {key: record for key, record in kept.items() if record.step <= start.step}
         latest: dict[tuple[str, int], AnyRecord] = {}
         for record in section.records:
-            key = (record.event, record.round if isinstance(record, Sync) else record.step)
-            latest[key] = _complete(latest[key], record) if key in latest else record
+            key = _key(record)
+            latest[key] = _complete(latest.pop(key), record) if key in latest else record
         kept.update(latest)
     return sorted(kept.values(), key=lambda record: record.step)
+
+
+def _key(record: AnyRecord) -> tuple[str, int]:
+    """What a later record of the same takes the place of; of one step outer and inner weights may be evaluated."""
+    if isinstance(record, Sync):
+        return record.event, record.round
+    return (f"{record.event} {record.weights}" if isinstance(record, Eval) else record.event), record.step
 
 
 def _complete(earlier: AnyRecord, later: AnyRecord) -> AnyRecord:

@@ -82,9 +82,11 @@ def overview(report: Report) -> list[tuple[str, str]]:
     step, distance = text.count(report.eval_step), report.consensus_distance
     if report.method is not None:
         consensus = text.MISSING if distance is None else f"relative distance from the mean: {text.number(distance)}"
+        of_what = "" if report.eval_step is None else f"  (mean of all nodes, step {step})"
+        accuracy, loss = report.eval_accuracy, text.loss(report.eval_loss)
         rows = [
-            ("accuracy", f"{text.share(report.eval_accuracy)}  (mean of all nodes, step {step})"),
-            ("evaluation loss", text.loss(report.eval_loss)),
+            *([] if accuracy is None else [("accuracy", f"{text.share(accuracy)}{of_what}")]),
+            ("evaluation loss", loss if accuracy is not None else f"{loss}{of_what}"),
             ("images/s", text.rate(report.images_per_second)),
             ("bytes exchanged", _traffic(report, "steps")),
             ("data parallel", _per_step(report)),

@@ -250,11 +250,15 @@ def _not_outer(island: IslandReport) -> Iterator[str]:
     if island.inner_eval_loss is not None and island.has_outer_loop:
         yield (
             f"{island.noun} {island.island}'s last evaluation (step {island.inner_eval_step}, loss "
-            f"{island.inner_eval_loss:.4f}) was of its own weights, not the outer model's"
+            f"{island.inner_eval_loss:.4f}) was of its own weights, not {_common_model(island)}"
         )
     for name, loss in (("training", island.train_loss), ("evaluation", island.eval_loss)):
         if loss is not None and not math.isfinite(loss):
             yield f"{island.noun} {island.island}'s last {name} loss is not finite ({loss}): the training diverged"
+
+
+def _common_model(island: IslandReport) -> str:
+    return "the outer model's" if island.noun == "island" else "the mean of all nodes"
 
 
 def _missing(missing: Sequence[int], islands: Sequence[IslandReport]) -> Iterator[str]:

@@ -53,6 +53,13 @@ def test_the_record_of_a_script_that_writes_to_a_folder_of_its_own(tmp_path: Pat
     assert [record.loss for record in load_run(tmp_path / "launched").islands[0].of(Train)] == [3.0]
 
 
+def test_of_one_step_outer_and_inner_weights_may_be_evaluated(tmp_path: Path) -> None:
+    write_island(tmp_path, 0, [start(), evaluation(4, 2.0), end(), evaluation(4, 1.0, weights="inner")])
+    report = summarise(load_run(tmp_path))
+    assert (report.eval_loss, report.eval_step) == (2.0, 4)
+    assert not any("of its own weights" in warning for warning in report.warnings)
+
+
 def test_a_number_of_islands_that_cannot_be_is_an_unreadable_line(tmp_path: Path) -> None:
     write_island(tmp_path, 0, [start(), train(1, 3.0), start(num_islands=10**9), train(2, 2.0), end()])
     run = load_run(tmp_path)
