@@ -160,7 +160,7 @@ def read_outcome(code: int, lines: list[str]) -> Outcome:
 
 
 def root_error(lines: list[str]) -> str:
-    """The error that the training processes ended with; without one, their last few lines.
+    """The error that the training processes ended with; without one, their last few lines that are worth showing.
 
     That is the first of the failures at the end of the log: what comes after it, in other ranks and in destructors,
     mostly follows from it. Further lines of its text are kept, as those that name a setting.
@@ -168,7 +168,7 @@ def root_error(lines: list[str]) -> str:
     spoken = _without_launcher(lines)
     failures = _failures(spoken)
     if not failures:
-        return "\n".join([line for line in spoken if line.strip()][-_NUM_TAIL_LINES:])
+        return "\n".join([line for line in spoken if not _NOISE.search(line)][-_NUM_TAIL_LINES:])
     first = failures[-1]
     for failure in reversed(failures):  # an earlier one that was survived is none of them
         if first.begin - failure.end > _MAX_LINES_BETWEEN:

@@ -53,7 +53,7 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
         try:
             observer = observe(url, key, num_rounds, _TIMEOUT)
         except RendezvousError as error:
-            if url == run:
+            if url == run or not url.startswith("tcp:"):
                 raise
             raise RendezvousError(f"{error}; `hf-diloco report {run}` shows what it has recorded") from None
         if interval is None:

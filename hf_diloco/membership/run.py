@@ -13,7 +13,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
+from hf_diloco.store.signing import MEETING, ORIGIN, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.threads import call_behind
@@ -184,10 +184,11 @@ def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
 
 
 def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
+    what = str(error).removesuffix(f": {ORIGIN}")
     return RendezvousError(
-        f"the run at {store.url} was begun with another key, or is none of this package ({error}): give all islands "
-        "the same key (HF_DILOCO_KEY or key_file); if run.json is damaged, bring it back from a copy; or choose "
-        "another rendezvous"
+        f"the run at {store.url} was begun with another key, or is none of this package ({what}): give the run's key "
+        "to all islands (HF_DILOCO_KEY or key_file) and to commands that look at it (--key-file); if run.json is "
+        "damaged, bring it back from a copy; or choose another rendezvous"
     )
 
 

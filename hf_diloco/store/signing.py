@@ -194,13 +194,13 @@ class Seal:
             record = _parse(path, self._decrypt(path, record["sealed"]))
         body, mac = record.get("body"), record.get("mac")
         if not _has_form(record) or not isinstance(body, str) or not isinstance(mac, str):
-            raise ForgedError(f"the record {path} is not one of hf_diloco's: {_ORIGIN}")
+            raise ForgedError(f"the record {path} is not one of hf_diloco's: {ORIGIN}")
         try:
             text, claimed = body.encode(), mac.encode("ascii")
         except UnicodeEncodeError:  # half a surrogate pair
-            raise ForgedError(f"the record {path} holds no text: {_ORIGIN}") from None
+            raise ForgedError(f"the record {path} holds no text: {ORIGIN}") from None
         if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
-            raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {_ORIGIN}")
+            raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
         parsed = _parse(path, text)
         if self._signer and path != RUN_PATH:
             self._check_signature(self._signer, path, record, parsed)
@@ -208,7 +208,7 @@ class Seal:
 
     def _decrypt(self, path: str, sealed: object) -> bytes:
         if self._cipher is None or not isinstance(sealed, str) or not sealed.isascii():
-            raise ForgedError(f"the record {path} is encrypted, and there is no key here: {_ORIGIN}")
+            raise ForgedError(f"the record {path} is encrypted, and there is no key here: {ORIGIN}")
         return self._cipher.open(path, sealed.encode())
 
     def _check_signature(self, signer: Signer, path: str, record: Mapping[str, Any], body: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class Seal:
         try:
             raw = base64.b64decode(signature, validate=True)
         except ValueError:
-            raise ForgedError(f"the record {path} bears no signature: {_ORIGIN}") from None
+            raise ForgedError(f"the record {path} bears no signature: {ORIGIN}") from None
         said = (self.run_id.encode(), path.encode(), record["body"].encode())
         signer.check(by, raw, _PURPOSE, *said, last_round=round_of_history(path))
         check_author(path, body, by, signer.roster.unit)
@@ -235,7 +235,7 @@ class Seal:
         return code.hexdigest()
 
 
-_ORIGIN = (
+ORIGIN = (
     "it was altered or cut short, belongs to another place or run, or its writer has another key; give all islands "
     f"one key (key_file or {ENV_KEY}) and keep others away from the store"
 )
@@ -254,9 +254,9 @@ def _parse(path: str, data: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):  # also what is nested without end, and numbers of endless digits
-        raise ForgedError(f"the record {path} is not JSON: {_ORIGIN}") from None
+        raise ForgedError(f"the record {path} is not JSON: {ORIGIN}") from None
     if not isinstance(parsed, dict):
-        raise ForgedError(f"the record {path} is no JSON object: {_ORIGIN}")
+        raise ForgedError(f"the record {path} is no JSON object: {ORIGIN}")
     return parsed
 
 

@@ -150,6 +150,15 @@ def test_the_cause_is_told_and_not_what_follows_from_it(log: str, error: str) ->
     assert root_error(log.splitlines()) == error
 
 
+def test_progress_bars_and_figures_are_no_reason_of_a_killed_process() -> None:
+    lines = [
+        "round 3 is missed",
+        "Writing shards: 100%|###| 1/1 [00:00<00:00, 69.7it/s]",
+        "{'loss': '6.5', 'epoch': '1'}",
+    ]
+    assert root_error(lines) == "round 3 is missed"
+
+
 def test_noise_is_dropped_and_messages_stay() -> None:
     useful = UsefulLines()
     noise = [
