@@ -21,6 +21,9 @@ _RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 # Control sequences (colours, cursor movements) and other control characters that would disturb the progress bars.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
 
+# A progress bar of tqdm's that has no line of its own: what a process says next stands behind it.
+_BAR = re.compile(r"^[^\[]*\|\s*[\d.]+\w?/[\d.]+\w?\s\[[^\]]*\](?=\S)")
+
 # What the libraries say on every run and nobody needs to act on. All of it stays in log.txt.
 _NOISE = re.compile(
     r"""
@@ -50,8 +53,11 @@ _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.* failed \(exitcode:"
 
 
 def clean(line: str) -> str:
-    """The line as text: what a terminal would show after carriage returns, without control sequences."""
-    return _CONTROL.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]).rstrip()
+    """The line as text: what a terminal would show after carriage returns, without control sequences.
+
+    Of a line that begins with a progress bar, what stands behind the bar.
+    """
+    return _BAR.sub("", _CONTROL.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]).rstrip())
 
 
 class LogFollower:

@@ -190,6 +190,9 @@ def test_the_launchers_own_report_of_a_failure_is_not_shown() -> None:
 
 def test_clean_shows_what_a_terminal_would() -> None:
     assert clean("\x1b[31mred\x1b[0m 10%\r 100%\x07\n") == " 100%"
+    bar = " 65%|██████▌   | 39/60 [00:52<00:23,  1.12s/it]"
+    assert clean(f"\r{bar}\n") == bar
+    assert clean(f"\r{bar}round 4 is missed\n") == "round 4 is missed"
     assert clean("\x1b[1;32mgreen\x1b[0m ┃ ok \r\n") == "green ┃ ok"
 
 
