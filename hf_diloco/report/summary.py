@@ -216,8 +216,8 @@ def find_warnings(
 ) -> Iterator[str]:
     """Yields one sentence a finding, the gravest first."""
     yield from _unequal_hashes(rounds)
-    for island in islands:
-        yield from _not_outer(island)
+    for record, island in zip(run.islands, islands, strict=True):
+        yield from _not_outer(record, island)
     yield from _missing(missing, islands)
     for record, island in zip(run.islands, islands, strict=True):
         yield from _incomplete(record, island)
@@ -239,13 +239,15 @@ def _unequal_hashes(rounds: Sequence[RoundReport]) -> Iterator[str]:
         )
 
 
-def _not_outer(island: IslandReport) -> Iterator[str]:
+def _not_outer(record: IslandRun, island: IslandReport) -> Iterator[str]:
     if island.on_boundary is False:
-        past = f", {island.steps_since_sync} steps past its last synchronisation" if island.steps_since_sync else ""
+        steps, every = island.steps_since_sync or 0, record.start.sync_every if record.start else None
+        past = f", {steps} {plural('step', steps)} past its last synchronisation" if steps else ""
+        was_missed = every is not None and steps >= every
+        remedy = "rounds were missed: start it again" if was_missed else "let max_steps be a multiple of sync_every"
         yield (
             f"{island.noun} {island.island} ended off a synchronisation boundary{past}: its final weights are its "
-            "own, not the outer model's"
-            + ("" if _stopped_early(island) else "; let max_steps be a multiple of sync_every")
+            "own, not the outer model's" + ("" if _stopped_early(island) else f"; {remedy}")
         )
     if island.inner_eval_loss is not None and island.has_outer_loop:
         yield (

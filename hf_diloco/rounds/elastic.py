@@ -377,8 +377,7 @@ class ElasticSession(BaseSession):
     def _note_missing_rounds(self) -> None:
         if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
             logger.warning(
-                "this island's steps are done after round %d of the run's %d: it missed some, and brought their "
-                "steps to later ones",
+                "this island's steps are done after round %d of the run's %d: the other rounds were missed",
                 self.outer.round,
                 self._run.num_rounds,
             )

@@ -241,11 +241,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._bring_last_steps(state, control)
         self._end()
         if not self._outer.on_boundary and not (self._failure or self.stopped):
+            steps, every = self._outer.steps, self.config.sync_every
             logger.warning(
                 "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
-                "not the outer ones. Let max_steps be a multiple of sync_every (%d)",
-                self._outer.steps,
-                self.config.sync_every,
+                "not the outer ones. %s",
+                steps,
+                f"Let max_steps be a multiple of sync_every ({every})"
+                if steps < every
+                else "Rounds were missed: resume this island from its last checkpoint, when the others are there",
             )
         self._warn_if_short(state)
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
