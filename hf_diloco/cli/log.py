@@ -22,7 +22,7 @@ _RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
 
 # A progress bar of tqdm's that has no line of its own: what a process says next stands behind it.
-_BAR = re.compile(r"^[^\[]*\|\s*[\d.]+\w?/[\d.]+\w?\s\[[^\]]*\](?=\S)")
+_BAR = re.compile(r"^(?:[^\[]*\|\s*[\d.]+\w?/[\d.]+\w?|\s*\d+it)\s\[[^\]]*\](?=\S)")
 
 # What the libraries say on every run and nobody needs to act on. All of it stays in log.txt.
 _NOISE = re.compile(
@@ -39,6 +39,7 @@ _NOISE = re.compile(
     | ^\*{10,}$
     | ^\s*\d+%\|                                               # tqdm
     | \|\s\d+/\d+\s\[                                          # tqdm
+    | ^\s*\d+it\s\[                                            # tqdm, beyond the end
     | \[Gloo\]\ Rank
     | ^(using|Using)\ world\ size
     | ^Stage\ \d\ initialize

@@ -170,6 +170,7 @@ def test_noise_is_dropped_and_messages_stay() -> None:
         "{'loss': '4.626', 'grad_norm': '3.471', 'learning_rate': '5e-05', 'epoch': '0.125'}",
         "{'train_runtime': '0.0675', 'train_samples_per_second': '59.26', 'epoch': '0.25'}",
         " 42%|####2     | 5/12 [00:01<00:01,  4.99it/s]",
+        "61it [00:01, 30.60it/s]",
         "",
     ]
     assert [line for line in noise if useful(line)] == []
@@ -192,7 +193,8 @@ def test_clean_shows_what_a_terminal_would() -> None:
     assert clean("\x1b[31mred\x1b[0m 10%\r 100%\x07\n") == " 100%"
     bar = " 65%|██████▌   | 39/60 [00:52<00:23,  1.12s/it]"
     assert clean(f"\r{bar}\n") == bar
-    assert clean(f"\r{bar}round 4 is missed\n") == "round 4 is missed"
+    for begun in (bar, "61it [00:04, 30.60it/s]"):
+        assert clean(f"\r{begun}round 4 is missed\n") == "round 4 is missed"
     assert clean("\x1b[1;32mgreen\x1b[0m ┃ ok \r\n") == "green ┃ ok"
 
 
