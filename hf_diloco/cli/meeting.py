@@ -284,8 +284,8 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
         family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (ValueError, socket.gaierror):
         raise ConfigError(
-            f"address {address!r}: expected HOST:PORT, this machine's address as {readers} see it, as in "
-            "10.0.0.1:29400"
+            f"address {address!r}: expected HOST:PORT, one address of this machine for {readers}, as in "
+            "10.0.0.1:29400; 0.0.0.0 and :: stand for all of them, and are refused"
         ) from None
     if is_public(str(found[0])) and not allow_public_address:
         raise RendezvousError(
