@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
@@ -29,9 +30,10 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
     Raises:
         ConfigError: the run file, the options or what they name cannot be used; all problems at once.
     """
+    run = load_options(options)
+    use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
 
-    run = load_options(options)
     check_all(run, lambda: plan_islands(run, options))
     plan = plan_islands(run, options)
     return show_findings(run_checks(_checks(run, plan)), as_json)

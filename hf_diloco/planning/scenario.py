@@ -79,6 +79,7 @@ def read_scenario(
     Raises:
         ConfigError: the file cannot be read, or is of nodes on a graph.
     """
+    from hf_diloco.apps.common.hub import use_cache_without_hub
     from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 
@@ -87,7 +88,9 @@ def read_scenario(
             f"{path}: an estimate is of islands with rounds (a block diloco); for nodes on a graph use `hf-diloco "
             "topology`"
         )
-    return scenario_of(load_run_file(path, overrides), link, step_seconds, price)
+    run = load_run_file(path, overrides)
+    use_cache_without_hub(run.needs_hub)
+    return scenario_of(run, link, step_seconds, price)
 
 
 def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:

@@ -100,11 +100,12 @@ def test_what_is_of_the_hub(settings: list[str], needs: bool, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_is_one_error_without_retries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["hf_diloco.apps.lm", "hf_diloco.cli validate", "hf_diloco.cli estimate"])
+def test_a_model_that_cannot_be_had_is_one_error_without_retries(tmp_path: Path, module: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"training: {{max_steps: 3}}\noutput: {tmp_path}/runs\nmodel: {{path: org/name}}\n")
     env = {"HF_HUB_OFFLINE": None, "HF_DATASETS_OFFLINE": None, "HF_ENDPOINT": f"http://127.0.0.1:{find_free_port()}"}
-    output = run([sys.executable, "-m", "hf_diloco.apps.lm", path], env=env, expect=1).output
+    output = run([sys.executable, "-m", *module.split(), path], env=env, expect=2 if "cli" in module else 1).output
     assert output.count("cannot be reached") == 1
     assert "Retrying" not in output
     assert re.search(r"cannot load 'org/name': .* give a folder of this machine", output), "one line"
