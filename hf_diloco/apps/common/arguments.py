@@ -120,10 +120,11 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         if isinstance(run.deepspeed, str)
         else run.deepspeed
     )
-    zero = config.get("zero_optimization", {})
+    zero, optimizer = config.get("zero_optimization", {}), config.get("optimizer", {})
+    is_muon = str(optimizer.get("type")).lower() == "muon"
     if isinstance(zero, dict) and zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
-        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
+        if is_muon:
             zero = {"reduce_scatter": False, **zero}
             if zero["reduce_scatter"]:
                 raise ConfigError(
@@ -132,6 +133,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
                 )
         config = {**config, "zero_optimization": zero}
     from_training = dict.fromkeys(_OF_TRAINING, "auto")  # transformers fills it in, into a copy
+    if is_muon:  # DeepSpeed would clip what Muon has made of the gradients
+        del from_training["gradient_clipping"]
     copy: dict[str, Any] = json.loads(json.dumps({**from_training, **config}))
     return copy
 
