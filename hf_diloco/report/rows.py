@@ -211,11 +211,12 @@ def tiles(report: Report) -> list[Tile]:
             Tile("Exchanging", text.share(shares.exchanging), "of the time"),
             Tile("Consensus", text.number(report.consensus_distance), "nodes' distance from their mean"),
         ]
+    tokens = "not counted" if report.num_tokens is None else f"{text.short_count(report.num_tokens)} tokens"
     return [
         Tile("Evaluation loss", loss, f"outer weights, step {step}"),
         Tile("Perplexity", text.perplexity(report.perplexity), "of the outer weights"),
         Tile("Less traffic", text.ratio(report.traffic_ratio), f"{sent}; per-step sync: {would}"),
-        Tile("Tokens/s", text.rate(report.tokens_per_second), f"{text.short_count(report.num_tokens)} tokens"),
+        Tile("Tokens/s", text.rate(report.tokens_per_second), tokens),
         Tile("Waiting", text.share(shares.waiting), f"exchanging {text.share(shares.exchanging)}"),
         Tile("Rounds", f"{report.num_rounds:,}", _every(report)),
     ]
