@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.config import ENV_FOLDER
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, IslandLostError, MissedRoundError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
