@@ -11,8 +11,8 @@ same way:
               it: who commits has voted before, and who aborts goes to the next attempt.
 
               a later attempt has a plan    abort: somebody has read one
-              nobody has voted, or the      abort: nobody can have committed
-              votes are split
+              nobody is known to have       abort: nobody can have committed
+              voted, or votes are split
               else                          commit, by an island that holds the average; the next attempt is closed
                                             first, so that whoever has read an abort comes back and reads this
 
@@ -152,11 +152,10 @@ class Decisions:
         reason = f"{attempt}/{_OUTCOMES[0]} is damaged"
         if any(self._has_plan(path) for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json")):
             return self._abort(f"{reason}, and a later attempt has a plan")
-        if not any(self._may_be_vote(path) for path in beside if path.startswith(f"{attempt}/votes/")):
-            return self._abort(wish.reason or reason) if wish.kind == "commit" else wish
-        if wish.is_split:
-            return wish
         if wish.kind == "abort":
+            votes = (path for path in beside if path.startswith(f"{attempt}/votes/"))
+            if wish.is_split or not any(map(self._may_be_vote, votes)):
+                return wish
             raise PayloadError(
                 f"{reason}, and an island that has voted for the average may have committed it: this is decided when "
                 f"one that holds the average comes back ({wish.reason})",

@@ -63,6 +63,13 @@ def test_where_nobody_has_voted_nobody_can_have_committed(log: RunLog) -> None:
     assert decisions(log, 1).decide(ATTEMPT, COMMIT) == abort()
 
 
+def test_who_has_heard_the_votes_commits_before_the_store_has_them(log: RunLog) -> None:
+    """Islands of fixed membership tell each other directly."""
+    damage(log, f"{ATTEMPT}/outcome.json")
+    assert decisions(log, 0).decide(ATTEMPT, COMMIT) == COMMIT
+    assert decisions(log, 1).decide(ATTEMPT, COMMIT.model_copy(update={"by": 1})) == COMMIT
+
+
 def test_a_commit_that_was_acted_on_stays_one(log: RunLog) -> None:
     vote(log, ATTEMPT, 0)
     assert decisions(log, 0).decide(ATTEMPT, COMMIT) == COMMIT
