@@ -82,8 +82,9 @@ class FixedRounds(Rounds):
         try:
             own.clock.traffic += self.island.on_all(partial(self._average_lanes, plan, partition, mean, stats))
         except DiLoCoError as failure:
-            damaged = failure.islands if isinstance(failure, DamagedTransferError) else ()
-            if self.plans.abort(plan, damaged, str(failure)).is_split:
+            # Whoever sent it, also one that is left out: all take the round again.
+            blamed = plan.participants if isinstance(failure, DamagedTransferError) else ()
+            if self.plans.abort(plan, blamed, str(failure)).is_split:
                 self.say_again(own.number, failure)
                 return None
             raise

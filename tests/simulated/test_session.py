@@ -458,6 +458,30 @@ def test_a_round_whose_averages_differ_once_is_taken_again(
     assert [report.outer_hash for report in first[0]] == [report.outer_hash for report in second[0]]
 
 
+def test_what_comes_damaged_from_an_island_that_is_left_out_has_the_round_taken_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3, sync_every=1)
+    seen = []
+
+    def spoil_once(mean: torch.Tensor) -> None:
+        seen.append(1)
+        if len(seen) == 1:
+            raise DamagedTransferError([2])
+
+    def island_main(island: int) -> SyncReport:
+        transport, model = run.transport(island), make_model()
+        session = run.join(
+            island, model, transport=FaultyTransport(transport, spoil_once) if island == 1 else transport
+        )
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan if island == 2 else 0.5)
+        session.outer.count_step()
+        return session.sync()
+
+    reports = run_islands(3, island_main)
+    assert [report.participants for report in reports] == [[0, 1]] * 3
+    assert len({report.outer_hash for report in reports}) == 1
+
+
 def test_an_island_that_does_not_come_leaves_the_others_unchanged(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, timeout=0.4, sync_every=1)
 
