@@ -188,8 +188,8 @@ class StoreHost:
             it is in memory, and gone with this.
 
     Raises:
-        RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written, or traffic would
-            cross a public network.
+        RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written or is served by
+            another process, or traffic would cross a public network.
     """
 
     def __init__(self, config: Place, folder: Path | None = None) -> None:
@@ -203,6 +203,9 @@ class StoreHost:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             app = StoreServer(folder).app()
+        except RendezvousError:
+            listener.close()
+            raise
         except OSError as error:
             listener.close()
             raise RendezvousError(

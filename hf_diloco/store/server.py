@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import html
 import os
 import re
@@ -22,12 +23,13 @@ import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from aiohttp import web
 
+from hf_diloco.errors import RendezvousError
 from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
 from hf_diloco.store.changes import Changes, Do
 from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
@@ -65,23 +67,28 @@ class StoreServer:
     """The requests of all islands to one folder.
 
     Args:
-        folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete.
-            Default: they are in memory, small, and gone with this. Then no thread is used: Python begins none any more
-            while a process ends, and others have yet to say goodbye.
+        folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete,
+            and `lock` keeps others from serving it until the application has ended. Default: they are in memory,
+            small, and gone with this. Then no thread is used: Python begins none any more while a process ends, and
+            others have yet to say goodbye.
 
     Raises:
         OSError: the folder cannot be made or written.
+        RendezvousError: another process serves it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder: Folder | MemoryFolder = MemoryFolder()
         self._uploads: Path | None = None
+        self._lock: IO[str] | None = None
         self._do: Do = _do_at_once
         self._completing: dict[str, asyncio.Task[None]] = {}  # and those that were completed last
         if folder is not None:
             objects, self._uploads = folder / "objects", folder / "uploads"
+            folder.mkdir(exist_ok=True)
+            self._lock = _lock(folder)
             shutil.rmtree(self._uploads, ignore_errors=True)
-            for needed in (folder, objects, self._uploads):
+            for needed in (objects, self._uploads):
                 needed.mkdir(exist_ok=True)
             self._folder, self._do = Folder(objects), asyncio.to_thread
 
@@ -97,7 +104,12 @@ class StoreServer:
         app.router.add_put(path, self._put)
         app.router.add_post(path, self._upload)
         app.router.add_delete(path, self._delete)
+        app.on_cleanup.append(self._unlock)
         return app
+
+    async def _unlock(self, _: web.Application) -> None:
+        if self._lock:
+            self._lock.close()
 
     # One object
 
@@ -240,6 +252,21 @@ class StoreServer:
         paths = [_checked(html.unescape(key)) for key in keys]
         await self._do(self._folder.delete, paths)
         return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(path)}</Key></Deleted>" for path in paths))
+
+
+def _lock(folder: Path) -> IO[str]:
+    """A file that keeps other processes from serving a folder while it is open here; one that is forked is none."""
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise RendezvousError(
+            f"another process serves {folder}, perhaps at another port: end that, or choose another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 async def _do_at_once(call: Callable[..., T], /, *args: Any, **named: Any) -> T:

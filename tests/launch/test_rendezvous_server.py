@@ -61,6 +61,20 @@ def test_islands_meet_at_a_server_that_is_killed_and_comes_back(tmp_path: Path) 
     assert json.loads(status)["url"] == url
 
 
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    """Else two islands could both be the first to write a record, and one server delete the other's uploads."""
+    folder = tmp_path / "served"
+    with Processes() as processes:
+        server = start_server(processes, find_free_port(), folder)
+        another = [*COMMAND, "rendezvous", f"127.0.0.1:{find_free_port()}", "--folder", folder]
+        refused = run(another, expect=None)
+        assert refused.returncode != 0
+        assert f"another process serves {folder}" in " ".join(refused.output.split())
+        server.kill()
+        server.wait(expect=None)
+        start_server(processes, find_free_port(), folder)
+
+
 def test_ctrl_c_ends_the_server(tmp_path: Path, own_address: str) -> None:
     with Processes() as processes:
         server = start_server(processes, find_free_port(), tmp_path / "served", own_address, "--allow-public-address")
