@@ -69,23 +69,24 @@ class Archive:
         if self.island.on_leader(lambda: self._snapshots.has_lost_start(self.outer.round)):
             self.write_snapshot()
 
-    def rescue_snapshot(self, is_first: Callable[[], bool]) -> None:
+    def rescue_snapshot(self, is_first: Callable[[], bool], is_awaited: Callable[[], bool]) -> None:
         """After a missed round: writes what who joins or is late needs, where that was damaged. Else they may wait for
         a snapshot, and this island for them.
 
         Args:
             is_first: whether this island is to write it; asked by the leader. Where the run starts, it is who wrote
                 the start.
+            is_awaited: whether another island joins, and so may have found its values damaged; likewise.
         """
 
         def is_missing() -> bool:
             number, start = self.outer.round, self._snapshots.start()
             if start is not None and round_of(start) == number:
-                return self._snapshots.has_lost_start(number)
+                return start == self._snapshots.folder(number) and is_awaited()
             return is_first() and self._snapshots.newest(number - 1) is None
 
         if self.island.on_leader(is_missing):
-            logger.info("no snapshot of round %d can be read: writing one", self.outer.round)
+            logger.info("others may wait for a snapshot of round %d: writing one", self.outer.round)
             self._snapshots.wait()
             self.write_snapshot()
 

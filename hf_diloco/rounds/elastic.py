@@ -274,7 +274,7 @@ class ElasticSession(BaseSession):
         else:
             self._pace.align()
             with suppress(StoreError):
-                self.rounds.rescue_snapshot(self._pace.is_first)
+                self.rounds.rescue_snapshot(self._pace.is_first, self._pace.others_join)
         return MissedRoundError(
             f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
         )

@@ -349,7 +349,7 @@ class ElasticRounds(Rounds):
         self.rest()
         self.archive.rescue_average()
 
-    def rescue_snapshot(self, is_first: Callable[[], bool]) -> None:
+    def rescue_snapshot(self, is_first: Callable[[], bool], is_awaited: Callable[[], bool]) -> None:
         """See `Archive.rescue_snapshot`."""
         self.rest()
-        self.archive.rescue_snapshot(is_first)
+        self.archive.rescue_snapshot(is_first, is_awaited)

@@ -85,6 +85,11 @@ class Pace:
         is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
         return is_any and len(others) >= self.config.quorum
 
+    def others_join(self) -> bool:
+        """Whether another island has yet to come to the run's state."""
+        joining = (island for island, heartbeat in self.members.alive().items() if heartbeat.phase == "joining")
+        return any(island != self.config.island for island in joining)
+
     def is_first(self) -> bool:
         """Whether no island is ahead of this one, and of those that are as far none has a lower number."""
         others = [
@@ -220,12 +225,15 @@ class Joining:
         members = self._pace.members
         wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
         deadline = self._clock.now() + members.lease  # for the first sign of life of who has just begun the run
+        again_at = self._clock.now() + self.config.sync_timeout  # others that miss a round write the start again
         while True:
             start, alive = self._snapshots.start(), members.alive()
             if start is not None:
                 newest = self._snapshots.newest()
                 if newest and newest.round > round_of(start):
                     return newest.folder
+                if self._clock.now() >= again_at:
+                    self._snapshots.forgive(start)
                 if self._snapshots.is_readable(start) or not self._may_be_written_again(alive):
                     return start
             else:

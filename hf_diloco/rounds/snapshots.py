@@ -167,6 +167,10 @@ class Snapshots:
         self._shunned.add(folder)
         return is_new
 
+    def forgive(self, folder: str) -> None:
+        """Gives a snapshot another chance that was passed over: it may have been written again."""
+        self._shunned.discard(folder)
+
     def is_readable(self, folder: str) -> bool:
         """Whether there is a whole snapshot in a folder, whose values have not turned out to be damaged."""
         return folder not in self._shunned and self._read(folder) is not None

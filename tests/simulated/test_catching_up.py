@@ -127,6 +127,26 @@ def test_a_start_that_is_damaged_before_all_have_joined_is_written_again(
     assert (first.missed, second.hash) == (0, first.hash)
 
 
+def test_a_start_whose_values_are_damaged_is_written_again_where_no_round_takes_place_without_who_joins(
+    tmp_path: Path, fast_clock: FastClock
+) -> None:
+    meeting = Meeting(tmp_path, 2)
+    values = "snapshots/00000000/00000-000001/rank-00000-anchor.bin"
+
+    def begin(island: int) -> Member:
+        while island and not has(meeting, "start.json"):
+            fast_clock.sleep(0.1)
+        if island:
+            store = ObjectStore(meeting.url)
+            first, *others = store.get(values, 1 << 20) or b""
+            store.put(values, bytes([first ^ 1, *others]))
+        return meeting.island(island, seed=island).train_to(2)
+
+    first, second = run_islands(2, begin)
+    assert first.missed
+    assert (second.reports[0].participants, second.hash) == ([0, 1], first.hash)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_who_cannot_catch_up_gets_a_snapshot_from_who_waits_for_it(
     tmp_path: Path, engine: str, fast_clock: FastClock
