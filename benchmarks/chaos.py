@@ -14,7 +14,8 @@ exit code is 1 if
 - an island ended otherwise than by a kill or with exit code 0, or rounds are missing;
 - two islands report different outer parameters for one round;
 - an inner step of a process that was not killed is in no round, or in two, or its step counter went back;
-- an island that was killed did not resume from its checkpoint, or one that joined took part in no round;
+- an island that was killed did not resume from its checkpoint, or one that joined took part in no round, unless the
+  run was as good as over by then;
 - an object in the store is damaged, forged or of a name that nobody gives. What killed processes left is only counted.
 """
 
@@ -68,6 +69,8 @@ ZERO2 = {
     "gradient_accumulation_steps": "auto",
 }
 OWN_SETTINGS: Mapping[int, Sequence[str]] = {1: (f"deepspeed={json.dumps(ZERO2)}", "launch.num_processes=2")}
+FEW_ROUNDS = 5
+"""Before the end: who comes then may be late for all of them."""
 STUCK_SECONDS = 180.0
 """No round for so long, or no end after the last one: the run hangs."""
 
@@ -354,7 +357,7 @@ def judge(archipelago: Archipelago, rounds: int, delay: int = 0) -> Verdict:
         *(
             f"island {i.number} took part in no round"
             for i in islands
-            if not any(i.number in u.steps for u in used.values())
+            if not any(i.number in u.steps for u in used.values()) and _came_in_time(i, rounds)
         ),
         *(f"{one.kind} {one.path}: {one.reason}" for one in store.findings if one.kind != "abandoned"),
     ]
@@ -383,6 +386,10 @@ class Used:
     steps: dict[int, int] = field(default_factory=dict)
     """Inner steps that it brought; or that were left out."""
     left_out: set[int] = field(default_factory=set)
+
+
+def _came_in_time(island: Island, rounds: int) -> bool:
+    return any(event["round"] < rounds - FEW_ROUNDS for event in island.events("start"))
 
 
 def _used_steps(url: str) -> dict[int, Used]:
