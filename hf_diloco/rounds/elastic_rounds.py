@@ -324,9 +324,10 @@ class ElasticRounds(Rounds):
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
             if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
-        self.refused |= dict.fromkeys(named[:1], str(error))
         self.say_again(planned.number, error)
         outcome = self.plans.abort(planned, named[:1], str(error))
+        if outcome.kind == "abort":  # else the others have used it, and cleared it up, while this island hung
+            self.refused |= dict.fromkeys(named[:1], str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 

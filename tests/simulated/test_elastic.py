@@ -454,6 +454,33 @@ def test_who_comes_to_two_averages_of_the_same_values_ends(tmp_path: Path) -> No
         assert "comes to one average of the same pseudo-gradients and then to another" in str(outcome)
 
 
+@only("bucket")
+def test_who_hung_blames_nobody_for_what_the_others_have_used_and_cleared_up(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=1.0, snapshot_every=1, keep_rounds=1)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    engine: Any = islands[1].session.engines[0]
+    average, hangs, over = engine.average, threading.Event(), threading.Event()
+
+    def hang(*arguments: Any) -> Any:
+        hangs.set()
+        assert over.wait(LONG)
+        return average(*arguments)
+
+    engine.average = hang
+
+    def go_on(which: int) -> None:
+        if which:
+            islands[1].train(2)
+        else:
+            islands[0].train_to(6)
+            over.set()
+            assert hangs.is_set()
+
+    run_islands(2, go_on)
+    assert islands[1].hash == islands[0].hash
+    assert islands[1].session.take_refused() == {}
+
+
 EMPTY = ObjectInfo(path="empty", codec="fp32", start=0, length=0, num_bytes=0, block_values=1 << 20, digests=[])
 
 
