@@ -185,7 +185,8 @@ class Folder:
                         _write_all(writer.fileno(), piece)
                     if is_lasting:
                         os.fsync(writer.fileno())
-                finish(unfinished, name, folder)
+                with _clearing_up_is_told(path):
+                    finish(unfinished, name, folder)
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(unfinished, dir_fd=folder)
@@ -348,6 +349,15 @@ def _link(unfinished: str, name: str, folder: int) -> None:
 
 def _rename(unfinished: str, name: str, folder: int) -> None:
     os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _clearing_up_is_told(path: str) -> Iterator[None]:
+    """While this process hung, another one may have taken its file for one that nobody finishes: it may try again."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise BlockingIOError(errno.EAGAIN, "it was cleared up before it was finished", path) from None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, StoreFullError
-from hf_diloco.store.folder import Folder, GoneError
+from hf_diloco.store.folder import Entry, Folder, GoneError
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
@@ -145,6 +145,19 @@ def test_deleting_the_last_object_removes_the_folders_above(store: ObjectStore, 
     assert sorted(path.name for path in (root / "payloads").iterdir()) == ["00000002"]
     store.delete(["payloads/00000002/0-1-9/rank-00000.bin"])
     assert list(root.iterdir()) == []
+
+
+def test_what_is_cleared_up_while_its_writer_hangs_is_written_again(store: ObjectStore) -> None:
+    cleared: list[Entry] = []
+
+    def hang(_: int) -> None:
+        if not cleared:
+            cleared.extend(store.unfinished())
+            store.drop(cleared)
+
+    store.put("some/where", b"precious", hang)
+    assert [entry.path.partition("#")[0] for entry in cleared] == ["some/where"]
+    assert store.get("some/where", 100) == b"precious"
 
 
 def test_unfinished_files_and_empty_folders_are_found_and_dropped(store: ObjectStore, root: Path) -> None:
