@@ -66,8 +66,8 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
     folder = tmp_path / "served"
     with Processes() as processes:
         server = start_server(processes, find_free_port(), folder)
-        another = [*COMMAND, "rendezvous", f"127.0.0.1:{find_free_port()}", "--folder", folder]
-        refused = run(another, expect=None)
+        address = f"127.0.0.1:{find_free_port()}"
+        refused = run([*COMMAND, "rendezvous", address, "--folder", folder], expect=None)
         assert refused.returncode != 0
         assert f"another process serves {folder}" in " ".join(refused.output.split())
         server.kill()
