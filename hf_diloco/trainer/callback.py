@@ -49,7 +49,7 @@ from hf_diloco.trainer.arguments import (
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.trainer.saving import EXAMPLES, ModelDescription, check_resumption, follow_schedule, replaced
+from hf_diloco.trainer.saving import ModelDescription, check_resumption, data_facts, follow_schedule, replaced
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.utils.text import plural
 
@@ -151,12 +151,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
         refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
-        self._examples = examples_per_step(args)
+        self._examples, self._data_facts = examples_per_step(args), data_facts(args, self.config)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if checkpoint is not None:
-            check_resumption(checkpoint, shards, args.deepspeed_plugin is not None, self._examples, state)
+            check_resumption(checkpoint, shards, args, self.config, state)
         session = self._connect(folder_of(args))
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
@@ -231,9 +231,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
-        position[EXAMPLES] = self._examples
         self._description.complete(checkpoint, self._need_session().island)
-        save_state(self._outer, checkpoint, state.global_step, position)
+        save_state(self._outer, checkpoint, state.global_step, {**position, **self._data_facts})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainerState, TrainingArguments, trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.checkpoints import saved_kind
@@ -30,17 +31,23 @@ from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.manifest import recover_replaced, set_aside_name
 from hf_diloco.outer.schedule import step_of
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.trainer.arguments import folder_of
+from hf_diloco.trainer.arguments import examples_per_step, folder_of
 from hf_diloco.utils.files import is_write_failure, reason_of, telling
 from hf_diloco.utils.lr_schedule import move_schedule
 
 logger = logging.getLogger("hf_diloco")
 
-EXAMPLES = "examples_per_step"
-"""In a checkpoint's `data`: examples of this island in an optimizer step."""
-
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_OTHER = ": some examples come twice in this epoch, others not at all, unless you set back "
+_CHANGED = {
+    "examples_per_step": "this island took {} examples a step, and takes {} now: set per_device_train_batch_size or "
+    "gradient_accumulation_steps so that their product with the number of ranks stays the same",
+    "seed": "the data was shuffled by seed {}, and is by seed {} now" + _OTHER + "seed (or data_seed)",
+    "num_shares": "the data was shared by {} islands, and is by {} now" + _OTHER + "num_islands (or max_islands)",
+}
+"""What to say of `data_facts` that are no longer what they were."""
+
 _WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
 
 
@@ -321,16 +328,22 @@ def _class_name(model: nn.Module) -> str:
 # Resuming
 
 
+def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
+    """What a position in the data depends on, of all that the Trainer and the outer loop know."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return {"examples_per_step": examples_per_step(args), "seed": seed, "num_shares": config.num_shares}
+
+
 def check_resumption(
-    checkpoint: Path, shards: Shards, uses_deepspeed: bool, examples: int, state: TrainerState
+    checkpoint: Path, shards: Shards, args: TrainingArguments, config: DiLoCoConfig, state: TrainerState
 ) -> None:
-    """Refuses to go on without the inner optimizer's state; warns if the island's batch is another now.
+    """Refuses to go on without the inner optimizer's state; warns if its place in the data is another now.
 
     Args:
         checkpoint: of the Trainer, with outer state.
         shards: how the island trains now.
-        uses_deepspeed: whether DeepSpeed does, whose stage 0 has whole parameters as plain training has.
-        examples: of the island in an optimizer step now.
+        args: the Trainer's. Under DeepSpeed's stage 0 parameters are whole, as in plain training.
+        config: the outer loop's settings.
         state: the Trainer's.
 
     Raises:
@@ -343,7 +356,9 @@ def check_resumption(
             "too: DiLoCoCallback(resume_from_checkpoint=FOLDER)"
         )
     saved = saved_kind(checkpoint)
-    now = "ZeRO" if uses_deepspeed else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
+    now = (
+        "ZeRO" if args.deepspeed_plugin is not None else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
+    )
     if saved and saved != now:
         raise CheckpointError(
             f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
@@ -357,15 +372,10 @@ def check_resumption(
             f"{state.global_step}: call trainer.train(resume_from_checkpoint={str(checkpoint)!r}), or leave "
             "resume_from_checkpoint of DiLoCoCallback out"
         )
-    before = index.data.get(EXAMPLES)
-    if state.is_world_process_zero and before not in (None, examples):
-        logger.warning(
-            "%s: this island took %d examples a step, and takes %d now: set per_device_train_batch_size or "
-            "gradient_accumulation_steps so that their product with the number of ranks stays the same",
-            checkpoint,
-            before,
-            examples,
-        )
+    for name, value in data_facts(args, config).items() if state.is_world_process_zero else ():
+        before = index.data.get(name, value)
+        if before != value and not (name == "seed" and args.ignore_data_skip):  # the data goes on by itself
+            logger.warning("%s: %s", checkpoint, _CHANGED[name].format(before, value))
 
 
 def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:

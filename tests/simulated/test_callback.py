@@ -613,6 +613,20 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
     assert same_bits(weights_of(resumed), weights_of(whole))
 
 
+def test_another_place_in_the_data_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with second_island(find_free_port(), tmp_path, rounds=1, sync_every=4) as common:
+        make_trainer(tmp_path, DiLoCoCallback(**common), save_strategy="steps", max_steps=4).train()
+    resumed = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), seed=8, per_device_train_batch_size=2)
+    resumed.train(resume_from_checkpoint=True)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    for expected in (
+        "took 4 examples a step, and takes 2 now",
+        "by seed 7, and is by seed 8",
+        "by 2 islands, and is by 1",
+    ):
+        assert any(expected in message for message in told), told
+
+
 def test_a_training_after_one_that_resumed_elsewhere_begins_anew(tmp_path: Path) -> None:
     make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=4), save_strategy="steps", save_steps=4).train()
     checkpoint = tmp_path / "a" / "checkpoint-4"

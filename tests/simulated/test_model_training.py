@@ -200,6 +200,24 @@ def test_resume_never_keeps_out_of_an_old_run(run_file: Path) -> None:
         start(run_file, "launch.resume=never")
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_position_in_other_data_is_no_place_to_go_on_from(run_file: Path, elsewhere: bool) -> None:
+    assert start(run_file, "training.max_steps=4") == 0
+    more = [f"launch.resume={island_folder(run_file) / 'checkpoint-4'}", "name=other"] if elsewhere else []
+    with pytest.raises(ConfigError) as caught:
+        start(run_file, *more, "seed=7", "data.sequence_length=16")
+    assert "a run with data.sequence_length=32, seed=42, here data.sequence_length=16, seed=7" in str(caught.value)
+    assert start(run_file, *more) == 0
+
+
+def test_a_stream_goes_on_with_longer_sequences_and_another_seed(run_file: Path) -> None:
+    """Its position is one of documents and tokens."""
+    stream = ["data.streaming=true", "data.num_eval_sequences=2"]
+    assert start(run_file, "training.max_steps=4", *stream) == 0
+    assert start(run_file, *stream, "data.sequence_length=64", "seed=7") == 0
+    assert [step for step, _ in losses(island_folder(run_file))] == [1, 2, 3, 4, 5, 6]
+
+
 def test_resume_from_what_is_no_checkpoint(run_file: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint of a Trainer"):
         start(run_file, f"launch.resume={run_file.parent}")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hf_diloco.apps.common.paths import NamedFiles, names_hub
+from hf_diloco.apps.common.paths import NamedFiles, get_at, names_hub
+from hf_diloco.apps.common.yaml_file import KeyPath
 from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
@@ -110,6 +111,7 @@ class BaseRun(Block):
         files: settings that name files.
         where: whether islands or nodes train; they refuse different settings.
         alternatives: for each block, settings of which only one is given; on the command line it replaces the others.
+        settings_of_order: on which depends what a position in the data means, besides seeds.
     """
 
     module: ClassVar[str]
@@ -118,6 +120,7 @@ class BaseRun(Block):
     files: ClassVar[NamedFiles]
     where: ClassVar[Where] = "islands"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    settings_of_order: ClassVar[tuple[KeyPath, ...]]
 
     name: str = Field(pattern=f"^{_NAME}$", max_length=255, description="the run folder is OUTPUT/NAME")
     output: str = Field("runs", min_length=1, description="folder of run folders")
@@ -133,6 +136,17 @@ class BaseRun(Block):
     def setting(cls, name: str) -> str:
         """Where "island", "num_islands" or "rendezvous" stands in such a run file, as `gossip.num_nodes`."""
         return f"{cls.meeting_name}.{name.replace('island', cls.unit)}"
+
+    @classmethod
+    def order_of_data(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What the order of a share's examples depends on, by setting: a position in another one means others.
+
+        Args:
+            values: the content of a run file; what it does not have is left out.
+        """
+        found = {path: get_at(values, path[:-1]) for path in (*cls.settings_of_order, ("seed",))}
+        order = {".".join(path): block[path[-1]] for path, block in found.items() if block and path[-1] in block}
+        return {**order, "training.data_seed": get_at(values, ("training", "data_seed"))}
 
     @field_validator("name", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import hf_diloco
@@ -109,7 +110,7 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
         island: whose folder; default: this one's.
 
     Raises:
-        ConfigError: it is an earlier run's, or read-only.
+        ConfigError: it is an earlier run's, or read-only; or training would go on at a position in other data.
     """
     folder = run.island_folder(island)
     if others := _other_kind(run):
@@ -121,16 +122,59 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
         )
     if folder.exists() and not os.access(folder, os.W_OK):
         raise ConfigError(f"output: {folder} cannot be written to")
+    if run.launch.resume not in ("auto", "never"):
+        checkpoint = Path(run.launch.resume.replace("{island}", str(run.meeting.island if island is None else island)))
+        _refuse_other_order(run, checkpoint, checkpoint.parent.parent)
+    elif any(folder.glob("checkpoint-*")):
+        _refuse_other_order(run, folder, run.folder)
+
+
+def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
+    """Raises `ConfigError` if the position that checkpoints hold is one in other data, or in another order.
+
+    Args:
+        run: the run file.
+        holder: of the checkpoints, for the message.
+        folder: their run's.
+    """
+    before, now = _orders(run, folder)
+    if before != now:
+        once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))
+        raise ConfigError(
+            f"{holder} is of a run with {once}, here {here}: training would go on at its position in other data, see "
+            "some examples twice and others never; set what it was, or give another name for a new run"
+        )
+
+
+def _orders(run: BaseRun, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What differs of `order_of_data`: as the run in a folder has it, and as this one has. Files may move."""
+    saved = _saved_settings(folder)
+    before = run.order_of_data(saved) if saved else {}
+    now = run.order_of_data(redact(run.model_dump(mode="json")))
+    names = [name for name in now if name in before and _without_folder(before[name]) != _without_folder(now[name])]
+    return {name: before[name] for name in names}, {name: now[name] for name in names}
+
+
+def _without_folder(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_folder(item) for item in value]
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    """What a run folder says of its run; nothing where it cannot be read."""
+    try:
+        saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
 
 
 def _other_kind(run: BaseRun) -> str:
     """What takes part in the run that has this one's folder, if it is of another kind; else nothing."""
-    try:
-        saved = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
+    saved = _saved_settings(run.folder)
     kinds = {"diloco": "islands", "gossip": "nodes"}
-    found = [name for name in kinds if isinstance(saved, dict) and saved.get(name)]
+    found = [name for name in kinds if saved.get(name)]
     return kinds[found[0]] if len(found) == 1 and found[0] != run.meeting_name else ""
 
 
@@ -146,7 +190,8 @@ def _prepare_folder(run: BaseRun) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP_FILE).unlink(missing_ok=True)
-        if run.meeting.island == 0 or not (run.folder / "run.json").exists():
+        is_stale = not (run.folder / "run.json").exists() or any(_orders(run, run.folder))
+        if run.meeting.island == 0 or is_stale:
             write_run_json(run)
     except OSError as error:
         raise ConfigError(f"output: {folder} cannot be made: {error}") from None

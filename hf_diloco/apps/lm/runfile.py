@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
-from hf_diloco.apps.common.paths import NamedFiles
+from hf_diloco.apps.common.paths import NamedFiles, get_at
+from hf_diloco.apps.common.yaml_file import KeyPath
 from hf_diloco.apps.data.sources import DataBlock, read_first
 from hf_diloco.config import checks as config_checks
 from hf_diloco.config.base import Count, is_given
@@ -124,6 +125,11 @@ class RunFile(BaseRun):
         globs=(("data", "files"), ("data", "eval_files")),
     )
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS, "tokenizer": ("path", "train")}
+    settings_of_order: ClassVar[tuple[KeyPath, ...]] = (
+        *(("data", name) for name in ("source", "path", "name", "split", "files", "text_column", "shares")),
+        *(("data", name) for name in ("streaming", "sequence_length", "num_eval_sequences")),
+        *(("tokenizer", name) for name in ("path", "train")),
+    )
 
     model: ModelBlock = ModelBlock(preset="llama-tiny")
     tokenizer: TokenizerBlock = TokenizerBlock()
@@ -162,6 +168,17 @@ class RunFile(BaseRun):
     def meeting(self) -> DiLoCoBlock:
         """How many islands there are and where they meet."""
         return self.diloco
+
+    @classmethod
+    def order_of_data(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """As of any run. A position in a stream is one of documents and tokens, which no seed shuffles."""
+        order = super().order_of_data(values)
+        has_own = any(get_at(values, ("data", name)) for name in ("eval_files", "eval_split"))
+        irrelevant = ["data.num_eval_sequences"] if has_own or order.get("data.streaming") else []
+        if order.get("data.streaming"):
+            irrelevant += ["data.sequence_length", "seed", "training.data_seed"]
+        kept = {name: value for name, value in order.items() if name not in irrelevant}
+        return {**kept, "data.eval_files or data.eval_split": "given" if has_own else "not given"}
 
     @property
     def needs_hub(self) -> bool:

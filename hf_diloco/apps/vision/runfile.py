@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.paths import NamedFiles
+from hf_diloco.apps.common.yaml_file import KeyPath
 from hf_diloco.config.base import Count, is_given
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.refusals import Where
@@ -224,6 +225,10 @@ class VisionRun(BaseRun):
     )
     where: ClassVar[Where] = "nodes"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": MODELS}
+    settings_of_order: ClassVar[tuple[KeyPath, ...]] = tuple(
+        ("data", name)
+        for name in ("source", "path", "name", "split", "shares", "dirichlet_alpha", "max_train_examples", "held_out")
+    )
 
     deepspeed: None = Field(None, description="DeepSpeed is for language models: nodes average whole vectors")
     fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
