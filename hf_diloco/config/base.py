@@ -182,6 +182,18 @@ Identities = Annotated[
 ]
 """Public keys by island, or by node."""
 
+
+def _as_plain(value: Any, check: Callable[[Any], Any]) -> Any:
+    try:
+        return check(value)
+    except ValidationError:  # one for each type that it might have
+        raise ValueError(f"expected a number, text, true or false, got {value!r}") from None
+
+
+Option = Annotated[bool | int | float | str, WrapValidator(_as_plain)]
+OptionOrNone = Annotated[bool | int | float | str | None, WrapValidator(_as_plain)]
+"""Values of `options`."""
+
 # Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
 OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
 OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]

@@ -14,6 +14,7 @@ from hf_diloco.config.base import (
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
     Identities,
+    OptionOrNone,
     OuterMomentum,
     OuterRate,
     OwnAddress,
@@ -44,9 +45,7 @@ class DiLoCoConfig(StrictModel):
         "others have their own (docs/methods.md)",
         json_schema_extra=list_methods,
     )
-    options: dict[str, bool | int | float | str | None] = Field(
-        default={}, description="settings that only this method has"
-    )
+    options: dict[str, OptionOrNone] = Field(default={}, description="settings that only this method has")
     sync_every: int = Field(
         default=500, ge=1, description="inner optimizer steps between synchronisations (the paper's H)"
     )

@@ -13,6 +13,7 @@ from hf_diloco.config.base import (
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
     Identities,
+    Option,
     OwnAddress,
     Seconds,
     StrictModel,
@@ -80,7 +81,7 @@ class GossipConfig(StrictModel):
     lars: float = Field(
         default=0.0, ge=0, description="layer-wise scaling for large batches (LARS's η, 0.001); 0: none"
     )
-    options: dict[str, bool | int | float | str] = Field(
+    options: dict[str, Option] = Field(
         default={}, description="the method's own settings, as combine_first, omega, average_momentum, local_steps"
     )
     slowmo: SlowMoSettings | None = Field(

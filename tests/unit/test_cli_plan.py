@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,11 @@ from hf_diloco.cli.plan import LaunchOptions, load_options, make_plan
 from hf_diloco.errors import ConfigError, DiLoCoError
 from tests.processes import ROOT
 
-RUN = {"model": {"preset": "llama-tiny"}, "training": {"max_steps": 4}, "diloco": {"num_islands": 2, "sync_every": 2}}
+RUN: dict[str, Any] = {
+    "model": {"preset": "llama-tiny"},
+    "training": {"max_steps": 4},
+    "diloco": {"num_islands": 2, "sync_every": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -285,3 +290,35 @@ def test_the_folder_of_a_run_of_another_kind_is_refused(folder: Path) -> None:
     for text in ('{"diloco": {"num_islands": 2}}', "[]", "not JSON"):
         (folder / "runs" / "tiny" / "run.json").write_text(text)
         make_plan(LaunchOptions(run_file(folder)))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    {
+        "file": "output: {folder}/file is a file, where the folder {folder}/file/tiny/island-0 is to be made",
+        "loop": "output: {folder}/loop is a link to nothing",
+        "x" * 300: "cannot be used: File name too long; name another folder",
+    }.items(),
+)
+def test_where_no_folder_can_be_made_nothing_starts(folder: Path, output: str, message: str) -> None:
+    (folder / "file").touch()
+    (folder / "loop").symlink_to(folder / "loop")
+    with pytest.raises(ConfigError, match=message.format(folder=folder)):
+        make_plan(LaunchOptions(run_file(folder, output=str(folder / output))))
+
+
+def test_the_home_folder_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "checkpoint-4").mkdir()
+    (folder / "checkpoint-4" / "trainer_state.json").touch()
+    plan = make_plan(LaunchOptions(run_file(folder, output="~/runs", launch={"resume": "~/checkpoint-4"})))
+    assert plan.islands[0].folder == folder / "runs" / "tiny" / "island-0"
+    file = run_file(folder, diloco={**RUN["diloco"], "identity_file": "~/key-{island}"})
+    assert load_options(LaunchOptions(file)).meeting.identity_file == folder / "key-{island}"
+
+
+def test_an_option_of_a_wrong_type_is_told_once(folder: Path) -> None:
+    settings = {"method": "overlap-local-sgd", "options": {"pull": [1]}}
+    with pytest.raises(ConfigError) as caught:
+        make_plan(LaunchOptions(run_file(folder, diloco={**RUN["diloco"], **settings})))
+    assert str(caught.value).endswith("diloco.options.pull: expected a number, text, true or false, got [1]")

@@ -36,7 +36,7 @@ WRONG = {
     "model.config={model_type: gpt2, n_positions: 16}": "more than the 16 positions of the model",
     "tokenizer.path=nobody/nothing": "tokenizer.path: cannot load 'nobody/nothing'",
     "data={source: hub, path: nobody/nothing}": "data.*nobody/nothing",
-    "launch.resume=/nosuch": "launch.resume: /nosuch is no checkpoint of a Trainer",
+    "launch.resume=/nosuch": "launch.resume: '/nosuch' is no checkpoint of a Trainer",
 }
 
 

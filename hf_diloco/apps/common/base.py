@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -219,7 +220,7 @@ class BaseRun(Block):
     @property
     def folder(self) -> Path:
         """The run folder, OUTPUT/NAME."""
-        return Path(self.output) / self.name
+        return Path(os.path.expanduser(self.output)) / self.name
 
     def island_folder(self, island: int | None = None) -> Path:
         """The folder of one island (default: this one's) in the run folder."""

@@ -52,7 +52,7 @@ def resolve_paths(
             set_at(values, path, found or text)
     for path in named.patterns:
         if isinstance(text := get_at(values, path), str):
-            set_at(values, path, _find(text, folders) or str(folders[0] / text))
+            set_at(values, path, _find(text, folders) or str(folders[0] / os.path.expanduser(text)))
     for path in named.globs:
         patterns = get_at(values, path)
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
@@ -69,13 +69,13 @@ def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list
 def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
     """Whether a run file names something that is no file or folder here, and so is of the Hub."""
     texts = [get_at(values, path) for path in named.hub_ids_or_paths]
-    return any(isinstance(text, str) and not Path(text).exists() for text in texts)
+    return any(isinstance(text, str) and not os.path.exists(text) for text in texts)
 
 
 def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
     if "://" in pattern:
         return [pattern]
-    given = Path(pattern).expanduser()
+    given = Path(os.path.expanduser(pattern))
     for folder in folders:
         if (folder / given).is_file():  # also of a name that is a pattern, such as a[1].txt
             return [str((folder / given).resolve())]
@@ -88,9 +88,9 @@ def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mappi
 
 def _find(text: str, folders: Sequence[Path]) -> str | None:
     for folder in folders if text else ():  # nothing would name the folder itself
-        candidate = folder / Path(text).expanduser()
-        if candidate.exists():
-            return str(candidate.resolve())
+        candidate = os.path.join(folder, os.path.expanduser(text))
+        if os.path.exists(candidate):
+            return str(Path(candidate).resolve())
     return None
 
 
@@ -109,15 +109,21 @@ def get_at(values: Any, path: KeyPath) -> Any:
     return values
 
 
+def checkpoint_named(resume: str, island: int) -> Path:
+    """The folder that `launch.resume` names, for one island."""
+    return Path(os.path.expanduser(resume.replace("{island}", str(island))))
+
+
 def given_checkpoint(resume: str, island: int) -> Path:
     """The checkpoint that `launch.resume` names, for one island.
 
     Raises:
         CheckpointError: it is none.
     """
-    path = Path(resume.replace("{island}", str(island)))
-    if not (path / "trainer_state.json").exists():
+    path = checkpoint_named(resume, island)
+    if not os.path.exists(path / "trainer_state.json"):
         raise CheckpointError(
-            f"launch.resume: {path} is no checkpoint of a Trainer; give auto, never or the path of a checkpoint-N"
+            f"launch.resume: {str(path)!r} is no checkpoint of a Trainer; give auto, never or the path of a "
+            "checkpoint-N"
         )
     return path

@@ -19,6 +19,7 @@ import hf_diloco
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
+from hf_diloco.apps.common.paths import checkpoint_named
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.files import write_json
 from hf_diloco.utils.redact import redact
@@ -110,9 +111,11 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
         island: whose folder; default: this one's.
 
     Raises:
-        ConfigError: it is an earlier run's, or read-only; or training would go on at a position in other data.
+        ConfigError: it is an earlier run's, or cannot be written to; or training would go on at a position in other
+            data.
     """
     folder = run.island_folder(island)
+    _check_writable(folder)
     if others := _other_kind(run):
         raise ConfigError(f"name: {run.folder} holds a run of {others}, of another kind: choose another name")
     if run.launch.resume == "never" and any(folder.glob("checkpoint-*")):
@@ -120,13 +123,26 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
             f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
             "or use resume: auto to go on"
         )
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise ConfigError(f"output: {folder} cannot be written to")
     if run.launch.resume not in ("auto", "never"):
-        checkpoint = Path(run.launch.resume.replace("{island}", str(run.meeting.island if island is None else island)))
+        checkpoint = checkpoint_named(run.launch.resume, run.meeting.island if island is None else island)
         _refuse_other_order(run, checkpoint, checkpoint.parent.parent)
     elif any(folder.glob("checkpoint-*")):
         _refuse_other_order(run, folder, run.folder)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises `ConfigError` unless a folder is there, or can be made, and this user may write to it."""
+    place = folder
+    try:
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+    except OSError as error:
+        raise ConfigError(f"output: {str(folder)!r} cannot be used: {error.strerror}; name another folder") from None
+    if not place.is_dir():
+        what = "is a link to nothing" if place.is_symlink() else "is a file"
+        raise ConfigError(f"output: {place} {what}, where the folder {folder} is to be made: name another")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"output: {place} cannot be written to: name another folder, or see to its permissions")
 
 
 def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:

@@ -147,9 +147,10 @@ def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
         known: what was found for other nodes, by id; 0 for those around this one.
 
     Raises:
-        yaml.YAMLError: they are too many, or a node holds itself.
+        yaml.YAMLError: they are too many, a node holds itself, or a text has a character that no file or name has.
     """
     if not isinstance(node, yaml.CollectionNode):
+        _check_characters(node)
         return 1
     if id(node) in known:
         if not known[id(node)]:
@@ -163,6 +164,17 @@ def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     known[id(node)] = total
     return total
+
+
+def _check_characters(node: yaml.Node) -> None:
+    """Raises `yaml.YAMLError` for escapes of what cannot be in a file's name, a message to other islands, or a log."""
+    try:
+        is_usable = "\0" not in node.value.encode().decode()
+    except UnicodeEncodeError:  # a lone surrogate
+        is_usable = False
+    if not is_usable:
+        problem = f"{node.value!r} has a null character or a lone surrogate; leave it out"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def set_at(values: dict[str, Any], path: KeyPath, value: Any) -> None:
