@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -136,6 +137,8 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._saving: Saving | None = None
         self._record: R | None = None
         self._sync_every = 0  # steps between rounds, if there are any
+        if "deepspeed" in sys.modules:  # it may be added to a Trainer that is made, after `on_init_end`
+            resume_across_ranks()
 
     def stop(self) -> None:
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""

@@ -42,3 +42,17 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) 
         "anchor": True,
         "momentum": True,
     }
+
+
+@pytest.mark.distributed
+def test_a_callback_that_is_added_later_resumes_across_ranks_too(tmp_path: Path) -> None:
+    def island(num_ranks: int, **changes: object) -> list[str]:
+        settings: dict[str, object] = {
+            **{"output_dir": str(tmp_path / "run"), "result": str(tmp_path / f"{num_ranks}.json"), "zero": 2},
+            **{"per_device_batch": 4 // num_ranks, "diloco": {"sync_every": 2}, "adds_callback": True, **changes},
+        }
+        return torchrun(num_ranks, "-m", "tests.programs.trainer_island", json.dumps(settings))
+
+    run(island(2, save_steps=4, max_steps=4), timeout=120)
+    run(island(1, resume=str(tmp_path / "run" / "checkpoint-4")), timeout=120)
+    assert json.loads((tmp_path / "1.json").read_text())["steps"] == 6

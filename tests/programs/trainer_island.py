@@ -2,8 +2,8 @@
 
 Settings: output_dir, result, zero (null, 0..3), fsdp (null, or `fsdp_config`), full_disk_at (a step), bf16,
 own_optimizer ("AdamW" of DeepSpeed), offload, lora, data_seed, per_device_batch, accumulation, max_steps, save_steps,
-schedule, resume (a folder, or "common"), fail_at, extra (TrainingArguments), diloco (null or DiLoCoConfig fields;
-island, num_islands and rendezvous: environment).
+schedule, resume (a folder, or "common"), adds_callback (once the Trainer is made), fail_at, extra (TrainingArguments),
+diloco (null or DiLoCoConfig fields; island, num_islands and rendezvous: environment).
 """
 
 from __future__ import annotations
@@ -148,7 +148,10 @@ def main() -> None:
         callbacks.append(DiLoCoCallback(**settings["diloco"]))
         if settings.get("resume") == "common":
             settings["resume"] = str(callbacks[-1].common_checkpoint(settings["output_dir"]))
+    added = [callbacks.pop()] if settings.get("adds_callback") else []
     trainer = Trainer(model, args, train_dataset=Tokens(settings.get("data_seed", 0)), callbacks=callbacks)
+    for callback in added:
+        trainer.add_callback(callback)
     if settings.get("zero") is not None:
         assert trainer.is_deepspeed_enabled
     trainer.train(resume_from_checkpoint=settings.get("resume"))
