@@ -1,12 +1,16 @@
 """Trains one island as `train_lm.py` does, with the number of parameters above which ZeRO-3 makes a model in parts.
 
+Tells how the model is made, and the digest of its weights.
+
 python built_in_parts.py NUMBER RUN.yaml ...
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 from hf_diloco.apps.lm.train import main
@@ -16,8 +20,13 @@ make = assemble.build_model
 
 
 def make_and_tell(*args: Any) -> Any:
+    import deepspeed
+
     model = make(*args)
-    print("in parts:", all(hasattr(one, "ds_numel") for one in model.parameters()), flush=True)
+    in_parts = all(hasattr(one, "ds_numel") for one in model.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())) if in_parts else nullcontext():
+        tensors = [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *model.buffers())]
+    print("in parts:", in_parts, "weights:", hashlib.sha256(b"".join(tensors)).hexdigest(), flush=True)
     return model
 
 
