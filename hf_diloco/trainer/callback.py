@@ -49,7 +49,8 @@ from hf_diloco.trainer.arguments import (
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
-from hf_diloco.trainer.saving import ModelDescription, check_resumption, data_facts, follow_schedule, replaced
+from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
+from hf_diloco.trainer.saving import ModelDescription, replaced
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.utils.text import plural
 

@@ -1,8 +1,7 @@
 """The checkpoints of a training: what they hold, those that cannot be written, how many stay, their replacement.
 
 No checkpoint goes before a newer one is whole, whatever the clock says. One that cannot be written, because the disk
-is full or fails, is told and removed; training goes on, and the next save tries again. A training that resumes from
-one must have its optimizer in common with it, and had better have its batch.
+is full or fails, is told and removed; training goes on, and the next save tries again.
 """
 
 from __future__ import annotations
@@ -22,33 +21,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainerState, TrainingArguments, trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.config import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
-from hf_diloco.inner.base import Shards
-from hf_diloco.inner.checkpoints import saved_kind
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.manifest import recover_replaced, set_aside_name
-from hf_diloco.outer.schedule import step_of
-from hf_diloco.rounds.session import BaseSession
-from hf_diloco.trainer.arguments import examples_per_step, folder_of
+from hf_diloco.trainer.arguments import folder_of
 from hf_diloco.utils.files import is_write_failure, reason_of, telling
-from hf_diloco.utils.lr_schedule import move_schedule
 
 logger = logging.getLogger("hf_diloco")
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-_OTHER = ": some examples come twice in this epoch, others not at all, unless you set back "
-_CHANGED = {
-    "examples_per_step": "this island took {} examples a step, and takes {} now: set per_device_train_batch_size or "
-    "gradient_accumulation_steps so that their product with the number of ranks stays the same",
-    "seed": "the data was shuffled by seed {}, and is by seed {} now" + _OTHER + "seed (or data_seed)",
-    "num_shares": "the data was shared by {} islands, and is by {} now" + _OTHER + "num_islands (or max_islands)",
-}
-"""What to say of `data_facts` that are no longer what they were."""
-
-_WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
 
 
 class Saving:
@@ -174,23 +156,28 @@ class Saving:
     # Which others go
 
     def _surplus(self, newest: Path, state: TrainerState) -> list[str]:
-        """Beyond the limit: the whole ones of the lowest steps; and before the newest, what is unfinished."""
+        """Beyond the limit: the whole ones of the lowest steps, and what is older than all that stay, whole or not.
+
+        So what cannot be read for a moment goes only where it would if it were read. What is unfinished goes at once.
+        """
         if not self._limit:
             return []
         whole = self._find_whole(self._folder)
-        kept = {newest, *(self._find_needed(self._folder) if self._find_needed else ())}
-        if state.best_model_checkpoint:
-            kept.add(Path(state.best_model_checkpoint))
+        needed = set(self._find_needed(self._folder)) if self._find_needed else {newest}
+        best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
+        kept = {newest} | needed | best
         ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path)), reverse=True)
         num_kept = max(self._limit, len(whole & kept))
-        unfinished = [
+        staying = [_step_of(path) for path in ranked[:num_kept] if path not in best]
+        oldest = min(staying, default=0) if needed and len(whole) >= self._limit else 0
+        others = [
             path
             for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             if _CHECKPOINT.fullmatch(path.name)
-            and _step_of(path) < _step_of(newest)
-            and self._is_unfinished(path, whole)
+            and path not in whole
+            and (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
         ]
-        return [str(path) for path in [*ranked[num_kept:], *unfinished] if path not in kept]
+        return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
 
     def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
         """Whether whoever wrote it was killed; not where it cannot be read, perhaps for a moment."""
@@ -323,78 +310,3 @@ def _class_name(model: nn.Module) -> str:
     """The name of the model's class, without the FSDP that `fully_shard` puts before it."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return next(name for name in names if not name.startswith("FSDP"))
-
-
-# Resuming
-
-
-def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
-    """What a position in the data depends on, of all that the Trainer and the outer loop know."""
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return {"examples_per_step": examples_per_step(args), "seed": seed, "num_shares": config.num_shares}
-
-
-def check_resumption(
-    checkpoint: Path, shards: Shards, args: TrainingArguments, config: DiLoCoConfig, state: TrainerState
-) -> None:
-    """Refuses to go on without the inner optimizer's state; warns if its place in the data is another now.
-
-    Args:
-        checkpoint: of the Trainer, with outer state.
-        shards: how the island trains now.
-        args: the Trainer's. Under DeepSpeed's stage 0 parameters are whole, as in plain training.
-        config: the outer loop's settings.
-        state: the Trainer's.
-
-    Raises:
-        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word; or it
-            has resumed from another checkpoint, or from none.
-    """
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"{checkpoint} is not there, and the Trainer has resumed from another folder: say which to the callback, "
-            "too: DiLoCoCallback(resume_from_checkpoint=FOLDER)"
-        )
-    saved = saved_kind(checkpoint)
-    now = (
-        "ZeRO" if args.deepspeed_plugin is not None else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
-    )
-    if saved and saved != now:
-        raise CheckpointError(
-            f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
-            "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
-            "checkpoint export)"
-        )
-    index = read_index(checkpoint)
-    if index.global_step != state.global_step:
-        raise CheckpointError(
-            f"{checkpoint} holds the outer state of step {index.global_step}, and the Trainer is at step "
-            f"{state.global_step}: call trainer.train(resume_from_checkpoint={str(checkpoint)!r}), or leave "
-            "resume_from_checkpoint of DiLoCoCallback out"
-        )
-    for name, value in data_facts(args, config).items() if state.is_world_process_zero else ():
-        before = index.data.get(name, value)
-        if before != value and not (name == "seed" and args.ignore_data_skip):  # the data goes on by itself
-            logger.warning("%s: %s", checkpoint, _CHANGED[name].format(before, value))
-
-
-def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:
-    """Gives an island that joins, or comes back, the learning rate of the run, not of its own first steps.
-
-    Args:
-        session: joined.
-        state: the Trainer's.
-        scheduler: of the learning rate.
-    """
-    step = min(step_of(session.config, session.outer.round), state.max_steps)
-    if not session.has_common_end or step - state.global_step < session.config.sync_every:
-        return
-    if move_schedule(scheduler, step):
-        logger.info("the run is %d rounds old: its learning rate of step %d is taken", session.outer.round, step)
-    else:
-        logger.warning(
-            "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
-            session.outer.round,
-            type(getattr(scheduler, "scheduler", scheduler)).__name__,
-            state.global_step,
-        )

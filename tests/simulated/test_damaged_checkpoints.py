@@ -189,17 +189,21 @@ def test_the_limit_counts_whole_checkpoints_alone_and_spares_copies(run: Path) -
     assert names == {"checkpoint-2-kept", "checkpoint-2", "checkpoint-4", "checkpoint-5"}
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_stays(run: Path) -> None:
-    record = run / "checkpoint-2" / "diloco" / "outer.json"
-    contents = record.read_bytes()
-    record.unlink()
-    record.symlink_to(record)  # who opens it meets an error of the system
-    make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=1).train(
-        resume_from_checkpoint=str(run / "checkpoint-4")
-    )
-    record.unlink()
-    record.write_bytes(contents)
-    assert [path.name for path, _ in complete_checkpoints(run)] == ["checkpoint-2", "checkpoint-6"]
+def test_what_cannot_be_read_goes_where_it_would_if_it_were_whole(run: Path) -> None:
+    """Older than the two newest whole ones. Newer than one of them, it is one of the two once it is read again."""
+    for step in (1, 3):
+        shutil.copytree(run / "checkpoint-2", run / f"checkpoint-{step}")
+        record = run / f"checkpoint-{step}" / "diloco" / "outer.json"
+        record.unlink()
+        record.symlink_to(record)  # who opens it meets an error of the system
+    for step in (4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    last = run / "checkpoint-2"
+    for step, left in ((4, {2, 3, 4}), (6, {4, 6})):
+        trainer = make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=2, max_steps=step)
+        trainer.train(resume_from_checkpoint=str(last))
+        last = run / f"checkpoint-{step}"
+        assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{number}" for number in left}
 
 
 class Killed(BaseException):

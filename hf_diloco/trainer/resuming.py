@@ -1,0 +1,104 @@
+"""What a training that resumes must have in common with its checkpoint, and what it had better have."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState, TrainingArguments
+
+from hf_diloco.config import DiLoCoConfig
+from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.base import Shards
+from hf_diloco.inner.checkpoints import saved_kind
+from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.schedule import step_of
+from hf_diloco.rounds.session import BaseSession
+from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.utils.lr_schedule import move_schedule
+
+logger = logging.getLogger("hf_diloco")
+
+_OTHER = ": some examples come twice in this epoch, others not at all, unless you set back "
+_CHANGED = {
+    "examples_per_step": "this island took {} examples a step, and takes {} now: set per_device_train_batch_size or "
+    "gradient_accumulation_steps so that their product with the number of ranks stays the same",
+    "seed": "the data was shuffled by seed {}, and is by seed {} now" + _OTHER + "seed (or data_seed)",
+    "num_shares": "the data was shared by {} islands, and is by {} now" + _OTHER + "num_islands (or max_islands)",
+}
+"""What to say of `data_facts` that are no longer what they were."""
+
+_WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
+
+
+def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
+    """What a position in the data depends on, of all that the Trainer and the outer loop know."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return {"examples_per_step": examples_per_step(args), "seed": seed, "num_shares": config.num_shares}
+
+
+def check_resumption(
+    checkpoint: Path, shards: Shards, args: TrainingArguments, config: DiLoCoConfig, state: TrainerState
+) -> None:
+    """Refuses to go on without the inner optimizer's state; warns if its place in the data is another now.
+
+    Args:
+        checkpoint: of the Trainer, with outer state.
+        shards: how the island trains now.
+        args: the Trainer's. Under DeepSpeed's stage 0 parameters are whole, as in plain training.
+        config: the outer loop's settings.
+        state: the Trainer's.
+
+    Raises:
+        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word; or it
+            has resumed from another checkpoint, or from none.
+    """
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} is not there, and the Trainer has resumed from another folder: say which to the callback, "
+            "too: DiLoCoCallback(resume_from_checkpoint=FOLDER)"
+        )
+    saved = saved_kind(checkpoint)
+    now = (
+        "ZeRO" if args.deepspeed_plugin is not None else "FSDP2" if shards.description.startswith("FSDP2") else "plain"
+    )
+    if saved and saved != now:
+        raise CheckpointError(
+            f"{checkpoint} holds the optimizer's state of {_WORDS[saved]}, and here {shards.description} trains, "
+            "which cannot read it: resume as it was saved, or start a new run from its parameters (hf-diloco "
+            "checkpoint export)"
+        )
+    index = read_index(checkpoint)
+    if index.global_step != state.global_step:
+        raise CheckpointError(
+            f"{checkpoint} holds the outer state of step {index.global_step}, and the Trainer is at step "
+            f"{state.global_step}: call trainer.train(resume_from_checkpoint={str(checkpoint)!r}), or leave "
+            "resume_from_checkpoint of DiLoCoCallback out"
+        )
+    for name, value in data_facts(args, config).items() if state.is_world_process_zero else ():
+        before = index.data.get(name, value)
+        if before != value and not (name == "seed" and args.ignore_data_skip):  # the data goes on by itself
+            logger.warning("%s: %s", checkpoint, _CHANGED[name].format(before, value))
+
+
+def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:
+    """Gives an island that joins, or comes back, the learning rate of the run, not of its own first steps.
+
+    Args:
+        session: joined.
+        state: the Trainer's.
+        scheduler: of the learning rate.
+    """
+    step = min(step_of(session.config, session.outer.round), state.max_steps)
+    if not session.has_common_end or step - state.global_step < session.config.sync_every:
+        return
+    if move_schedule(scheduler, step):
+        logger.info("the run is %d rounds old: its learning rate of step %d is taken", session.outer.round, step)
+    else:
+        logger.warning(
+            "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
+            session.outer.round,
+            type(getattr(scheduler, "scheduler", scheduler)).__name__,
+            state.global_step,
+        )
