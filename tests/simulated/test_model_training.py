@@ -175,6 +175,10 @@ REFUSED = {
     "learning rate": (["training.learning_rate=0"], "must be greater than 0"),
     "model": (["model.config.n_positions=16"], "more than the 16 positions"),
     "rendezvous": (["diloco.num_islands=2"], "need a place to meet"),
+    "no batch to evaluate": (
+        ["training.dataloader_drop_last=true", "data.num_eval_sequences=2"],
+        "of 2 examples to evaluate on no batch of 8 is left",
+    ),
 }
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -34,17 +36,24 @@ DECIDED_ELSEWHERE = {
     "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
     "do_predict": "a run trains, then evaluates",
     "remove_unused_columns": "the data has no others than the model takes",
+    "label_names": "the data has one, labels",
     "train_sampling_strategy": "all sequences are equally long",
 }
 """Settings of the Trainer that a run file decides in another place, by name, with that place."""
 
 _POSITIVE = (
     *("learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("logging_steps", "save_steps", "eval_steps", "save_total_limit"),
+    *("logging_steps", "save_steps", "eval_steps", "save_total_limit", "eval_accumulation_steps"),
+    "dataloader_prefetch_factor",
 )
-_NOT_NEGATIVE = ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers")
+_NOT_NEGATIVE = (
+    *("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers", "data_seed"),
+    "neftune_noise_alpha",
+)
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _BELOW_ONE = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
+_TOO_LARGE = 2**63
+_OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
 
 
 def check_training(training: dict[str, Any]) -> None:
@@ -89,13 +98,84 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
         **_fsdp_arguments(run),
         **settings_of_task,
     }
-    try:
+    kinds = get_type_hints(TrainingArguments)
+    settings = {key: float(value) if kinds[key] is float else value for key, value in settings.items()}
+    with _refusing("training"):
         args = TrainingArguments(**settings)
-    except (ValueError, TypeError, AssertionError, ImportError) as error:
-        raise ConfigError(f"training: {one_line(error)}") from error
+    if mismatches := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
+        found = "; ".join(line.removeprefix("- ") for line in mismatches)
+        raise ConfigError(f'deepspeed: it contradicts the block training: {found}; set these to "auto" in it')
+    _try_settings(args)
+    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    if metric not in run.metrics:
+        known = ", ".join(run.metrics)
+        raise ConfigError(f"training.metric_for_best_model: no evaluation has {metric!r}; set it to one of {known}")
     if run.where == "islands":  # nodes do not shard
         _shard_on_cpu(args)
     return args
+
+
+@contextmanager
+def _refusing(names: str) -> Iterator[None]:
+    """Where libraries are given settings: raises `ConfigError` with their reason, if they refuse these."""
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
+        raise ConfigError(f"{names}: {one_line(error)}") from error
+
+
+def _try_settings(args: TrainingArguments) -> None:
+    """Makes what the Trainer makes of its arguments once data and model are ready, which may take hours."""
+    import torch
+    from accelerate.utils import DynamoBackend
+    from torch.utils.data import DataLoader
+    from transformers import SchedulerType, Trainer, get_scheduler
+    from transformers.training_args import OptimizerNames
+    from transformers.utils import is_liger_kernel_available, logging
+
+    for level in (args.log_level, args.log_level_replica):
+        if level not in ("passive", *logging.log_levels):
+            raise ConfigError(f"training.log_level: {level!r} is not one of passive, {', '.join(logging.log_levels)}")
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError("training.use_liger_kernel needs liger-kernel: pip install liger-kernel, or set it to false")
+    with _refusing("training.torch_compile_backend"):
+        DynamoBackend((args.torch_compile_backend or "inductor").upper())
+    nothing: Any = torch.nn.ParameterList([torch.zeros(1)])
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(nothing.parameters(), lr=args.learning_rate)
+    if not args.optim_target_modules:
+        with _refusing(f"training.optim={OptimizerNames(args.optim).value}, optim_args={args.optim_args!r}"):
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(args, nothing)
+            if not any(name in options for name in _OF_THE_MODEL):
+                optimizer = kind(nothing.parameters(), **options)
+    kwargs: Any = args.lr_scheduler_kwargs
+    with _refusing(
+        f"training.lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value}, lr_scheduler_kwargs={kwargs}"
+    ):
+        warmup = args.get_warmup_steps(args.max_steps)
+        get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps, scheduler_specific_kwargs=kwargs)
+    with _refusing("training.dataloader_*"):
+        DataLoader(
+            [0],  # type: ignore[arg-type]
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+
+def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
+    """Raises `ConfigError` if not one batch of an evaluation is left, and so no loss, as whoever trains is told last.
+
+    Args:
+        args: the Trainer's.
+        num_examples: to evaluate on.
+    """
+    at_once = args.eval_batch_size * args.world_size
+    if args.dataloader_drop_last and num_examples < at_once:
+        raise ConfigError(
+            f"training.dataloader_drop_last: of {num_examples} examples to evaluate on no batch of {at_once} is left; "
+            "set it to false, or lower per_device_eval_batch_size"
+        )
 
 
 def uses_cpu(run: BaseRun) -> bool:
@@ -111,7 +191,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     Batch size, accumulation and clipping that it leaves out are those of `training`.
 
     Raises:
-        ConfigError: Muon is to scatter gradients under ZeRO-3, which it needs whole.
+        ConfigError: it has another value where a block belongs; or Muon is to scatter gradients under ZeRO-3, which
+            it needs whole.
     """
     if run.deepspeed is None:
         return None
@@ -120,9 +201,12 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         if isinstance(run.deepspeed, str)
         else run.deepspeed
     )
+    for name in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ConfigError(f"deepspeed: {name} must be a block of `key: value` lines, got {config[name]!r}")
     zero, optimizer = config.get("zero_optimization", {}), config.get("optimizer", {})
     is_muon = str(optimizer.get("type")).lower() == "muon"
-    if isinstance(zero, dict) and zero.get("stage") == 3:
+    if zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
         if is_muon:
             zero = {"reduce_scatter": False, **zero}
@@ -196,8 +280,12 @@ def _type_problem(name: str, value: Any, kind: Any) -> str | None:
 
 
 def _range_problem(name: str, key: str, value: Any) -> str | None:
+    if key.endswith("_kwargs") and isinstance(value, str) and not value.startswith("{"):
+        return f"{name}: expected a block of `key: value` lines, got {value!r}"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        return f"{name}: must be less than 2^63, got {value!r}"
     if key in (*_POSITIVE, *_NOT_NEGATIVE) and value == math.inf:
         return f"{name}: must be finite, got {value!r}"
     if key in _POSITIVE and not value > 0:

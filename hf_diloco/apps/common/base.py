@@ -113,6 +113,7 @@ class BaseRun(Block):
         where: whether islands or nodes train; they refuse different settings.
         alternatives: for each block, settings of which only one is given; on the command line it replaces the others.
         settings_of_order: on which depends what a position in the data means, besides seeds.
+        metrics: what evaluations measure.
     """
 
     module: ClassVar[str]
@@ -122,6 +123,7 @@ class BaseRun(Block):
     where: ClassVar[Where] = "islands"
     alternatives: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     settings_of_order: ClassVar[tuple[KeyPath, ...]]
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
     name: str = Field(pattern=f"^{_NAME}$", max_length=255, description="the run folder is OUTPUT/NAME")
     output: str = Field("runs", min_length=1, description="folder of run folders")

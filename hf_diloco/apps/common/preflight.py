@@ -75,8 +75,6 @@ def _check_deepspeed(run: BaseRun) -> None:
     from pydantic import ValidationError
 
     zero = config.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError(f"deepspeed: zero_optimization must be a mapping, got {zero!r}")
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
     except ValidationError as error:

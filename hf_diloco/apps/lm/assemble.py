@@ -15,7 +15,7 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from hf_diloco.apps.common.arguments import training_arguments
+from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
@@ -145,6 +145,7 @@ def _tame_deepspeed(args: TrainingArguments) -> None:
 
 
 def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
+    check_evaluation(args, len(data.evaluation))
     if isinstance(data.train, PackedStream):
         if args.dataloader_num_workers:
             raise ConfigError(

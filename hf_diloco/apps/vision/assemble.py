@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_diloco.apps.common.arguments import training_arguments
+from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
@@ -72,6 +72,7 @@ def assemble(
     progress.update(message="building the model")
     model = build_model(run.model, data, run.seed)
     evaluation = Subset(data.evaluation, range(config.node, len(data.evaluation), config.num_nodes))
+    check_evaluation(args, len(evaluation))
     callback = GossipCallback(
         config,
         fingerprint={"evaluation_data": data.eval_hash, "seed": run.seed},

@@ -230,6 +230,8 @@ class VisionRun(BaseRun):
         for name in ("source", "path", "name", "split", "shares", "dirichlet_alpha", "max_train_examples", "held_out")
     )
 
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+
     deepspeed: None = Field(None, description="DeepSpeed is for language models: nodes average whole vectors")
     fsdp: None = Field(None, description="FSDP is for language models: nodes average whole vectors")
     model: ImageModelBlock = Field(default_factory=lambda: ImageModelBlock(preset="resnet-tiny"))
