@@ -141,6 +141,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
     if rendezvous is not None:
+        devices.check_own_address(run.meeting.bind_address)
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)

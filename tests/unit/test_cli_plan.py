@@ -267,7 +267,10 @@ def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.Mon
     assert devices.cuda_devices() == found  # -1 hides what follows, as CUDA has it
 
 
-@pytest.mark.parametrize("setting", ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b"])
+@pytest.mark.parametrize(
+    "setting",
+    ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b", "launch.threads=2000"],
+)
 def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):
         make_plan(LaunchOptions(run_file(folder), (setting,)))
@@ -315,6 +318,15 @@ def test_the_home_folder_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPa
     assert plan.islands[0].folder == folder / "runs" / "tiny" / "island-0"
     file = run_file(folder, diloco={**RUN["diloco"], "identity_file": "~/key-{island}"})
     assert load_options(LaunchOptions(file)).meeting.identity_file == folder / "key-{island}"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.host.invalid", "x" * 70])
+def test_an_address_of_another_machine_is_refused_before_anything_starts(folder: Path, address: str) -> None:
+    """192.0.2.0/24 is kept for documentation."""
+    settings = {**RUN["diloco"], "bind_address": "127.0.0.1"}
+    make_plan(LaunchOptions(run_file(folder, diloco=settings)))
+    with pytest.raises(ConfigError, match=f"bind_address: '{address}' is no address of this machine"):
+        make_plan(LaunchOptions(run_file(folder, diloco={**settings, "bind_address": address})))
 
 
 def test_an_option_of_a_wrong_type_is_told_once(folder: Path) -> None:

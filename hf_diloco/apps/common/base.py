@@ -39,9 +39,9 @@ MODELS = ("preset", "path", "config")
 class LaunchBlock(Block):
     """How `hf-diloco launch` starts an island, and where training begins."""
 
-    num_processes: Count = Field(1, description="ranks of one island")
+    num_processes: int = Field(1, ge=1, le=1024, description="ranks of one island")
     use_cpu: bool | None = Field(None, description="null: true when there is no CUDA device")
-    threads: Count | None = Field(None, description="OMP_NUM_THREADS of one rank")
+    threads: int | None = Field(None, ge=1, le=1024, description="OMP_NUM_THREADS of one rank")
     resume: str = Field(
         "auto",
         description="auto: from the newest round that all islands have; never: a new run; or a checkpoint folder",
