@@ -158,7 +158,7 @@ def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
         once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))
         raise ConfigError(
             f"{holder} is of a run with {once}, here {here}: training would go on at its position in other data, see "
-            "some examples twice and others never; set what it was, or give another name for a new run"
+            "some examples twice and others never; set what it was, or begin a new run under another name"
         )
 
 
