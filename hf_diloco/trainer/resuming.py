@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
-from hf_diloco.config import DiLoCoConfig
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.checkpoints import saved_kind
