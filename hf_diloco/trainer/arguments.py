@@ -99,6 +99,8 @@ def gossip_facts(
         elif args.eval_strategy == IntervalStrategy.EPOCH:
             num_batches = len(loader) if has_length(loader) else "some"
             when = f"after epochs of {num_batches} batches, {args.gradient_accumulation_steps} a step"
+        if args.eval_on_start:
+            when += ", and at the start"
         facts["when nodes evaluate (each by itself: eval_weights=local, without num_eval_examples)"] = when
     return facts
 

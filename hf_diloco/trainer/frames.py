@@ -1,4 +1,4 @@
-"""What the Trainer does not hand its callbacks: itself, their list, and how often an evaluation calls them.
+"""What the Trainer does not hand its callbacks: itself, and their list.
 
 Whoever calls a callback is the one way there. Where it is not found, the callback does without.
 """
@@ -29,13 +29,6 @@ def move_before_trackers(callback: TrainerCallback) -> None:
         return
     handler.callbacks.remove(callback)
     handler.callbacks.insert(1, callback)  # behind the DefaultFlowCallback, which decides what this step does
-
-
-def count_evaluations(trainer: Trainer | None) -> int | None:
-    """How often one evaluation calls `on_evaluate`: once a data set; None if that cannot be found out."""
-    if trainer is None:
-        return None
-    return len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else 1
 
 
 def find_trainer() -> Trainer | None:

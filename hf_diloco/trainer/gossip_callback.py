@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.config.base import choose_config
@@ -39,9 +39,10 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
-from hf_diloco.trainer.frames import count_evaluations, find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
+from hf_diloco.trainer.saving import replaced
 from hf_diloco.trainer.views import MeanView
 
 logger = logging.getLogger("hf_diloco")
@@ -100,10 +101,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._node = node
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
-        self._shown = ExitStack()
-        self._num_evaluations: int | None = None
+        self._evaluating = ExitStack()
         self._combined: dict[str, float] = {}
-        self._num_shown = 0  # evaluations until the model holds the node's own parameters again
 
     @property
     def node(self) -> NodeNeighbours:
@@ -207,7 +206,6 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Makes sure that all nodes train the same thing, from the same beginning."""
         trainer = find_trainer()
         move_before_trackers(self)
-        self._num_evaluations = count_evaluations(trainer)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, given = self.optimizer, kwargs["optimizer"]
         inner = getattr(given, "optimizer", given)  # as accelerate wraps it
@@ -217,7 +215,6 @@ class GossipCallback(RunCallback[NodeRecord]):
                 "optimizers=(callback.make_optimizer(model, args), None)"
             )
         model, node = kwargs["model"], self.node
-        self._hide_mean(model, is_loaded=state.global_step > 0)
         node.end.begin()
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
             node.end.window = 1
@@ -226,10 +223,16 @@ class GossipCallback(RunCallback[NodeRecord]):
             check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
         with_others = self.config.eval_weights == "average" or self._num_eval_examples is not None
         facts = gossip_facts(self.config.payload, with_others, args, state, kwargs["train_dataloader"])
+        is_back = node.is_returning
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
         self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())
+        if trainer is not None and self.config.eval_weights == "average":
+            evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
+            self._evaluating.enter_context(replaced(trainer, "_evaluate", evaluate))
+        if is_back and with_others:  # the others go on meanwhile, and do not evaluate
+            self._evaluating.enter_context(replaced(args, "eval_on_start", False))
         self._open_record(args, state, optimizer)
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
@@ -240,7 +243,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self.optimizer.begin_exchange()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Reports lost neighbours, ends when all nodes do, and prepares an evaluation."""
+        """Reports lost neighbours, and ends when all nodes do."""
         node, optimizer = self.node, self.optimizer
         node.current_step = state.global_step
         if not optimizer.is_in_step:
@@ -255,11 +258,6 @@ class GossipCallback(RunCallback[NodeRecord]):
             return
         if self._evaluates_at_end and state.global_step >= state.max_steps:
             control.should_evaluate = True
-        self._show_for_evaluation(control)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepares an evaluation at the end of an epoch."""
-        self._show_for_evaluation(control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""
@@ -281,7 +279,7 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records which weights were evaluated, and has training go on from the node's own."""
+        """Records which weights were evaluated."""
         metrics = kwargs.get("metrics") or {}
         metrics.update({name: value for name, value in self._combined.items() if name in metrics})
         if self._record and name_evaluated(metrics) is not None:
@@ -293,9 +291,6 @@ class GossipCallback(RunCallback[NodeRecord]):
                 consensus_distance=distance,
                 **floats(metrics),
             )
-        self._num_shown -= 1
-        if self._num_shown <= 0:
-            self._shown.close()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""
@@ -339,25 +334,16 @@ class GossipCallback(RunCallback[NodeRecord]):
         """The nodes' distance from their mean, if the model holds that."""
         return self._view.consensus_distance if self._view is not None and self._view.is_on else None
 
-    def _show_for_evaluation(self, control: TrainerControl) -> None:
-        wanted = control.should_evaluate and self.config.eval_weights == "average"
-        if wanted and self._num_evaluations and self._view is not None and not self._view.is_on:
-            self._shown.enter_context(self._view.shown())
-            self._num_shown = self._num_evaluations
+    def _evaluate_mean(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The evaluation that the Trainer makes while it trains, of the mean over all nodes."""
+        if self not in trainer.callback_handler.callbacks:  # another took its place, after an error
+            return evaluate(*args, **kwargs)
+        with self.mean_weights():
+            return evaluate(*args, **kwargs)
 
-    def _hide_mean(self, model: torch.nn.Module, is_loaded: bool) -> None:
-        """Gives the model its own weights back where the last training ended in an error while the mean was shown.
-
-        Args:
-            model: the Trainer's.
-            is_loaded: it holds those of a checkpoint by now, which stay.
-        """
-        if self._view is None or not self._view.is_on:
-            return
-        loaded = {name: value.clone() for name, value in model.state_dict().items()} if is_loaded else None
-        self._shown.close()
-        if loaded is not None:
-            model.load_state_dict(loaded)
+    def _end(self) -> None:
+        self._evaluating.close()
+        super()._end()
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
         """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""

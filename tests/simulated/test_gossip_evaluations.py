@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.errors import FingerprintError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.trainer.arguments import gossip_facts
+from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands
 from tests.small_model import Linear
 
@@ -54,16 +55,23 @@ def events(folder: Path, event: str) -> list[dict[str, Any]]:
 
 
 def train_nodes(
-    folder_of: Callable[[int], Path], evaluation_of: Callable[[int], Any], has_shares: bool = False, **arguments: Any
+    folder_of: Callable[[int], Path],
+    evaluation_of: Callable[[int], Any],
+    has_shares: bool = False,
+    when: dict[str, Any] | None = None,
+    kind: type[Trainer] = Trainer,
+    other: TrainerCallback | None = None,
+    **settings: Any,
 ) -> list[Trainer]:
-    """Nodes of a ring, each a thread; those that have something to evaluate do so at every second step."""
+    """Nodes of a ring, each a thread; those that have something to evaluate do so, by default at every second step."""
+    when = {"eval_strategy": "steps", "eval_steps": 2} if when is None else when
     topology = make_topology("ring", NUM_NODES)
     graph, turns, building = MemoryGraph(topology), Turns(), threading.Lock()
 
     def train(number: int) -> Trainer:
         node = NodeNeighbours(graph.node(number), topology, number, IslandGroup(), turns)
         config = GossipConfig(
-            method="dmsgd", num_nodes=NUM_NODES, node=number, rendezvous="tcp://127.0.0.1:1", **arguments
+            method="dmsgd", num_nodes=NUM_NODES, node=number, rendezvous="tcp://127.0.0.1:1", **settings
         )
         evaluation = evaluation_of(number)
         try:
@@ -72,8 +80,11 @@ def train_nodes(
                     torch.manual_seed(0)
                     model = Linear()
                 callback = GossipCallback(config, node=node, num_eval_examples=SIZES[number] if has_shares else None)
-                when: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2} if evaluation else {}
-                trainer = trainer_of(folder_of(number), callback, model, float(number), evaluation, **when)
+                arguments = when if evaluation else {}
+                trainer = trainer_of(folder_of(number), callback, model, float(number), evaluation, **arguments)
+                trainer.__class__ = kind
+                if other is not None:
+                    trainer.add_callback(other)
                 trainer.train()
         except BaseException:
             node.close()
@@ -81,6 +92,11 @@ def train_nodes(
         return trainer
 
     return run_islands(NUM_NODES, train)
+
+
+def weight_of(trainer: Trainer) -> torch.Tensor:
+    assert isinstance(trainer.model, Linear)
+    return trainer.model.layer.weight.detach()
 
 
 def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:
@@ -107,18 +123,78 @@ def test_a_model_may_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:
     assert events(tmp_path, "eval") == []
 
 
-def test_an_evaluation_of_nothing_leaves_training_as_it_is(tmp_path: Path) -> None:
-    callback = GossipCallback(method="dsgd", num_nodes=1)
-    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, {}, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    assert callback._view is not None
-    assert not callback._view.is_on
+class Quiet(Trainer):
+    """Evaluates in a way of its own, and calls no callback."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        return {"eval_loss": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "evaluation"), [(Quiet, data(0.0)), (Trainer, {})], ids=["quiet", "nothing"])
+def test_training_goes_on_from_its_own_weights_after_an_evaluation_that_calls_no_callback(
+    kind: type[Trainer], evaluation: Any, tmp_path: Path
+) -> None:
+    def train(name: str, kind: type[Trainer], evaluation: Any, when: dict[str, Any] | None) -> list[torch.Tensor]:
+        trainers = train_nodes(
+            lambda number: tmp_path / name / str(number), lambda _: evaluation, when=when, kind=kind
+        )
+        return list(map(weight_of, trainers))
+
+    with_evaluations, without = train("a", kind, evaluation, None), train("b", Trainer, data(0.0), {})
+    assert all(map(torch.equal, with_evaluations, without))
+
+
+class Asks(TrainerCallback):
+    """Has the Trainer evaluate after step 2, and not after step 4."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate = state.global_step == 2
+
+
+@pytest.mark.parametrize("when", [{}, {"eval_strategy": "steps", "eval_steps": 4}], ids=["never", "at 4"])
+def test_an_evaluation_that_another_callback_asks_for_is_of_the_mean(when: dict[str, Any], tmp_path: Path) -> None:
+    trainers = train_nodes(lambda number: tmp_path / str(number), lambda _: data(0.0), when=when, other=Asks())
+    for number in range(NUM_NODES):
+        evaluated = [(event["step"], event["weights"]) for event in events(tmp_path / str(number), "eval")]
+        assert evaluated == [(2, "outer")]
+    assert not torch.equal(weight_of(trainers[0]), weight_of(trainers[1])), "each goes on from its own"
 
 
 def test_nodes_that_do_not_all_evaluate_their_mean_are_refused(tmp_path: Path) -> None:
     """Who evaluates would wait for the others, and they for it."""
     with pytest.raises(FingerprintError, match=r"when nodes evaluate .*node 0: every 2 steps, after 0, node 1: never"):
         train_nodes(lambda number: tmp_path / str(number), lambda number: None if number else data(0.0))
+
+
+def test_nodes_of_which_some_evaluate_before_they_train_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FingerprintError, match=r"evaluate .*node 0: never, and at the start, node 1: never"):
+        train_nodes(
+            lambda number: tmp_path / str(number),
+            lambda number: None if number else data(0.0),
+            when={"eval_on_start": True},
+        )
+
+
+class Back(MemoryNeighbours):
+    """A node that returns to others, who do not come to an average meanwhile."""
+
+    is_returning = True
+
+    def enter(self, x: torch.Tensor) -> int:
+        return 2
+
+    def average(self, vector: torch.Tensor) -> Traffic:
+        raise AssertionError("the others wait in a step")
+
+
+def test_a_node_that_returns_does_not_evaluate_at_the_start(tmp_path: Path) -> None:
+    topology = make_topology("full", 1)
+    node = NodeNeighbours(Back(MemoryGraph(topology), 0), topology, 0, IslandGroup())
+    callback = GossipCallback(method="dsgd", num_eval_examples=8, node=node)
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0), eval_on_start=True)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer.args.eval_on_start
 
 
 def test_the_end_of_an_epoch_is_at_one_step_on_all_nodes(tmp_path: Path) -> None:
