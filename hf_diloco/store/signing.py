@@ -55,7 +55,9 @@ VALUES = "values/"
 """Where islands of fixed membership, and nodes, leave values for each other."""
 
 _VALUES = re.compile(
-    r"(?:^|/)(?:join|state|done|checkpoints\d*|sound\d*|waits|averaged|average\d+|share/[^/]+/\d+|at)/(\d+)$"
+    r"(?:^|/)(?:(?:join|state|done|checkpoints\d*|sound\d*|waits|averaged|average\d+|share/[^/]+/\d+|at"
+    r"|greet/\d+/\d+|entry/\d+/\d+/\d+|again/[^/]+/[^/]+/\d+/\d+)/(\d+)"
+    r"|entry/(\d+)/\d+/(?:company|proposal|asks/\d+)|again/(\d+)-\d+/[^/]+/\d+/proposal)$"
 )
 
 
@@ -85,14 +87,17 @@ def owner_of(path: str) -> int | None:
         return 0
     if path.startswith(VALUES):
         return _owner_of_value(path.removeprefix(VALUES).removesuffix(".json"))
-    match = _OBJECTS.match(path)
-    return int(next(filter(None, match.groups()))) if match else None
+    return _number_in(_OBJECTS.match(path))
 
 
 def _owner_of_value(key: str) -> int | None:
     """Gloo's keys are anybody's: ends of a connection prove who they are."""
-    match = _VALUES.search(key) if not key.startswith(("mesh/", "lost/")) else None
-    return int(match[1]) if match else None
+    return None if key.startswith(("mesh/", "lost/")) else _number_in(_VALUES.search(key))
+
+
+def _number_in(match: re.Match[str] | None) -> int | None:
+    """The one group that has matched."""
+    return int(next(filter(None, match.groups()))) if match else None
 
 
 def round_of_history(path: str) -> int | None:

@@ -204,12 +204,17 @@ def enter(port: Port, who: Signer | None, number: int) -> ValueStore:
 
 def test_a_value_in_the_name_of_another_counts_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     stores = [enter(port, signer(island), island) for island in range(3)]
-    for key in ("join/1", "training-2/state/1", "graph/waits/1", "share/x/0/1"):
+    graph = ("waits/1", "share/x/0/1", "greet/0/2/1", "entry/0/2/at/1", "entry/0/2/3/1", "again/0-1/1.1/1/2/1")
+    returning = ("entry/1/2/company", "entry/1/2/proposal", "entry/1/2/asks/0", "again/1-2/1.1/4/proposal")
+    for key in ("join/1", "training-2/state/1", *(f"graph/{key}" for key in (*graph, *returning))):
         stores[2].set(key, "from island 2")
         assert not stores[0].check([key]), key
         stores[1].set(key, "from island 1")
         assert stores[0].get(key) == b"from island 1"
     assert "island 2 has signed values/join/1.json in the name of island 1" in caplog.text
+    for key in ("entry/1/2/3/decision", "again/1-2/1.1", "lost/1"):
+        stores[2].set(f"graph/{key}", "anybody's")
+        assert stores[0].get(f"graph/{key}") == b"anybody's"
     assert (
         stores[2].compare_set("mesh/lane0", "", "late 1") == stores[0].compare_set("mesh/lane0", "", "") == b"late 1"
     )
