@@ -23,7 +23,7 @@ from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, remedy_for
+from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
@@ -143,7 +143,7 @@ class Beginning:
         """
         place = {"node": self._config.node, "host": socket.gethostname(), "folder": os.path.realpath(folder)}
         common = make_fingerprint(self._config, self._topology, model)
-        facts = {MAX_STEPS: state.max_steps, **common, **arguments, **self._facts}
+        facts = {MAX_STEPS: state.max_steps, **common, **arguments}
         if self._node.is_returning:
             self._return(facts, place, state, scheduler)
         else:
@@ -159,7 +159,7 @@ class Beginning:
         others = self._node.recall("join")
         for record in others:
             theirs = record["facts"]
-            for name, value in facts.items():
+            for name, value in join_facts(facts, self._facts).items():
                 if differ(name, theirs.get(name), value):
                     raise FingerprintError(
                         f"the run that this node returns to trains something else: {name} is {theirs.get(name)} "
@@ -211,7 +211,7 @@ class Beginning:
             self._optimizer.begin_training()
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
-        records = self._node.share("join", {"facts": facts, **place})
+        records = self._node.share("join", {"facts": join_facts(facts, self._facts), **place})
         compare_facts([record["facts"] for record in records], "node")
         _check_folders(records)
 

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
+from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import NodeNeighbours
@@ -147,6 +148,14 @@ def test_a_training_goes_on_after_one_that_ended_in_an_error(
     torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("fact", ["max_steps", "payload", "step"])
+def test_a_fact_given_does_not_take_the_place_of_a_real_one(fact: str, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
+    trainer = make_trainer(Linear(), args, GossipCallback(method="dsgd", num_nodes=1, fingerprint={fact: 99}))
+    with pytest.raises(ConfigError, match=rf"fingerprint\['{fact}'\] is 99, and here it is"):
+        trainer.train()
+
+
 def test_a_mean_that_an_error_left_in_the_model_spares_a_loaded_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Linear()
@@ -181,12 +190,14 @@ def train_plainly(num_steps: int) -> Linear:
     return model
 
 
-def make_trainer(model: Linear, args: TrainingArguments, callback: GossipCallback, other: TrainerCallback) -> Trainer:
+def make_trainer(
+    model: Linear, args: TrainingArguments, callback: GossipCallback, *others: TrainerCallback
+) -> Trainer:
     return Trainer(
         model,
         args,
         train_dataset=data_of(0),
         eval_dataset=data_of(0),
         optimizers=(callback.make_optimizer(model, args), None),
-        callbacks=[callback, other],
+        callbacks=[callback, *others],
     )
