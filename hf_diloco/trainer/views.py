@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError
+from hf_diloco.gossip.averages import mean_of_holders
 from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 
@@ -124,13 +125,14 @@ class MeanView:
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:
+        """Statistics that are not finite, as one bad batch leaves them for good, are no part of the mean."""
         if not self._buffers:
             yield
             return
         own = torch.cat([buffer.flatten().float() for buffer in self._buffers])
-        mean = own.clone()
-        self._node.average(mean)
-        self._write_buffers(mean)
+        means, _ = mean_of_holders(self._node, [own], is_holder=bool(own.isfinite().all()))
+        if means is not None:
+            self._write_buffers(means[0])
         try:
             yield
         finally:

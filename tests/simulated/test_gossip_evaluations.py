@@ -20,8 +20,10 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
+from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.trainer.arguments import gossip_facts
+from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands
 from tests.small_model import Linear
@@ -112,6 +114,26 @@ def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_p
             assert other[place][f"eval_{name}_loss"] == first[place][f"eval_{name}_loss"], "of all nodes' examples"
     logged = [entry["gossip/consensus_distance"] for entry in trainers[0].state.log_history if "eval_b_loss" in entry]
     assert logged == [event["consensus_distance"] for event in first[1::2]]
+
+
+def test_statistics_that_are_not_finite_are_no_part_of_the_mean() -> None:
+    """One bad batch leaves those of batch normalisation so for good."""
+    topology = make_topology("ring", NUM_NODES)
+    graph = MemoryGraph(topology)
+
+    def look(number: int) -> list[float]:
+        node, model = NodeNeighbours(graph.node(number), topology, number, IslandGroup()), torch.nn.BatchNorm1d(1)
+        view = MeanView(make_optimizer("dsgd", model.parameters(), node, 0.1), node, model, averages_buffers=True)
+        statistic = model.running_mean
+        assert statistic is not None
+        statistic.fill_(torch.nan if number == 2 else number)
+        with view.shown():
+            shown = float(statistic)
+        return [shown, float(statistic)]
+
+    shown, own = zip(*run_islands(NUM_NODES, look), strict=True)
+    assert shown == pytest.approx([4 / 3] * NUM_NODES)
+    assert str(own) == "(0.0, 1.0, nan, 3.0)"
 
 
 def test_a_model_may_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_diloco.codecs.lattice import CHECK_VALUES
-from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, UnsupportedError
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
@@ -420,11 +420,19 @@ def test_out_of_range_is_left_out_counted_and_said_once(caplog: pytest.LogCaptur
     assert "lattice_step" in said[0]
 
 
-def test_a_model_that_is_not_finite_is_not_published() -> None:
+def test_a_model_that_is_too_large_for_the_lattice_is_not_published() -> None:
     nodes = Nodes(make_topology("full", 2), apart(2), quantization="lattice-8", local_steps=1)
     nodes.step(1, lambda *_: np.zeros(D))
-    with pytest.raises(UnsupportedError, match="diverged"):
-        nodes.step(0, lambda *_: np.full(D, np.nan))
+    with pytest.raises(UnsupportedError, match="too large for lattice_step"):
+        nodes.step(0, lambda *_: np.full(D, 1e18))
+
+
+def test_a_model_that_is_not_finite_is_not_published() -> None:
+    nodes = Nodes(make_topology("full", 2), apart(2), local_steps=1)
+    nodes.step(1, lambda *_: np.zeros(D))
+    nodes.optimizers[0].flat_parameters[0] = torch.nan
+    with pytest.raises(ExchangeError, match="the parameters of node 0 are beyond all bounds"):
+        nodes.step(0, lambda *_: np.zeros(D))
 
 
 @pytest.mark.parametrize(("quantization", "num_bytes"), [("none", 8000), ("lattice-16", 2008), ("lattice-8", 1008)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_diloco.errors import CheckpointError, ConfigError, IslandLostError, UnsupportedError
+from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, base, make_optimizer
 from hf_diloco.methods.gossip.momentum_consensus import move_in_passes, move_on_processor
@@ -104,6 +104,59 @@ def test_decentlam_is_a_heavy_ball(graph: str) -> None:
     for step in range(60):
         x, before = W @ (x - lr * problem.gradient(x)) + beta * (x - before), x
         np.testing.assert_allclose(ours[step + 1], x, rtol=0, atol=1e-12)
+
+
+# Values that are not finite
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_that_is_not_finite_is_left_out(
+    method: str, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    problem, start = LeastSquares.easy(), agreed(NUM_NODES, 3)
+
+    def with_values(which: slice, given: float) -> Array:
+        def gradient(x: Array, step: int) -> Array:
+            g = problem.gradient(x)
+            if step in (2, 3, 4):
+                g[5, which] = given
+            return g
+
+        settings = IN_STEP.get(method, {})
+        return train(method, make_topology("ring", NUM_NODES), start, gradient, [0.1] * 8, **settings)
+
+    np.testing.assert_array_equal(with_values(slice(1, 2), value), with_values(slice(None), 0.0))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["step 3", "step 4"]
+
+
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [*((method, "parameters") for method in METHODS), ("da-dmsgd", "momentum"), ("momentum-consensus", "momentum")],
+)
+def test_what_is_not_finite_is_not_sent(method: str, where: str) -> None:
+    """Its node ends before; the others are told so where they wait."""
+    graph = MemoryGraph(make_topology("ring", 4))
+
+    def step(number: int) -> None:
+        neighbours, x = graph.node(number), torch.nn.Parameter(torch.ones(3))
+        optimizer = make_optimizer(method, [x], neighbours, 0.1, **IN_STEP.get(method, {}))
+        x.grad = torch.ones(3)
+        optimizer.step()
+        if number == 2:
+            vector = optimizer.flat_parameters if where == "parameters" else optimizer.vector("momentum_buffer")
+            vector[1] = torch.inf
+            if method == "pmsgd":  # which sends gradients alone; nor is that of such parameters finite
+                x.grad.fill_(torch.nan)
+        try:
+            optimizer.step()
+        finally:
+            neighbours.close()
+
+    outcomes = try_islands(4, step)
+    assert isinstance(outcomes[2], ExchangeError)
+    assert "step 2: the parameters of node 2 are beyond all bounds, and not sent" in str(outcomes[2])
+    assert all(isinstance(outcome, IslandLostError) for number, outcome in enumerate(outcomes) if number != 2)
 
 
 # Special cases

@@ -22,7 +22,7 @@ from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.flat import FlatParameters, check_group
+from hf_diloco.methods.gossip.flat import FlatParameters, check_finite, check_group
 from hf_diloco.methods.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
@@ -52,7 +52,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     All nodes must begin with equal parameters, in the same order. Move the model to its device before: parameters
     become views of one vector; their values and memory formats stay. A gradient that is None counts as zero, since
-    neighbours wait for all of the vector; weight decay applies all the same. Gradient scalers skip steps: none fits.
+    neighbours wait for all of the vector; so does one that is not finite, with a warning. Weight decay applies all the
+    same. Gradient scalers skip steps: none fits.
 
     Settings, each of which a parameter group may have its own of:
 
@@ -163,6 +164,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         if vectors_and_outs is None or self._has_begun:
             return
         self._adopt()
+        self.check_sent(*vectors_and_outs[0])
         self.neighbours.offer(self._x, self.num_steps)
         self.neighbours.begin(*vectors_and_outs, self.num_steps)
         self._has_begun = True
@@ -185,6 +187,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             IslandLostError: a node did not come in time. The parameters are undefined.
+            ExchangeError: likewise; see `check_sent`.
         """
         loss = None
         if closure is not None:
@@ -196,7 +199,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.begin(self._x, is_late=self.num_steps > 0)
         if not self._has_begun:
             self.neighbours.offer(self._x, self.num_steps)
-        self._flat.read_gradients()
+        self._flat.read_gradients(self.neighbours.node, self.num_steps)
         self.average_gradient(self._g)
         self._flat.decay(self.param_groups)
         self.update(self._x, self._g)
@@ -210,6 +213,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def _take_outer_step(self, slow: SlowMomentum) -> None:
         buffers = slow.settings.inner_buffers
         averaged = [self.vector(name) for name in self.state_names] if buffers == "average" else []
+        if slow.settings.average:
+            self.check_sent(self._x, *averaged)
         self.traffic += slow.step(
             self._x, [float(group["lr"]) for group in self.param_groups], averaged, self.neighbours
         )
@@ -277,19 +282,28 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def average_gradient(self, g: torch.Tensor) -> None:
         """Averages the gradient over all nodes, in a method that does."""
 
-    def mix(self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None) -> torch.Tensor:
-        """Σ_j w_ij vector_j with this step's weights, in `out`, which must not overlap `vector`.
+    def check_sent(self, *vectors: torch.Tensor) -> None:
+        """Raises `ExchangeError` if what is to be sent is not finite: others would take it over."""
+        if not self._has_begun:  # or they are on their way
+            check_finite(vectors, self.neighbours.node, self.num_steps)
+
+    def mix(
+        self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None, step: int | None = None
+    ) -> torch.Tensor:
+        """Σ_j w_ij vector_j, in `out`, which must not overlap `vector`.
 
         Args:
-            vector: what this node gives.
-            out: of its size.
-            topology: whose weights; see `Neighbours.mix`.
+            vector, out: of one size; what this node gives stays as it is.
+            topology, step: whose weights, see `Neighbours.mix`. Default: this step's.
         """
-        self.traffic += self.neighbours.mix((vector,), (out,), self.num_steps, topology=topology)
+        self.check_sent(vector)
+        step = self.num_steps if step is None else step
+        self.traffic += self.neighbours.mix((vector,), (out,), step, topology=topology)
         return out
 
     def mix_together(self, vectors: Vectors, outs: Vectors) -> None:
         """As `mix` for several vectors, which travel together."""
+        self.check_sent(*vectors)
         self.traffic += self.neighbours.mix(vectors, outs, self.num_steps)
 
     def vector(self, name: str) -> torch.Tensor:
@@ -321,6 +335,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             IslandLostError: a node did not come in time. The parameters are what they were.
         """
         self._adopt()
+        self.check_sent(self._x)
         self.neighbours.settle()
         own = self._x.clone()
         try:

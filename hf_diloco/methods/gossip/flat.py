@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
+
+logger = logging.getLogger("hf_diloco")
 
 
 class FlatParameters:
@@ -39,6 +42,7 @@ class FlatParameters:
         like = [torch.empty_like(parameter, device="meta") for parameter in self.parameters]
         self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
         self._views_of_x, self._views_of_g = self.views(self.x), self.views(self.g)
+        self._num_left_out = 0
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """`vector`, of d values, cut into tensors of the parameters' shapes and memory formats."""
@@ -66,10 +70,14 @@ class FlatParameters:
             view.copy_(parameter.data)
             parameter.data = view
 
-    def read_gradients(self) -> None:
-        """Copies the parameters' gradients to `g`; one that is None counts as zero.
+    def read_gradients(self, node: int, step: int) -> None:
+        """Copies the parameters' gradients to `g`; one that is None counts as zero, and all do if any is not finite.
+
+        Args:
+            node, step: for messages.
 
         Raises:
+            ExchangeError: the parameters are not finite either.
             UnsupportedError: a gradient is sparse.
         """
         present, gradients = [], []
@@ -83,6 +91,22 @@ class FlatParameters:
                 gradients.append(parameter.grad)
         if present:
             torch._foreach_copy_(present, gradients)
+        if not _is_finite(self.g):
+            check_finite([self.x], node, step)  # of such parameters no gradient ever is
+            self._leave_out_gradient(node, step)
+
+    def _leave_out_gradient(self, node: int, step: int) -> None:
+        """Says so the first, second, fourth, ... time."""
+        self.g.zero_()
+        self._num_left_out += 1
+        if self._num_left_out.bit_count() == 1:
+            logger.warning(
+                "step %d: the gradient of node %d is not finite, and left out (%d so far): if it goes on, lower the "
+                "learning rate, or look at the data",
+                step + 1,
+                node,
+                self._num_left_out,
+            )
 
     def decay(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Weight decay and LARS of each parameter group, in the place of `g`."""
@@ -103,6 +127,25 @@ class FlatParameters:
         norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
         trust = coefficient * norm_x / (norm_g + decay * norm_x)
         return torch.where((norm_x > 0) & (norm_g > 0), trust, torch.ones_like(trust))
+
+
+def check_finite(vectors: Iterable[torch.Tensor], node: int, step: int) -> None:
+    """To be called before vectors are sent.
+
+    Raises:
+        ExchangeError: a value is not finite. The others would take it over, and others from them.
+    """
+    if not all(map(_is_finite, vectors)):
+        raise ExchangeError(
+            f"step {step + 1}: the parameters of node {node} are beyond all bounds, and not sent to others. If these "
+            "go on, start this node again, alone, by the same command: it returns with their mean. If all nodes end "
+            "like this, start all again with a smaller learning rate"
+        )
+
+
+def _is_finite(vector: torch.Tensor) -> bool:
+    """Whether all values are finite, and none is beyond all reason (1e19)."""
+    return math.isfinite(float(torch.linalg.vector_norm(vector)))
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ class SwarmSGD(MomentumOptimizer):
         is_last = rest == self.local_steps - 1 and bool(self._partners)
         if is_last and self.blocking:
             descend_with_momentum(self, x, g, g, self.nesterov)
-            self.traffic += self.neighbours.mix((g,), (x,), number, topology=self._matching)
+            self.mix(g, out=x, topology=self._matching, step=number)
             return
         descend_with_momentum(self, x, g, x, self.nesterov)
         if is_last:
@@ -182,6 +182,7 @@ class SwarmSGD(MomentumOptimizer):
         """Shows this node's model to all."""
         if self._published is None:
             return
+        self.check_sent(x)
         if self._codec:
             self._codec.encode(x, self._payload)
             self._published.publish(self._payload)
