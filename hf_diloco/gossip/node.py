@@ -6,19 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hf_diloco.config.advice import tell_who_is_alone
-from hf_diloco.config.base import need_number
 from hf_diloco.gossip.averages import Vectors
-from hf_diloco.gossip.choco import with_payload
-from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
@@ -26,20 +20,11 @@ from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import Phase
-from hf_diloco.membership.run import announce_run
 from hf_diloco.methods.topology import Topology
-from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.rendezvous import warn_if_exposed
-from hf_diloco.store.tcp_store import meet
-from hf_diloco.transport.base import RateLimit, Traffic
-from hf_diloco.utils.waiting import WaitNotes
+from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.workspace import Workspace
 
 T = TypeVar("T")
-
-SILENT_SECONDS = 30.0
-"""What the store may take to answer before it counts as gone. It does within a round trip, but a process may stand
-still for seconds; one that ended is noticed at once."""
 
 
 class CommonEnd:
@@ -341,57 +326,3 @@ class NodeNeighbours(Neighbours):
             else page_lock(self._buffers.take(f"{name}{number}", vector.numel(), vector.dtype, cpu))
             for number, vector in enumerate(vectors)
         ]
-
-
-def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:
-    """Meets the other nodes. Collective over the ranks of the node.
-
-    Args:
-        config: the settings.
-        topology: the graph that they name.
-        island: the ranks of this node.
-
-    Raises:
-        ConfigError: there are several nodes, and this one was given no number.
-        RendezvousError: the rendezvous cannot be opened or reached.
-        IslandLostError: neighbours did not come in time.
-    """
-    need_number(config, config.num_nodes, "node")
-    inner: Neighbours | None = None
-    members: Members | None = None
-
-    def connect() -> None:
-        nonlocal inner, members
-        found, members = _connect(config, topology)
-        inner = with_payload(found, config.payload)
-
-    island.on_leader(connect)
-    return NodeNeighbours(inner, topology, config.node, island, members=members)
-
-
-def _connect(config: GossipConfig, topology: Topology) -> tuple[Neighbours, Members | None]:
-    tell_who_is_alone(config, "node")
-    if config.num_nodes == 1:
-        return MemoryGraph(topology).node(0), None
-    notes = WaitNotes(config.node, "node")
-    credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    store, key, address, _ = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
-    if not credentials.key:
-        warn_if_exposed(address)
-    if is_host:
-        settings = config.model_dump(include={"method", "topology", "num_nodes", "payload"})
-        announce_run(store.log, None, settings, unit="node")
-    members = Members(store.log, config.node, str(Path.cwd()), unit="node")
-    mesh = MeshNeighbours(
-        store,
-        topology,
-        config.node,
-        address,
-        members,
-        connect_timeout=config.join_timeout,
-        exchange_timeout=config.exchange_timeout,
-        rate_limit=RateLimit(config.bytes_per_second()),
-        notes=notes,
-        key=key,
-    )
-    return mesh, members

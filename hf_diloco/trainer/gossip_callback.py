@@ -25,7 +25,8 @@ from hf_diloco.gossip.checkpoint import (
     whole_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.entry import MAX_ROUNDS
 from hf_diloco.gossip.mesh.joining import Discovery, Greetings
 from hf_diloco.gossip.mesh.store import Board, entry_prefix, greeting_key, lost_key
+from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.membership.heartbeats import Members
@@ -31,6 +34,7 @@ from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import join, members_of, talk_together
 from tests.islands import try_islands
+from tests.processes import find_free_port
 from tests.small_model import Linear
 from tests.tcp_stores import KeptStore
 
@@ -38,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
 SIZE = 64
+N = TypeVar("N", bound=Neighbours)
 
 
 class Ring:
@@ -80,7 +85,7 @@ class Ring:
         self._joined.append(neighbours)
         return neighbours
 
-    def run(self, live: Callable[[int], MeshNeighbours | None]) -> None:
+    def run(self, live: Callable[[int], Neighbours | None]) -> None:
         """`live` takes a node to the end; none leaves before all are there."""
 
         def run(node: int) -> None:
@@ -100,7 +105,7 @@ class Ring:
         for first in self._failures:  # whose closing made the others fail
             raise first
 
-    def step(self, neighbours: MeshNeighbours, step: int) -> None:
+    def step(self, neighbours: Neighbours, step: int) -> None:
         x = torch.full((SIZE,), float(neighbours.node))
         neighbours.offer(x, step)
         neighbours.mix([x], [torch.empty_like(x)], step)
@@ -112,11 +117,11 @@ class Ring:
 
     def go_on(
         self,
-        neighbours: MeshNeighbours,
+        neighbours: N,
         step: int,
         pause: float = 0.01,
         before: Callable[[], None] = lambda: None,
-    ) -> MeshNeighbours:
+    ) -> N:
         """To the end; calls `before` ahead of each step."""
         deadline = time.monotonic() + LONG
         while self._last is None or step < self._last:
@@ -126,6 +131,36 @@ class Ring:
             self.step(neighbours, step)
             step += 1
         return neighbours
+
+
+def test_a_node_whose_training_ended_in_an_error_returns_in_the_same_process() -> None:
+    """Nobody has closed what it had met the others with, as the Trainer tells no callback of errors."""
+    ring, url, begins = Ring(3), f"tcp://{LOCALHOST}:{find_free_port()}", threading.Barrier(3)
+
+    def meet(number: int) -> NodeNeighbours:
+        config = GossipConfig(num_nodes=3, node=number, rendezvous=url, exchange_timeout=LONG, join_timeout=LONG)
+        return open_node(config, ring.topology, IslandGroup())
+
+    def live(number: int) -> NodeNeighbours:
+        node = meet(number)
+        begins.wait(LONG)
+        for step in range(2):
+            ring.step(node, step)
+        if number < 2:
+            return ring.go_on(node, 2)
+        again = meet(number)
+        assert again.is_returning
+        step = again.enter(x := torch.zeros(SIZE))
+        assert x[0] == 0.5, "the mean of the others"
+        ring.end_at(step + 3)
+        return ring.go_on(again, step)
+
+    ring.run(live)
+    for number in (0, 1):
+        assert [line.split(":")[0] for line in ring.news[number]] == [
+            "node 2 was lost (its connection broke)",
+            "node 2 has returned",
+        ]
 
 
 def lost_by(news: list[str]) -> list[str]:

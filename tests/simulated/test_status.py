@@ -21,7 +21,8 @@ from hf_diloco.cli.status import render, run_status
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import IslandLostError, RendezvousError, StoreError
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.node import NodeNeighbours, open_node
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import unanimity
 from hf_diloco.membership.round_records import OutcomeRecord

@@ -17,7 +17,7 @@ import torch
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.node import open_node
+from hf_diloco.gossip.open import open_node
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
