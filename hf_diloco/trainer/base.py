@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import signal
 import sys
 import threading
@@ -25,6 +26,8 @@ from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.saving import Saving
 
 R = TypeVar("R", bound=Record)
+
+logger = logging.getLogger("hf_diloco")
 
 
 class StopFlag:
@@ -213,6 +216,19 @@ def end_early(control: TrainerControl) -> None:
     control.should_save = True
     control.should_evaluate = False
     control.should_training_stop = True
+
+
+def warn_if_short(state: TrainerState, unit: str) -> None:
+    """What else may end training, of which the others know nothing: its data, or another callback."""
+    if state.global_step < state.max_steps:
+        logger.warning(
+            "training ended after %d of %d steps: another callback ended it, or the data did, on this %s alone. To "
+            "end all %ss early, call stop() of this callback on each",
+            state.global_step,
+            state.max_steps,
+            unit,
+            unit,
+        )
 
 
 def tell_trackers(added: dict[str, float], logs: dict[str, Any], state: TrainerState) -> None:

@@ -46,7 +46,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
     tokens_per_step,
 )
-from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
+from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
@@ -250,24 +250,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
                 if steps < every
                 else "Rounds were missed: resume this island from its last checkpoint, when the others are there",
             )
-        self._warn_if_short(state)
+        if not (self._failure or self.stopped or self._need_session().is_over):
+            warn_if_short(state, "island")
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
         self._need_session().leave(finished=not (self._failure or self.stopped))
         if self._failure:
             raise self._failure
 
     # Steps of the above
-
-    def _warn_if_short(self, state: TrainerState) -> None:
-        """What else may end training, of which the other islands know nothing: its data, or another callback."""
-        is_known = self._failure or self.stopped or self._need_session().is_over
-        if state.global_step < state.max_steps and not is_known:
-            logger.warning(
-                "training ended after %d of %d steps: another callback ended it, or the data did, on this island "
-                "alone. To end all islands early, call stop() of this callback on each",
-                state.global_step,
-                state.max_steps,
-            )
 
     def _connect(self, folder: Path) -> BaseSession:
         if self._has_joined and not self._need_session().has_left:

@@ -39,7 +39,7 @@ from hf_diloco.trainer.arguments import (
     is_of_training,
     name_evaluated,
 )
-from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers
+from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
@@ -305,6 +305,8 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._end()
+        if not self.stopped:
+            warn_if_short(state, "node")
         self._need_record().end(state.global_step)
         self.node.stand("left" if self.stopped else "finished")
 

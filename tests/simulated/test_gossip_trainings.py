@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.errors import ConfigError
@@ -146,6 +146,18 @@ def test_a_training_goes_on_after_one_that_ended_in_an_error(
     assert (trainer.state.global_step, callback.stopped) == (num_steps, False)
     expected = train_plainly(step + num_steps)
     torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+class Ends(TrainerCallback):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 1
+
+
+def test_a_training_that_another_callback_ends_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neighbours know nothing of it, and wait."""
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
+    make_trainer(Linear(), args, GossipCallback(method="dsgd", num_nodes=1), Ends()).train()
+    assert "training ended after 1 of 2 steps: another callback ended it, or the data did, on this node" in caplog.text
 
 
 @pytest.mark.parametrize("fact", ["max_steps", "payload", "step"])
