@@ -130,6 +130,10 @@ class CodedNeighbours(Neighbours):
     def average(self, vector: torch.Tensor) -> Traffic:
         return self._inner.average(vector)
 
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        return self._inner.averaged_over
+
     def share(self, topic: str, record: Record) -> list[Record]:
         return self._inner.share(topic, record)
 

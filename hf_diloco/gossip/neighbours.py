@@ -158,6 +158,11 @@ class Neighbours(ABC):
             IslandLostError: a node did not come in time.
         """
 
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        """The nodes in the last `average`, in order."""
+        return tuple(range(self.num_nodes))
+
     def published(self) -> Published:
         """Where this node leaves its model for the others to take, and takes theirs, without anybody waiting.
 

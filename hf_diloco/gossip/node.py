@@ -205,6 +205,10 @@ class NodeNeighbours(Neighbours):
         with self._clock():
             return self._exchange(exchange, [vector])
 
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        return super().averaged_over if self._leaders is None else self._leaders.averaged_over
+
     def spread_wish(self, like: torch.Tensor) -> None:
         """Carries the wish to end where a method averages over all nodes, and not with its neighbours."""
         wish, _ = self._wish(like, self.current_step)

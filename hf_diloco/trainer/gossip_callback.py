@@ -191,13 +191,21 @@ class GossipCallback(RunCallback[NodeRecord]):
     @contextmanager
     def mean_weights(self) -> Iterator[None]:
         """The model holds the mean over all nodes meanwhile. Collective over the nodes, and their ranks."""
+        with self._need_view().shown():
+            yield
+
+    @property
+    def nodes_in_mean(self) -> tuple[int, ...]:
+        """The nodes of which the last mean was; this one alone where none could be formed."""
+        return self._need_view().nodes
+
+    def _need_view(self) -> MeanView:
         if self._view is None:
             raise ConfigError(
                 "training has not begun with this GossipCallback: give it to the Trainer before trainer.train(), and "
                 "use mean_weights() during training or after it"
             )
-        with self._view.shown():
-            yield
+        return self._view
 
     # Trainer events, in the order in which they happen
 

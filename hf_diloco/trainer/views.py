@@ -90,6 +90,7 @@ class MeanView:
     Attributes:
         consensus_distance: of the last time, √(mean_i ‖x_i - x̄‖²) / ‖x̄‖; None before.
         is_on: whether the model holds the mean.
+        nodes: of which the last mean was; this one alone where none could be formed.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class MeanView:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if averages_buffers else []
         self.consensus_distance: float | None = None
         self.is_on = False
+        self.nodes = node.averaged_over
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -114,9 +116,10 @@ class MeanView:
                 squares = torch.tensor([distance])
                 self._node.average(squares)
                 self.consensus_distance = float(squares.sqrt())
-                self.is_on = True
+                self.is_on, self.nodes = True, self._node.averaged_over
             except IslandLostError as error:
                 stack.close()
+                self.nodes = (self._node.node,)
                 logger.warning("no mean over the nodes (%s): this node's own weights take its place", error)
             try:
                 yield

@@ -21,6 +21,8 @@ from tests.small_model import Linear
 class NoRendezvous(MemoryNeighbours):
     """A node that cannot average with all."""
 
+    averaged_over = (0, 1)  # the last time that it could
+
     def average(self, vector: torch.Tensor) -> Traffic:
         raise IslandLostError("the rendezvous does not answer")
 
@@ -41,6 +43,7 @@ def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: py
         callbacks=[callback],
     )
     trainer.train()
+    assert callback.nodes_in_mean == (0,)
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     with torch.no_grad():
         batch = {name: torch.stack([example[name] for example in data]) for name in ("x", "y")}

@@ -99,7 +99,9 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     if config.node == 0:
         write_card_and_publish(run, describe_training(run), progress)
     if speaks:
-        say(f"the mean of {config.num_nodes} nodes: accuracy {accuracy:.2%}, loss {loss:.4f}")
+        nodes = node.callback.nodes_in_mean
+        what = f"the mean of {len(nodes)} nodes" if len(nodes) > 1 else f"node {config.node}"
+        say(f"{what}: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
     progress.update(state="done", message="")

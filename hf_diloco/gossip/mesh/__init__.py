@@ -62,7 +62,6 @@ class MeshNeighbours(Neighbours):
     Attributes:
         peers: the nodes that it mixes with at one step or another.
         lost: the nodes that this one has lost, each with the reason in words.
-        averaged_over: the nodes in the last `average`, in order.
         start: which of this node's starts this is, from 1.
 
     Raises:
