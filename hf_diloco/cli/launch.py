@@ -193,16 +193,14 @@ class Launcher:
         plans: the islands to start.
         display: shows them.
         grace: seconds that islands which are asked to stop may take.
-        keep_going: whether the islands can do without each other.
+        way_back: what brings one back while the others go on; empty: they cannot do without each other.
     """
 
-    def __init__(
-        self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, keep_going: bool = False
-    ) -> None:
+    def __init__(self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, way_back: str = "") -> None:
         self._plans = plans
         self._display = display
         self._grace = grace
-        self._keep_going = keep_going
+        self._way_back = way_back
         self._islands: list[Island] = []
         self._useful: dict[int, UsefulLines] = {}
         self._signals: list[int] = []
@@ -278,11 +276,10 @@ class Launcher:
             self._stop_others()
 
     def _stop_others(self) -> None:
-        if not self._keep_going:
+        if not self._way_back:
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
-            unit = self._islands[0].unit
-            self._display.note(f"the other {unit}s go on; the same command with --{unit} brings one back")
+            self._display.note(f"the other {self._islands[0].unit}s go on; {self._way_back}")
 
     def _act(self) -> None:
         while self._signals_handled < len(self._signals):

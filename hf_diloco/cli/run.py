@@ -41,7 +41,8 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     run = plan.run
     summary = describe_start(plan.islands, run.meeting.num_islands, plan.rendezvous, run.folder, run.unit)
     notes = (f"run {run.folder}: {summary}", plan.crowding)
-    result = run_islands(plan.islands, notes, out, grace, keep_going=run.meeting.survives_losses)
+    way_back = describe_way_back(run.unit, plan.rendezvous) if run.meeting.survives_losses else ""
+    result = run_islands(plan.islands, notes, out, grace, way_back)
     print_ending(result, plan, options, out, err)
     return result.exit_code
 
@@ -54,11 +55,11 @@ def _check(run: BaseRun, *others: Callable[[], object]) -> None:
 
 
 def run_islands(
-    islands: Sequence[IslandPlan], notes: Sequence[str], out: Console, grace: float, *, keep_going: bool
+    islands: Sequence[IslandPlan], notes: Sequence[str], out: Console, grace: float, way_back: str
 ) -> Result:
     """Starts islands, shows them on `out` below `notes`, and returns when all have ended; see `Launcher`."""
     display = make_display(out, [island.number for island in islands], islands[0].unit)
-    launcher = Launcher(islands, display, grace, keep_going)
+    launcher = Launcher(islands, display, grace, way_back)
     for note in filter(None, notes):
         display.note(note)
     return launcher.run()
@@ -77,6 +78,12 @@ def describe_start(
     who = f"{here} {plural(unit, here)}" if here == num_islands else f"{unit} {islands[0].number} of {num_islands}"
     meeting = f", meeting at {rendezvous}" if rendezvous else ""
     return f"{who}{remark}{meeting}; full logs in {folder}/island-*/log.txt"
+
+
+def describe_way_back(unit: str, rendezvous: str | None) -> str:
+    """How one that was lost comes back to the others, who go on."""
+    command = f"the same command with --{unit} K --rendezvous {rendezvous} brings {unit} K back"
+    return f"{command}, but not node 0" if unit == "node" else command
 
 
 def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> None:

@@ -19,7 +19,7 @@ from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
 from hf_diloco.cli.plan import IslandPlan, island_environment
-from hf_diloco.cli.run import describe_start, print_commands, print_failures, run_islands
+from hf_diloco.cli.run import describe_start, describe_way_back, print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
@@ -70,7 +70,8 @@ def run_script(plan: ScriptPlan, *, grace: float, dry_run: bool) -> int:
     alone = " (--islands 2 starts two)" if config.num_islands == 1 else ""
     summary = describe_start(plan.islands, config.num_islands, config.rendezvous, plan.folder, remark=alone)
     meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
-    result = run_islands(plan.islands, (summary, plan.crowding), out, grace, keep_going=meets_in_store)
+    way_back = describe_way_back("island", config.rendezvous) if meets_in_store else ""
+    result = run_islands(plan.islands, (summary, plan.crowding), out, grace, way_back)
     print_failures(result, err)
     if result.exit_code == FINISHED and any(plan.folder.glob("island-*/progress.json")):
         out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
