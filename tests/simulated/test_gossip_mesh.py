@@ -249,6 +249,30 @@ def test_a_node_that_leaves_before_the_average_is_left_out_of_it(store: KeptStor
     assert equal(first[0], total * (1 / 3))
 
 
+def test_who_came_too_late_keeps_the_others_from_no_later_average(store: KeptStore) -> None:
+    """It tries again, alone; then another node is lost, and the rest forms a new group."""
+    left_out, has_tried = threading.Event(), threading.Event()
+
+    def talk(node: int, neighbours: MeshNeighbours) -> tuple[int, ...]:
+        if node == 3:
+            assert left_out.wait(LONG)
+            for message in ("nodes 0-2 average without this one", "nodes 0-2 did not come to the average"):
+                with pytest.raises(IslandLostError, match=message):
+                    neighbours.average(values(node, 0, 4))
+            has_tried.set()
+            return ()
+        neighbours.average(values(node, 0, 4))
+        left_out.set()
+        assert has_tried.wait(LONG)
+        if node == 2:
+            neighbours.close()
+            return ()
+        neighbours.average(values(node, 0, 4))
+        return neighbours.averaged_over
+
+    assert in_mesh(store, make_topology("full", 4), talk, exchange_timeout=1.0)[:2] == [(0, 1), (0, 1)]
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_nobody_goes_on_while_another_is_without_the_mean(
     lacking: int, store: KeptStore, monkeypatch: pytest.MonkeyPatch

@@ -211,6 +211,9 @@ class GroupAverage:
                 continue
             waited = time.monotonic() - begun
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
+                if present == {self._node}:
+                    self._board.remove(self._key(self._node))  # or a group of others, at this attempt, would await it
+                    raise _nobody_came(absent)
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
             else:
                 wait.look(absent)
@@ -231,11 +234,7 @@ class GroupAverage:
                 members,
             )
         if others and members == (self._node,):
-            raise IslandLostError(
-                f"{plural('node', len(others))} {numbers(others)} did not come to the average: no other is left. "
-                "Start all nodes again from their checkpoints",
-                others,
-            )
+            raise _nobody_came(others)
         return members
 
     def _has_anyone_gone_on(self) -> bool:
@@ -259,6 +258,14 @@ class GroupAverage:
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"
+
+
+def _nobody_came(others: Collection[int]) -> IslandLostError:
+    return IslandLostError(
+        f"{plural('node', len(others))} {numbers(others)} did not come to the average: no other is left. Start all "
+        "nodes again from their checkpoints",
+        others,
+    )
 
 
 _FP32 = CODECS["fp32"]
