@@ -7,8 +7,8 @@ import weakref
 from contextlib import ExitStack
 from pathlib import Path
 
-from hf_diloco.config import need_number
 from hf_diloco.config.advice import tell_who_is_alone
+from hf_diloco.config.base import need_number
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -21,7 +21,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
-from hf_diloco.transport.lane import RateLimit
+from hf_diloco.transport.base import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 SILENT_SECONDS = 30.0
