@@ -6,6 +6,7 @@ Loads the libraries, which takes seconds, and reads a little of the data. Starts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
@@ -66,14 +67,19 @@ def _check_trackers(report_to: Any) -> None:
 
 
 def _check_deepspeed(run: BaseRun) -> None:
-    """The block `zero_optimization` as DeepSpeed reads it; what is "auto" is filled in later."""
+    """The block `zero_optimization` as DeepSpeed reads it, and its types; what is "auto" is filled in later."""
     config = deepspeed_config(run)
     if config is None:
         return
     import_deepspeed_quietly()
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
+    from torch import optim
 
+    _check_type(config, "optimizer", optim, DEEPSPEED_OPTIMIZERS, str.lower)
+    _check_type(config, "scheduler", optim.lr_scheduler, lr_schedules.VALID_LR_SCHEDULES)
     zero = config.get("zero_optimization", {})
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
@@ -81,3 +87,13 @@ def _check_deepspeed(run: BaseRun) -> None:
         found = [(".".join(map(str, one["loc"])), one["msg"].lower(), one["input"]) for one in error.errors()]
         texts = [f"deepspeed: zero_optimization.{name}: {why}, got {value!r}" for name, why, value in found]
         raise ConfigError("; ".join(texts)) from None
+
+
+def _check_type(
+    config: dict[str, Any], block: str, torch_has: ModuleType, known: list[str], spell: Callable[[str], str] = str
+) -> None:
+    """Raises `ConfigError` if the type in a block is neither DeepSpeed's nor PyTorch's."""
+    name = config.get(block, {}).get("type")
+    if name is not None and spell(str(name)) not in known and not hasattr(torch_has, str(name)):
+        hint = f"known: {', '.join(known)}, and those of {torch_has.__name__}"
+        raise ConfigError(f"deepspeed: {block}.type: {name!r} is none{nearest(spell(str(name)), known)}: {hint}")
