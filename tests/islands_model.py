@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hf_diloco.errors import DuplicateIslandError, IslandLostError, PayloadError, StoreError
 from hf_diloco.membership.candidates import Rules
@@ -29,10 +30,16 @@ class Killed(BaseException):
     """The schedule has killed this island."""
 
 
+class HasTime(Protocol):
+    """Where virtual time passes."""
+
+    now: float
+
+
 class Turn:
     """One island's thread: waits for its turns, of which each is one operation on the store or one sleep."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: HasTime) -> None:
         self._world = world
         # Locks that one thread takes and another gives back: cheaper than a Semaphore, and there are many turns.
         self.granted, self.yielded = threading.Lock(), threading.Lock()
@@ -41,6 +48,35 @@ class Turn:
         self.wakes_at = 0.0
         self.is_killed = False
         self.has_ended = False
+
+    def start(self, call: Callable[[], object], failures: list[BaseException]) -> None:
+        """Begins the thread, which waits for its first turn; an error that ends it is added to `failures`."""
+
+        def live() -> None:
+            try:
+                self.wait()
+                call()
+            except Killed:
+                pass
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                self.has_ended = True
+                self.yielded.release()
+
+        threading.Thread(target=live, daemon=True).start()
+        self.yielded.acquire()
+
+    def grant(self) -> None:
+        """One turn; returns when it is over."""
+        self.granted.release()
+        self.yielded.acquire()
+
+    def kill(self) -> None:
+        """Ends the thread where it stands."""
+        self.is_killed = True
+        while not self.has_ended:
+            self.grant()
 
     def wait(self) -> None:
         """Gives the turn back, and returns when the schedule grants the next one."""
@@ -167,7 +203,7 @@ class World:
                 self.store.put(path, b"")
             if kills.get(number, self.num_islands) < self.num_islands:
                 island = kills[number]
-                self._kill(turns[island])
+                turns[island].kill()
                 turns[island] = self._start(island, disks[island])
             active = [turn for turn in turns if not turn.has_ended]
             if not active:
@@ -175,43 +211,20 @@ class World:
             if all(turn.wakes_at > self.now for turn in active):
                 self.now = min(turn.wakes_at for turn in active)
             ready = [turn for turn in active if turn.wakes_at <= self.now]
-            self._grant(ready[next(choices) % len(ready)])
+            ready[next(choices) % len(ready)].grant()
             self.now += OPERATION_SECONDS
         stuck = [island for island, turn in enumerate(turns) if not turn.has_ended]
         for turn in turns:
-            self._kill(turn)
+            turn.kill()
         if self.failures:
             raise self.failures[0]
         assert not stuck, f"islands {stuck} made no progress in {max_turns} turns"
 
     def _start(self, island: int, disk: Disk) -> Turn:
         turn = Turn(self)
-
-        def live() -> None:
-            try:
-                turn.wait()
-                kind = Stranger if island == self.num_islands else Life
-                kind(self, turn, island, disk).run()
-            except Killed:
-                pass
-            except BaseException as error:
-                self.failures.append(error)
-            finally:
-                turn.has_ended = True
-                turn.yielded.release()
-
-        threading.Thread(target=live, daemon=True).start()
-        turn.yielded.acquire()
+        kind = Stranger if island == self.num_islands else Life
+        turn.start(lambda: kind(self, turn, island, disk).run(), self.failures)
         return turn
-
-    def _grant(self, turn: Turn) -> None:
-        turn.granted.release()
-        turn.yielded.acquire()
-
-    def _kill(self, turn: Turn) -> None:
-        turn.is_killed = True
-        while not turn.has_ended:
-            self._grant(turn)
 
 
 class Life:

@@ -23,7 +23,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import Clock
-from tests.islands_model import OPERATION_SECONDS, Killed, ScheduledStore, Turn
+from tests.islands_model import OPERATION_SECONDS, ScheduledStore, Turn
 
 TARGET = 3
 PATIENCE, VOTE_PATIENCE = 10.0, 2.0
@@ -83,23 +83,13 @@ class World:
 
     def start(self, island: int, call: Callable[[], object]) -> Turn:
         """A thread of an island, that waits for its turns."""
-        turn = Turn(self)  # type: ignore[arg-type]
+        turn = Turn(self)
 
         def live() -> None:
             _here.world, _here.island, _here.turn = self, island, turn
-            try:
-                turn.wait()
-                call()
-            except Killed:
-                pass
-            except BaseException as error:
-                self.failures.append(error)
-            finally:
-                turn.has_ended = True
-                turn.yielded.release()
+            call()
 
-        threading.Thread(target=live, daemon=True).start()
-        turn.yielded.acquire()
+        turn.start(live, self.failures)
         self.turns.append((island, turn))
         return turn
 
@@ -114,13 +104,11 @@ class World:
                 break
             if all(turn.wakes_at > self.now for turn in active):
                 self.now = min(turn.wakes_at for turn in active)
-            self._grant(self.random.choice([turn for turn in active if turn.wakes_at <= self.now]))
+            self.random.choice([turn for turn in active if turn.wakes_at <= self.now]).grant()
             self.now += OPERATION_SECONDS
         stuck = [island for island, turn in self.turns if not turn.has_ended and island not in self.dead]
         for _, turn in self.turns:
-            turn.is_killed = True
-            while not turn.has_ended:
-                self._grant(turn)
+            turn.kill()
         if self.failures:
             raise self.failures[0]
         assert not stuck, f"islands {stuck} do not end"
@@ -134,10 +122,6 @@ class World:
             self.cut.add(frozenset(faults.cut[number]))
         if number in faults.junk and self.decided:
             self.store.put(f"{max(self.decided)}/{faults.junk[number]}.json", b"")
-
-    def _grant(self, turn: Turn) -> None:
-        turn.granted.release()
-        turn.yielded.acquire()
 
     def is_gone(self, island: int) -> bool:
         return island in self.dead or island in self.closed

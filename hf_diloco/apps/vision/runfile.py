@@ -108,7 +108,7 @@ class ImageDataBlock(Block):
         "iid", description="iid: random shares; dirichlet: every node sees the classes in other proportions"
     )
     dirichlet_alpha: Positive = Field(
-        1.0, le=1e9, description="shares dirichlet: concentration of all classes together; small: few classes a node"
+        1.0, le=10**9, description="shares dirichlet: concentration of all classes together; small: few classes a node"
     )
     max_train_examples: Count | None = Field(None, description="train on as many, chosen at random; null: all")
     max_eval_examples: Count | None = Field(None, description="evaluate on as many, chosen at random; null: all")
