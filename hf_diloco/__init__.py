@@ -1,6 +1,6 @@
 """DiLoCo for the Hugging Face Trainer, Accelerate and DeepSpeed: one model, several clusters, little traffic.
 
-All but errors is imported on first use, so that `import hf_diloco` costs neither torch nor deepspeed.
+Everything but the errors is imported on first use, so `import hf_diloco` loads neither torch nor deepspeed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The applications: language models and image classifiers, trained by a run file."""
+"""Language models and image classifiers, trained from a run file."""

@@ -1,4 +1,4 @@
-"""Bytes on the wire and back: one file a number format, and this registry."""
+"""Number formats on the wire: one file each, and this registry."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Settings of the outer loop, and what all blocks of settings share."""
+"""Settings of the outer loop, and what all blocks of settings have in common."""

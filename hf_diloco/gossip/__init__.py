@@ -1,1 +1,1 @@
-"""Decentralised training: every node averages with a few others, after every step. Graphs, methods, the exchange."""
+"""Decentralised training: every node averages with a few neighbours after every step."""

@@ -1,4 +1,4 @@
-"""Where the fp32 master weights are, and the cut of the outer state over an island's ranks."""
+"""Access to the fp32 master weights, and how the outer state is divided among an island's ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who takes part in a round, and whether it happened."""
+"""Which islands take part in a round, and whether the round happened."""

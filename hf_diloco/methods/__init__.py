@@ -1,1 +1,1 @@
-"""What is computed when islands synchronise: one registry a kind of method, one file a method."""
+"""What is computed when islands synchronise: one registry per kind of method, one file per method."""

@@ -1,6 +1,6 @@
-"""Inner optimizers that a run file names in its block `optimizer`, which replace the Trainer's.
+"""Inner optimizers that replace the Trainer's, chosen by the block `optimizer` of a run file.
 
-The block imports no torch, so that mistakes show at once.
+Its settings import no torch, so mistakes show at once.
 """
 
 from __future__ import annotations

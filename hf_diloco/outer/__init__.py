@@ -1,1 +1,1 @@
-"""One rank's outer state: parameters, momentum, pseudo-gradient and step of each fragment, and their checkpoint."""
+"""One rank's outer state: parameters, momentum and pseudo-gradient of each fragment; the outer step; checkpoints."""

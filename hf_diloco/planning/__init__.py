@@ -1,1 +1,1 @@
-"""What a run will cost before it starts: traffic, time, memory."""
+"""Estimates of what a run will cost: traffic, time, memory."""

@@ -1,4 +1,4 @@
-"""What a run did, read back from its run folder: the table at the end, JSON, and a page with plots.
+"""The report of a run, read from its run folder: a table, JSON, or a page with plots.
 
     run = load_run("runs/quickstart")      # records, as written
     report = summarise(run)                # figures, JSON-able

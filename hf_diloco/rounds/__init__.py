@@ -1,1 +1,1 @@
-"""How an island meets the others: one file a kind of session."""
+"""Sessions and rounds: how an island meets the others and synchronises with them."""

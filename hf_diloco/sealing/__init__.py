@@ -1,2 +1,1 @@
-"""What is secret between the islands of a run, and who says what: key agreement, sealed messages and records,
-identities. No sockets here."""
+"""Encryption and authentication: key agreement, sealed messages and records, identities. No sockets here."""

@@ -1,1 +1,1 @@
-"""A run where its islands meet, seen from outside: its islands, its rounds, what it keeps there. Imports no torch."""
+"""The state of a run, read from the store where its islands meet. Imports no torch."""

@@ -1,1 +1,1 @@
-"""Where islands leave records for each other: object storage, a folder, TCP; signed, created if absent."""
+"""Signed records that islands leave for each other, in object storage, a folder, memory or a server of our own."""

@@ -1,1 +1,1 @@
-"""The outer loop around one training: what the Trainer's callbacks and the Accelerate loop do."""
+"""The outer loop around one training: the Trainer's callbacks, and `OuterLoop` for Accelerate."""

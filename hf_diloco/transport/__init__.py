@@ -1,1 +1,1 @@
-"""Moving values between islands."""
+"""Moving values between islands: over connections, through an object store, in memory."""

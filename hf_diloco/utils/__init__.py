@@ -1,1 +1,1 @@
-"""Small things that everything else uses."""
+"""Helpers for all other folders: clocks, waiting, limits, text, files."""

@@ -1,1 +1,1 @@
-"""What every kind of run has: its file, its folder, its process environment, its Trainer's arguments."""
+"""What all kinds of runs have in common: run file, run folder, process environment, the Trainer's arguments."""

@@ -1,1 +1,1 @@
-"""Causal language models: pre-training and continued training from one run file."""
+"""Language models, causal and masked: pre-training and continued training from one run file."""

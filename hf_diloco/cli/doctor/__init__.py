@@ -1,4 +1,4 @@
-"""`hf-diloco doctor`: what would keep a run from working on this machine, each with its remedy."""
+"""`hf-diloco doctor`: finds what would keep a run from working on this machine, with remedies."""
 
 from __future__ import annotations
 

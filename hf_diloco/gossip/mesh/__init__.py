@@ -1,8 +1,8 @@
-"""Nodes that are processes of their own: one pair of sockets an edge of the graph, and a store for small records.
+"""Nodes as processes of their own: one pair of sockets per edge of the graph, and a store for small records.
 
-A node that is lost takes nothing with it but itself: its neighbours leave it out of their sums, so that its weight
-stays with each of them, and go on. An average over all nodes is then over those that are left. Started again, it
-begins with the mean of its neighbours. Two that go on, and have lost nothing but each other, connect again.
+If a node is lost, its neighbours leave it out of their sums, keep its weight themselves, and go on. An average over
+all nodes is then over those that are left. Started again, the node begins with the mean of its neighbours. Two nodes
+that go on and have lost only each other connect again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods of decentralised training as torch optimizers: one file a method, and this registry."""
+"""Methods of decentralised training as torch optimizers: one file each, and this registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outer methods: one file each, and this registry. See `base` for what a method says of itself."""
+"""The outer methods: one file each, and this registry. `base` says what a method must define."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who averages with whom, and with which weights: one file a family of graphs, and this registry.
+"""Graphs of decentralised training, with their weights: one file per family, and this registry.
 
 Imports neither torch nor networkx.
 """
