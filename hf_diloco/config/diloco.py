@@ -63,15 +63,15 @@ class DiLoCoConfig(StrictModel):
     payload: Payload = Field(
         default="fp32",
         description="number format of the pseudo-gradients on the wire; sums are always fp32. topk sends 64 values of "
-        "4,096 in 2 bits, sign 1 bit a value. Or FILE.py:CLASS of your own",
+        "4,096 in 2 bits, sign 1 bit per value. Or FILE.py:CLASS of your own",
         json_schema_extra=tell_of_own,
     )
     error_feedback: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="share of what the payload left out that is added to the next pseudo-gradient; 0: none. Default: "
-        "topk 0.95, sign 1, which need it, else 0",
+        description="share of what the payload left out that is added to the next pseudo-gradient. Default: 0.95 for "
+        "topk and 1 for sign, which need it, else 0",
     )
     weight_by: Literal["uniform", "examples", "tokens"] = Field(
         default="uniform", description="how islands' pseudo-gradients are weighted in the average"
@@ -88,7 +88,7 @@ class DiLoCoConfig(StrictModel):
         "sequential (successive ones)",
     )
     fragment_patterns: list[str] = Field(
-        default=[], description="regular expressions of parameter names, one a fragment, instead of fragment_order"
+        default=[], description="regular expressions of parameter names, one per fragment, instead of fragment_order"
     )
     fragment_sync_delay: int = Field(
         default=0,
@@ -129,15 +129,15 @@ class DiLoCoConfig(StrictModel):
         default=None,
         ge=1,
         le=1024,
-        description="islands that may ever take part, and shares of the data; default: num_islands. If more, islands "
-        "come and go",
+        description="most islands that may ever take part, and number of shares of the data; default: num_islands. If "
+        "more, islands come and go",
     )
     min_islands: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="islands without which no round takes place. If fewer than num_islands, islands come and go; "
-        "default: more than half of them where islands come and go, else all",
+        description="fewest islands with which a round takes place. If fewer than num_islands, islands come and go. "
+        "Default: more than half of them where islands come and go, else all",
     )
     grace: float = Field(
         default=30.0,
@@ -154,12 +154,12 @@ class DiLoCoConfig(StrictModel):
     outlier_factor: float | None = Field(
         default=10.0,
         gt=1,
-        description="store: leave out a pseudo-gradient whose norm is so many times the usual; null: never",
+        description="store: leave out a pseudo-gradient whose norm is over this many times the usual; null: never",
     )
     key_file: Path | None = Field(
         default=None,
-        description="file with the run's key, with which islands authenticate what they tell each other, and encrypt "
-        "what goes directly between them [HF_DILOCO_KEY, the key]",
+        description="file with the run's key, which authenticates what islands tell each other, and encrypts what "
+        "goes directly between them [HF_DILOCO_KEY, the key]",
     )
     encrypt: bool = Field(
         default=True,
@@ -167,7 +167,7 @@ class DiLoCoConfig(StrictModel):
         "encrypts",
     )
     encrypt_store: bool = Field(
-        default=False, description="with a key, store: encrypt what lies in it too, so that who keeps it reads nothing"
+        default=False, description="with a key, store: encrypt its contents, so that whoever keeps it cannot read them"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
     identity_file: Path | None = Field(
@@ -198,7 +198,7 @@ class DiLoCoConfig(StrictModel):
     )
     allow_public_address: bool = Field(
         default=False,
-        description="mesh: meet at a public address, where strangers can disturb, and without a key read and change",
+        description="mesh: meet at a public address, where strangers can disturb, and without a key read and alter",
     )
     join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all islands at the start")
     sync_timeout: Seconds = Field(

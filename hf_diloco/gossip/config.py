@@ -29,13 +29,13 @@ class SlowMoSettings(Block):
 
     sync_every: int = Field(default=48, ge=1, description="steps of the method between outer steps (τ)")
     outer_lr: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="learning rate of the outer step, the slow one (α)"
+        default=1.0, gt=0, allow_inf_nan=False, description="slow learning rate, of the outer step (α)"
     )
-    outer_momentum: float = Field(default=0.7, ge=0, lt=1, description="momentum of the outer step, the slow one (β)")
+    outer_momentum: float = Field(default=0.7, ge=0, lt=1, description="slow momentum, of the outer step (β)")
     average: bool = Field(
         default=True,
-        description="outer steps begin with an exact average over all nodes; false: each node takes its own, and "
-        "sends nothing",
+        description="begin outer steps with an exact average over all nodes; false: each node takes its own "
+        "parameters, and sends nothing",
     )
     inner_buffers: Buffers = Field(
         default="zero",
@@ -75,14 +75,15 @@ class GossipConfig(StrictModel):
         "one-peer-exponential, random-matching, full, a file of weights (see hf-diloco topology), or FILE.py:CLASS of "
         "your own",
     )
-    topology_seed: int = Field(default=0, description="of random matchings")
+    topology_seed: int = Field(default=0, description="seed of random matchings")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="β; default: the method's (0.9)")
     nesterov: bool | None = Field(default=None, description="Nesterov form of the momentum, where the method has one")
     lars: float = Field(
         default=0.0, ge=0, description="layer-wise scaling for large batches (LARS's η, 0.001); 0: none"
     )
     options: dict[str, Option] = Field(
-        default={}, description="the method's own settings, as combine_first, omega, average_momentum, local_steps"
+        default={},
+        description="the method's own settings, such as combine_first, omega, average_momentum, local_steps",
     )
     slowmo: SlowMoSettings | None = Field(
         default=None,
@@ -122,11 +123,11 @@ class GossipConfig(StrictModel):
     rate_limit: float | None = Field(default=None, gt=0, description="Mbit/s that a node may send; null: no limit")
     allow_public_address: bool = Field(
         default=False,
-        description="meet at a public address, where strangers can disturb, and without a key read and change",
+        description="meet at a public address, where strangers can disturb, and without a key read and alter",
     )
     key_file: Path | None = Field(
         default=None,
-        description="file with the run's key, with which nodes authenticate and encrypt what they tell each other "
+        description="file with the run's key, which authenticates and encrypts what nodes tell each other "
         "[HF_DILOCO_KEY, the key]",
     )
     encrypt: bool = Field(
@@ -144,7 +145,7 @@ class GossipConfig(StrictModel):
     )
     join_timeout: Seconds = Field(default=600.0, description="seconds to wait for all nodes at the start")
     exchange_timeout: Seconds = Field(
-        default=120.0, description="seconds that a step waits for a neighbour; then it goes on without"
+        default=120.0, description="seconds that a step waits for a neighbour before it goes on without it"
     )
 
     @model_validator(mode="before")

@@ -55,13 +55,14 @@ class FsdpBlock(Block):
         1, description="copies of the model in an island, each sharded over ranks / num_replicas of it (HSDP)"
     )
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = Field(
-        "SHARDED_STATE_DICT", description="checkpoints of a part a rank, or gathered on one, which is slow when large"
+        "SHARDED_STATE_DICT",
+        description="checkpoints of one part per rank, or gathered on one rank, which is slow if large",
     )
     reshard_after_forward: bool = Field(True, description="false: keep whole parameters until the backward pass")
     activation_checkpointing: bool = Field(False, description="compute activations again in the backward pass")
     cpu_offload: bool = Field(False, description="keep parameters and optimizer state in host memory")
     transformer_layer_cls_to_wrap: list[str] | None = Field(
-        None, description="classes of which each module is gathered by itself; null: what the model's class says"
+        None, description="classes whose modules are gathered one by one; null: what the model's class says"
     )
 
     def num_shards(self, num_ranks: int) -> int:
@@ -97,9 +98,9 @@ def check_model(preset: str | None, path: str | None, config: dict[str, Any] | N
 class PushBlock(Block):
     """The final model on the Hugging Face Hub: island or node 0 pushes it, with its card, when training has ended."""
 
-    repo: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", description="YOU/NAME; made if it is not there")
-    private: bool = Field(True, description="of a repository that is made: only you and those you invite see it")
-    revision: str | None = Field(None, description="branch, which must be there; null: main")
+    repo: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", description="YOU/NAME; created if it does not exist")
+    private: bool = Field(True, description="a repository that is created is visible only to you and those you invite")
+    revision: str | None = Field(None, description="existing branch; null: main")
 
 
 class BaseRun(Block):
@@ -130,8 +131,8 @@ class BaseRun(Block):
     seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same on all islands")
     training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
     deepspeed: dict[str, Any] | str | None = Field(None, description="DeepSpeed configuration: file or mapping")
-    fsdp: FsdpBlock | None = Field(None, description="FSDP2 inside an island, in the place of DeepSpeed")
-    push_to_hub: PushBlock | None = Field(None, description="publish the final model; null: it stays here")
+    fsdp: FsdpBlock | None = Field(None, description="FSDP2 inside an island, instead of DeepSpeed")
+    push_to_hub: PushBlock | None = Field(None, description="publish the final model; null: do not")
     accelerate: str | None = Field(None, description="an `accelerate config` file, for hf-diloco launch")
     launch: LaunchBlock = LaunchBlock()
 

@@ -54,7 +54,9 @@ class ModelBlock(Block):
 class TrainTokenizer(Block):
     """A byte-level BPE trained on the corpus, the same on every island."""
 
-    vocab_size: int = Field(4096, ge=300, le=1_000_000, description="tokens, with the 256 bytes and the specials")
+    vocab_size: int = Field(
+        4096, ge=300, le=1_000_000, description="tokens, including the 256 bytes and the special ones"
+    )
     max_megabytes: float = Field(32.0, gt=0, description="megabytes of text to train it on (the same on all islands)")
 
 
@@ -135,9 +137,7 @@ class RunFile(BaseRun):
     tokenizer: TokenizerBlock = TokenizerBlock()
     data: DataBlock = DataBlock()
     sample: SampleBlock | None = SampleBlock()
-    optimizer: OptimizerBlock | None = Field(
-        None, description="an optimizer in the place of the Trainer's: 1-bit, or Muon"
-    )
+    optimizer: OptimizerBlock | None = Field(None, description="an optimizer instead of the Trainer's: 1-bit, or Muon")
     diloco: DiLoCoBlock = Field(default_factory=DiLoCoBlock)
 
     @model_validator(mode="after")

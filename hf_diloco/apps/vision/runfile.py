@@ -35,7 +35,9 @@ _USES = {
 class ResizedCropBlock(Block):
     """A random part of the picture, stretched to the model's size (Szegedy et al., arXiv 1409.4842)."""
 
-    scale: tuple[Positive, Positive] = Field((0.08, 1.0), description="smallest and largest part of the area, up to 1")
+    scale: tuple[Positive, Positive] = Field(
+        (0.08, 1.0), description="smallest and largest share of the area, up to 1"
+    )
     ratio: tuple[Positive, Positive] = Field((0.75, 4 / 3), description="smallest and largest width / height")
 
     @model_validator(mode="after")
@@ -95,23 +97,25 @@ class ImageDataBlock(Block):
     label_column: str = Field("label", description="source hub: the column that holds the class")
     label_names: list[str] = Field([], description="source idx: names of the classes; empty: their numbers")
     held_out: float = Field(
-        0.1, gt=0, lt=1, description="part of the examples to evaluate on where the source has no split for it"
+        0.1, gt=0, lt=1, description="share of the examples to evaluate on if the source has no split for it"
     )
     image_size: Count | None = Field(
-        None, description="pixels of a side; null: the model's, or else the images' own (at least 28 for a resnet)"
+        None, description="pixels per side; null: the model's, or else the images' own (at least 28 for a resnet)"
     )
     augment: AugmentBlock = Field(AugmentBlock(), description="random changes of training images; none by default")
     normalize: NormalizeBlock | None = Field(
         None, description="mean and std; null: the checkpoint's, or else those of the whole training set"
     )
     shares: Literal["iid", "dirichlet"] = Field(
-        "iid", description="iid: random shares; dirichlet: every node sees the classes in other proportions"
+        "iid", description="iid: random shares; dirichlet: each node sees the classes in different proportions"
     )
     dirichlet_alpha: Positive = Field(
-        1.0, le=10**9, description="shares dirichlet: concentration of all classes together; small: few classes a node"
+        1.0,
+        le=10**9,
+        description="shares dirichlet: concentration of all classes together; small: few classes per node",
     )
-    max_train_examples: Count | None = Field(None, description="train on as many, chosen at random; null: all")
-    max_eval_examples: Count | None = Field(None, description="evaluate on as many, chosen at random; null: all")
+    max_train_examples: Count | None = Field(None, description="train on this many, chosen at random; null: all")
+    max_eval_examples: Count | None = Field(None, description="evaluate on this many, chosen at random; null: all")
 
     @model_validator(mode="after")
     def _check(self) -> ImageDataBlock:
@@ -154,8 +158,8 @@ class ScheduleBlock(Block):
 
     lr_for_batch: Count | None = Field(
         None,
-        description="training.learning_rate is for so many images a step of all nodes, and grows in proportion to "
-        "what they see; null: it is as given",
+        description="training.learning_rate is for this many images per step of all nodes, and is scaled to the "
+        "actual number; null: it is used as given",
     )
     drop_at: list[Count] = Field(
         [], description="steps at which the rate drops, after linear warm-up, instead of lr_scheduler_type"
