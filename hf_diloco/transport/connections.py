@@ -84,7 +84,7 @@ class Connections:
                 with Meeting(lane, deadline) as meeting:
                     self.groups = _connect_all(meeting, lane, deadline)
             except (IslandLostError, RuntimeError, TimeoutError) as error:
-                raise _not_connected(error, lane) from None
+                raise _not_connected(error, lane, deadline) from None
             except OSError as error:  # of this end's own, which `__cause__` tells
                 raise _not_listening(error, lane) from error.with_traceback(None)
             self._sealer = Sealer(meeting.channels) if lane.key else None
@@ -297,9 +297,11 @@ def _connect_all(meeting: Meeting, lane: Lane, deadline: Deadline) -> list[Proce
         return list(threads.map(connect_in_time, range(lane.num_connections)))
 
 
-def _not_connected(error: Exception, lane: Lane) -> IslandLostError:
+def _not_connected(error: Exception, lane: Lane, deadline: Deadline) -> IslandLostError:
+    late = f" within {lane.timeout:g} s" if deadline.is_over else ""
+    first = "" if late else "see why the others ended, "
     return IslandLostError(
-        f"the islands could not connect to each other within {lane.timeout:g} s (this one listens on {lane.address}): "
+        f"the islands could not connect to each other{late} (this one listens on {lane.address}): {first}"
         "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),

@@ -59,11 +59,12 @@ def record_store() -> Callable[[], Store]:
 def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections], object]) -> list[object]:
     """What `talk` returns or raises at each end of fresh connections, all of which stay open until all have ended."""
     store = HashStore()
-    ended = threading.Barrier(num_ends)
+    connected, ended = threading.Barrier(num_ends), threading.Barrier(num_ends)
 
     def run(end: int) -> object:
         links = Connections(Lane(store, "0", end, num_ends, LOCALHOST, LONG, num_connections=num_connections))
         try:
+            connected.wait(LONG)
             return talk(end, links)
         finally:
             ended.wait(LONG)
@@ -121,6 +122,23 @@ def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
     assert isinstance(here, IslandLostError)
     assert str(here).startswith("the islands could not connect to each other within 0.5 s")
     assert isinstance(there, ConnectionError)
+
+
+def test_an_end_that_goes_away_while_they_connect_is_not_waited_for() -> None:
+    """Nor does the message speak of the time that was left."""
+    store = HashStore()
+
+    def run(end: int) -> None:
+        lane = Lane(store, "0", end, 2, LOCALHOST, LONG)
+        if end:
+            with Meeting(lane, Deadline(LONG)):
+                raise ConnectionError("so that nobody waits for the other end")
+        Connections(lane)
+
+    here, _ = try_islands(2, run)
+    assert isinstance(here, IslandLostError)
+    assert str(here).startswith("the islands could not connect to each other (this one listens on 127.0.0.1): see why")
+    assert "within" not in str(here)
 
 
 def test_an_address_that_this_machine_has_not_is_told() -> None:
