@@ -20,7 +20,7 @@ from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_trainer
 
-# Every argument of transformers 5.23 that is not on the list: it acts within an island, between rounds, or not at all
+# Every argument of transformers 5.24 that is not on the list: it acts within an island, between rounds, or not at all
 # on what islands agree on. A field of a later version is to be decided: here, or in REFUSALS.
 HARMLESS = """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
