@@ -164,23 +164,10 @@ def measure_model(run: RunFile) -> ModelSize:
     Raises:
         ConfigError: the model's configuration or its tokenizer cannot be had.
     """
-    import torch
-
-    from hf_diloco.apps.lm.model import auto_class, config_from_scratch, load_config
-    from hf_diloco.apps.lm.runfile import TrainTokenizer
+    from hf_diloco.apps.lm.model import sketch_model
     from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
-    if run.model.path is not None:
-        config = load_config(run.model.path)
-    else:
-        given = run.tokenizer
-        size = (given.train or TrainTokenizer()).vocab_size if given.path is None else len(load_tokenizer(given.path))
-        config = config_from_scratch(run.model, {"vocab_size": size}, run.data.sequence_length)
-    with torch.device("meta"):
-        try:
-            model = auto_class(run.model).from_config(config)
-        except Exception as error:
-            raise ConfigError(f"model: cannot be made of {config.model_type}: {error}") from error
+    model = sketch_model(run, load_tokenizer(run.tokenizer.path) if run.tokenizer.path else None)
     own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
-    return ModelSize(sum(one.numel() for one in model.parameters()), max(own), layers)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
+    return ModelSize(model.num_parameters(), max(own), layers)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import check_launched, examples_per_step, folder_of
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
+from hf_diloco.trainer.refusals import refuse_nvme, refuse_unknown_layers
 from hf_diloco.trainer.saving import Saving
 
 R = TypeVar("R", bound=Record)
@@ -126,9 +127,12 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         stop_file: a file whose existence asks for a clean end, as `stop` does.
 
     Attributes:
+        has_outer_loop: whether it reads the master weights.
         stopped: training ended early because it was asked to.
         moved_at_end: the weights changed after the last step: evaluations before that are of other weights.
     """
+
+    has_outer_loop: ClassVar[bool] = True
 
     def __init__(self, stop_file: str | Path | None) -> None:
         self.stopped = False
@@ -147,15 +151,22 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
         self._stop.request()
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Has DeepSpeed resume from checkpoints of another number of ranks.
 
         Raises:
-            ConfigError: DeepSpeed is to train in a process that no launcher has started.
+            ConfigError: DeepSpeed is to train in a process that no launcher has started; or it, or FSDP, is told what
+                it would fail at.
         """
         if args.deepspeed_plugin is not None:
             check_launched()
+            refuse_nvme(args.deepspeed_plugin.deepspeed_config, self.has_outer_loop)
             resume_across_ranks()
+        if args.fsdp:
+            assert isinstance(args.fsdp_config, dict), "TrainingArguments makes it of whatever it is given"
+            refuse_unknown_layers(args.fsdp_config.get("transformer_layer_cls_to_wrap"), kwargs["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the checkpoint whole; only then may an older one go."""

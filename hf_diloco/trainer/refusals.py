@@ -6,11 +6,12 @@ the first step, so that none of them lets through what another refuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import nearest
 
 Where = Literal["islands", "nodes", "loop", "onebit", "muon"]
 """`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`;
@@ -234,6 +235,41 @@ def refuse_uncounted(weight_by: str, counted: Any) -> None:
             "weight_by='tokens' needs the Trainer to count tokens: set include_num_input_tokens_seen='all' in "
             "TrainingArguments (in the block training of a run file), or use weight_by='examples'"
         )
+
+
+def refuse_nvme(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
+    """Raises `ConfigError` where ZeRO-3 offloads to NVMe: out of the outer loop's reach, or without a folder there.
+
+    Args:
+        deepspeed: its configuration.
+        has_outer_loop: whether anything but DeepSpeed reads the master weights.
+    """
+    zero = deepspeed.get("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param") if zero.get("stage") == 3 else ():
+        block = zero.get(name)
+        if not isinstance(block, Mapping) or block.get("device") != "nvme":
+            continue
+        setting = f"deepspeed: zero_optimization.{name}.device='nvme'"
+        if has_outer_loop:
+            raise ConfigError(f"{setting} cannot be used: the outer loop does not reach weights there; set it to cpu")
+        if not block.get("nvme_path"):
+            raise ConfigError(f"{setting} needs nvme_path, a folder there: set it too, or the device to cpu")
+
+
+def refuse_unknown_layers(names: Iterable[str] | None, model: Any) -> None:
+    """Raises `ConfigError` if FSDP is to gather classes by themselves that a model does not have.
+
+    Args:
+        names: `transformer_layer_cls_to_wrap`; None: those that the model's class says.
+        model: the module.
+    """
+    known = {type(module).__name__ for module in model.modules()}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(
+                f"fsdp: transformer_layer_cls_to_wrap: the model has no {name!r}{nearest(name, known)}: give classes "
+                "of its modules, or leave it out for those that the model's class says"
+            )
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
@@ -53,6 +53,15 @@ def test_every_training_argument_is_decided() -> None:
 
 
 # Callbacks
+
+
+def test_layers_to_wrap_must_be_in_the_model(tmp_path: Path) -> None:
+    """Called by hand, as a Trainer takes up FSDP in a distributed training alone."""
+    fsdp: dict[str, Any] = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fsdp)
+    model = make_model(lora=False, tied=True, seed=1)
+    with pytest.raises(ConfigError, match=r"the model has no 'LlamaDecoderLayr' .did you mean LlamaDecoderLayer"):
+        DiLoCoCallback(sync_every=2).on_init_end(args, TrainerState(), TrainerControl(), model=model)
 
 
 class ScheduleFreeSGD(torch.optim.SGD):

@@ -42,6 +42,9 @@ WRONG = {
     "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
     "deepspeed={optimizer: {type: AdmW}}": "deepspeed: optimizer.type: 'AdmW' is none .did you mean adam.*torch.op",
     "deepspeed={scheduler: {type: WarmupLr}}": "scheduler.type: 'WarmupLr' is none .did you mean WarmupLR",
+    "deepspeed={zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /tmp}}}": (
+        "deepspeed: zero_optimization.offload_param.device='nvme' cannot be used: .* set it to cpu"
+    ),
     "deepspeed={bf16: 3}": "deepspeed: bf16 must be a block of `key: value` lines, got 3",
     "model.path=/nosuch": "model.path: no file '/nosuch'",
     "model.path=nobody/nothing": "model.path: cannot load 'nobody/nothing': .*`hf download nobody/nothing`",
@@ -112,6 +115,20 @@ def test_fsdp_that_offloads_needs_an_accelerator(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     settings = ("deepspeed=null", "fsdp={cpu_offload: true}", f"launch.use_cpu={use_cpu}")
     with pytest.raises(DiLoCoError, match=r"cpu_offload: .* needs an accelerator: set it to false"):
+        dry_run(QUICKSTART, f"output={tmp_path}", *settings)
+
+
+def test_offload_to_nvme_needs_a_folder(tmp_path: Path) -> None:
+    zero = "{stage: 3, offload_optimizer: {device: nvme}}"
+    settings = ("diloco.enabled=false", f"deepspeed={{zero_optimization: {zero}}}")
+    with pytest.raises(DiLoCoError, match=r"offload_optimizer.device='nvme' needs nvme_path, a folder"):
+        dry_run(QUICKSTART, f"output={tmp_path}", *settings)
+
+
+def test_layers_to_wrap_must_be_in_the_model(tmp_path: Path) -> None:
+    settings = ("deepspeed=null", "fsdp={transformer_layer_cls_to_wrap: [LlamaDecoderLayr]}")
+    message = "transformer_layer_cls_to_wrap: the model has no 'LlamaDecoderLayr' .did you mean LlamaDecoderLayer"
+    with pytest.raises(DiLoCoError, match=message):
         dry_run(QUICKSTART, f"output={tmp_path}", *settings)
 
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.refusals import refuse_nvme
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
@@ -191,8 +192,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     Batch size, accumulation and clipping that it leaves out are those of `training`.
 
     Raises:
-        ConfigError: it has another value where a block belongs; or Muon is to scatter gradients under ZeRO-3, which
-            it needs whole.
+        ConfigError: it has another value where a block belongs; or offloads to NVMe; or Muon is to scatter gradients
+            under ZeRO-3, which it needs whole.
     """
     if run.deepspeed is None:
         return None
@@ -204,6 +205,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     for name in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler"):
         if not isinstance(config.get(name, {}), dict):
             raise ConfigError(f"deepspeed: {name} must be a block of `key: value` lines, got {config[name]!r}")
+    refuse_nvme(config, run.meeting.enabled)
     zero, optimizer = config.get("zero_optimization", {}), config.get("optimizer", {})
     is_muon = str(optimizer.get("type")).lower() == "muon"
     if zero.get("stage") == 3:

@@ -158,7 +158,8 @@ def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
         once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))
         raise ConfigError(
             f"{holder} is of a run with {once}, here {here}: training would go on at its position in other data, see "
-            "some examples twice and others never; set what it was, or begin a new run under another name"
+            "some examples twice and others never; set what it was, or begin a new run under another name. To train "
+            "its model on other data, begin that run with it as model.path (docs/checkpoints.md, On other data)"
         )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -22,7 +20,7 @@ from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_fi
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
 from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
-from hf_diloco.apps.lm.model import auto_class, build_config, build_model, check_fit, find_source
+from hf_diloco.apps.lm.model import build_model, find_source, sketch_model
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.tokenizer import build_tokenizer, tokenizer_hash
@@ -84,13 +82,13 @@ def assemble(
     progress.update(message="preparing the tokenizer")
     tokenizer = build_tokenizer(run, ranks)
     with _without_deepspeed(args):
-        check_fit(run.model, tokenizer, run.data.sequence_length)
+        sketch = sketch_model(run, tokenizer)
     progress.update(message="preparing the data")
     with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
         data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
     _check_data(run, args, data)
     progress.update(message="building the model")
-    model = _model(run, args, tokenizer)
+    model = _model(run, args, tokenizer, sketch.num_parameters())
     callback = _outer_loop(run, config, data, tokenizer, simulated or DiLoCoCallback)
     progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
     checkpoint = find_checkpoint(run, callback)
@@ -100,16 +98,18 @@ def assemble(
     return Island(run, trainer, callback, data, checkpoint, speaks)
 
 
-def _model(run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def _model(
+    run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, num_parameters: int
+) -> PreTrainedModel:
     """The model. Under ZeRO-3 transformers makes it in parts, with other random numbers than a whole one.
 
-    What is small enough is therefore made whole: every ZeRO stage then starts from the same weights.
+    What is small enough is therefore made whole: every ZeRO stage then starts from the same weights. In parts are made
+    weights that are read from files, but for a GGUF file, which is converted whole.
     """
-    make = partial(build_model, run.model, tokenizer, run.data.sequence_length, run.seed)
-    with _without_deepspeed(args):
-        if not _is_built_in_parts(run, tokenizer):
-            return make()
-    return make()
+    is_read = run.model.path is not None and not find_source(run.model.path).options
+    in_parts = is_read or (run.model.path is None and num_parameters > ZERO_INIT_FROM)
+    with nullcontext() if in_parts else _without_deepspeed(args):
+        return build_model(run.model, tokenizer, run.data.sequence_length, run.seed)
 
 
 @contextmanager
@@ -122,15 +122,6 @@ def _without_deepspeed(args: TrainingArguments) -> Iterator[None]:
     finally:
         if config is not None:
             set_hf_deepspeed_config(config)
-
-
-def _is_built_in_parts(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the weights are read from files, or are too many for every rank to hold them all."""
-    if run.model.path is not None:
-        return not find_source(run.model.path).options  # a GGUF file is converted whole
-    config = build_config(run.model, tokenizer, run.data.sequence_length)
-    with torch.device("meta"):
-        return bool(auto_class(run.model).from_config(config).num_parameters() > ZERO_INIT_FROM)
 
 
 def _tame_deepspeed(args: TrainingArguments) -> None:

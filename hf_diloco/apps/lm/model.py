@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hf_diloco.apps.common.hub import why_not_loaded
 from hf_diloco.apps.common.model_config import make_config
-from hf_diloco.apps.lm.runfile import ModelBlock
+from hf_diloco.apps.lm.runfile import ModelBlock, RunFile, TrainTokenizer
 from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.refusals import refuse_unknown_layers
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.text import one_line
 
@@ -95,29 +96,30 @@ def build_model(
     return _make(model, config)
 
 
-def check_fit(model: ModelBlock, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int) -> None:
-    """Tries what `build_model` does, but for the weights: before the data is prepared, which may take hours.
+def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
+    """The model on the device `meta`, without weights: before the data is prepared, which may take hours.
 
     Args:
-        model: the block of the run file.
-        tokenizer: None for one that is yet to be trained.
-        sequence_length: of the data.
+        run: the run file.
+        tokenizer: None for one that is yet to be trained, which counts as it is asked for.
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: as `build_model`; or FSDP is to gather layers that the model does not have.
     """
     import torch
 
-    if model.path is not None:
-        _check_fits(load_config(model.path), tokenizer, sequence_length)
-        return
-    if tokenizer is not None:
-        config = build_config(model, tokenizer, sequence_length)
+    model, length = run.model, run.data.sequence_length
+    if model.path is None and tokenizer is not None:
+        config = build_config(model, tokenizer, length)
     else:
-        config = config_from_scratch(model, {}, sequence_length)
-        _check_fits(config, None, sequence_length)
+        vocabulary = {"vocab_size": (run.tokenizer.train or TrainTokenizer()).vocab_size}
+        config = config_from_scratch(model, vocabulary, length) if model.path is None else load_config(model.path)
+        _check_fits(config, tokenizer, length)
     with torch.device("meta"):
-        _make(model, config)
+        made = _make(model, config)
+    if run.fsdp is not None:
+        refuse_unknown_layers(run.fsdp.transformer_layer_cls_to_wrap, made)
+    return made
 
 
 def _make(model: ModelBlock, config: PreTrainedConfig) -> PreTrainedModel:

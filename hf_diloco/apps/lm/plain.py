@@ -42,6 +42,7 @@ class PlainCallback(RunCallback[Record]):
         round: always 0.
     """
 
+    has_outer_loop = False
     round = 0
 
     def __init__(self, config: DiLoCoBlock, tokens_per_example: int, stop_file: Path) -> None:

@@ -187,13 +187,13 @@ class RunFile(BaseRun):
 
     def probes(self) -> Iterator[Callable[[], object]]:
         """Opens a tokenizer that is loaded, makes the model without its weights, and reads the first document."""
-        from hf_diloco.apps.lm.model import check_fit
+        from hf_diloco.apps.lm.model import sketch_model
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
         path = (self.tokenizer.path or self.model.path) if self.tokenizer.train is None else None
         tokenizer = cache(lambda: load_tokenizer(path) if path else None)
         yield tokenizer
-        yield lambda: check_fit(self.model, tokenizer(), self.data.sequence_length)
+        yield lambda: sketch_model(self, tokenizer())
         if self.data.source != "embedded":
             yield partial(read_first, self.data)
 
