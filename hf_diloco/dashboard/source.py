@@ -82,7 +82,7 @@ class Source:
         signature = _signature(self._folder)
         if self._last.run is None or signature != self._signature:
             run = load_run(self._folder)
-            self._last = replace(self._last, name=run.name, run=run, report=summarise(run))
+            self._last = replace(self._last, name=run.name, run=run, report=summarise(run, is_live=True))
             self._signature = signature
             self._url = self._url or _store_of(run)
         assert self._last.run is not None

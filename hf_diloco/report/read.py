@@ -137,14 +137,22 @@ def _not_a_run(folder: Path) -> str:
 
 def _read_island(folder: Path, number: int | None) -> IslandRun:
     progress, summary = _read_json(folder / "progress.json"), _read_json(folder / "summary.json")
-    elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
-    if isinstance(elsewhere, str) and not (folder / METRICS).is_file():
-        folder = Path(elsewhere)
     records, num_bad_lines = _read_records(folder / METRICS)
+    elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
+    if isinstance(elsewhere, str) and not records:
+        found, num_bad = _read_records(Path(elsewhere) / METRICS)
+        if _was_launched_in(folder, found):  # else the path means something on another machine
+            folder, records, num_bad_lines = Path(elsewhere), found, num_bad
     sections = tuple(Section(tuple(part)) for part in _split(records))
     if number is None:  # a folder of another name: the record says which island it is
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
     return IslandRun(number, folder, sections, num_bad_lines, progress, summary)
+
+
+def _was_launched_in(folder: Path, records: Iterable[AnyRecord]) -> bool:
+    """Whether records say so themselves."""
+    folders = {record.launched_in for record in records if isinstance(record, Start)}
+    return any(Path(name).resolve() == folder.resolve() for name in folders if name)
 
 
 def _read_records(path: Path) -> tuple[list[AnyRecord], int]:

@@ -30,7 +30,11 @@ class Record(BaseModel):
 
 
 class Start(Record):
-    """An island began to train, or continued from a checkpoint of step `step`."""
+    """An island began to train, or continued from a checkpoint of step `step`.
+
+    Attributes:
+        launched_in: the launcher's folder of the island, where a script writes its record to another.
+    """
 
     event: Literal["start"]
     island: Count | None = None
@@ -51,6 +55,7 @@ class Start(Record):
     topology: str | None = None
     examples_per_step: Rate | None = None
     has_outer_loop: bool = True
+    launched_in: str | None = None
 
     @property
     def images_per_step(self) -> float | None:

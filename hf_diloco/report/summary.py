@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.report.island import NO_START, IslandReport, TimeSplit, summarise_island, total
+from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import METRICS, IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
 from hf_diloco.utils.text import numbers, plural
@@ -116,8 +117,13 @@ class Report(BaseModel):
         return len(self.covers) if self.num_islands is None else self.num_islands
 
 
-def summarise(run: Run) -> Report:
-    """Computes the figures of a run, over the islands whose records are in its folder."""
+def summarise(run: Run, is_live: bool = False) -> Report:
+    """Computes the figures of a run, over the islands whose records are in its folder.
+
+    Args:
+        run: its records.
+        is_live: readers see beside it where each island stands, so that a record may be unfinished without a warning.
+    """
     islands = tuple(summarise_island(island) for island in run.islands)
     rounds = _rounds(run)
     start = next((island.start for island in run.islands if island.start), NO_START)
@@ -155,7 +161,7 @@ def summarise(run: Run) -> Report:
         num_rounds_compared=sum(r.hashes_equal is not None for r in rounds),
         model=str(run.model) if run.model else None,
         sample=next((i.sample for i in islands if i.sample is not None), None),
-        warnings=tuple(find_warnings(run, islands, missing, rounds)),
+        warnings=tuple(find_warnings(run, islands, missing, rounds, is_live)),
         islands=islands,
         rounds=rounds,
         eval_accuracy=_mean(i.eval_accuracy for i in islands if i.eval_step == eval_step),
@@ -212,7 +218,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def find_warnings(
-    run: Run, islands: Sequence[IslandReport], missing: Sequence[int], rounds: Sequence[RoundReport]
+    run: Run,
+    islands: Sequence[IslandReport],
+    missing: Sequence[int],
+    rounds: Sequence[RoundReport],
+    is_live: bool = False,
 ) -> Iterator[str]:
     """Yields one sentence a finding, the gravest first."""
     yield from _unequal_hashes(rounds)
@@ -220,7 +230,7 @@ def find_warnings(
         yield from _not_outer(record, island)
     yield from _missing(missing, islands)
     for record, island in zip(run.islands, islands, strict=True):
-        yield from _incomplete(record, island)
+        yield from _incomplete(record, island, is_live and _goes_on(record))
     yield from _neighbours(run)
     yield from _refused(run)
     if any(island.comes_and_goes for island in islands):
@@ -273,15 +283,17 @@ def _missing(missing: Sequence[int], islands: Sequence[IslandReport]) -> Iterato
         )
 
 
-def _incomplete(record: IslandRun, island: IslandReport) -> Iterator[str]:
+def _incomplete(record: IslandRun, island: IslandReport, may_be_unfinished: bool) -> Iterator[str]:
     name = f"{island.noun} {island.island}"
     if not record.sections:
-        yield f"{name} has recorded nothing in {record.folder / METRICS}: it has not begun to train, or failed before"
+        if not may_be_unfinished:
+            nothing = f"{name} has recorded nothing in {record.folder / METRICS}"
+            yield f"{nothing}: it has not begun to train, or failed before"
     elif record.start is None:
         yield f"{name}'s record holds no start: its traffic cannot be compared with per-step synchronisation"
     elif record.sections[0].start is not None and record.sections[0].start.step:
         yield f"{name}'s record begins at step {record.sections[0].start.step}: its figures cover what follows alone"
-    if record.sections and not island.ended:
+    if record.sections and not island.ended and not may_be_unfinished:
         yield f"{name}'s record has no end{_state(record)}: its figures go to step {island.steps}"
     if _stopped_early(island):
         yield f"{name} stopped at step {island.steps} of {island.max_steps}; start the run again to let it go on"
@@ -312,6 +324,11 @@ def _refused(run: Run) -> Iterator[str]:
 def _stopped_early(island: IslandReport) -> bool:
     is_short = island.steps is not None and (island.max_steps or 0) > island.steps
     return island.ended and is_short and not island.run_is_over
+
+
+def _goes_on(record: IslandRun) -> bool:
+    """Whether the island last said that it trains, or is about to."""
+    return record.progress.get("state", AT_THE_END[0]) not in AT_THE_END
 
 
 def _state(record: IslandRun) -> str:

@@ -20,6 +20,7 @@ from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.text import plural
 
@@ -66,6 +67,8 @@ class Record:
         if self._path is None:
             return
         record = {"event": event, "time": time.time(), "step": step, **values}
+        if event == "start" and (launched_in := launchers_folder()) is not None:
+            record["launched_in"] = str(launched_in)
         line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
         if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
             self._waiting += line

@@ -63,6 +63,8 @@ def test_a_folder_that_grows(tmp_path: Path) -> None:
         assert re.findall(r'(?:src|href)="([^"#]*)"', page) == ["data:,", "dashboard.js"]
         assert "island 1 syncing 2 of 4 0 4.0000 81 tokens/s 0 s ago &lt;b&gt;who?" in words(page)
         assert "No exchanged bytes were recorded." in page
+        assert "island 0&#39;s record has no end" in words(page), "nobody else says where it stands"
+        assert "island 1&#39;s record has no end" not in words(page), "it goes on"
         assert "Every round" not in page
         for island in (0, 1):
             write_island(folder, island, [start(island), train(1, 3.0), sync(1, 2, waiting=1.0)])

@@ -46,11 +46,23 @@ def test_a_record_made_by_the_writer_itself(tmp_path: Path) -> None:
 
 
 def test_the_record_of_a_script_that_writes_to_a_folder_of_its_own(tmp_path: Path) -> None:
-    own = write_island(tmp_path / "own", 0, [start(), train(1, 3.0), end()])
     launched = tmp_path / "launched" / "island-0"
     launched.mkdir(parents=True)
+    own = write_island(tmp_path / "own", 0, [start(launched_in=str(launched)), train(1, 3.0), end()])
     (launched / "progress.json").write_text(json.dumps({"state": "done", "record": str(own)}))
     assert [record.loss for record in load_run(tmp_path / "launched").islands[0].of(Train)] == [3.0]
+
+
+@pytest.mark.parametrize("launched_in", [None, "/runs/other/island-0"])
+def test_a_record_that_says_nothing_of_the_folder_that_names_it_is_not_followed(
+    tmp_path: Path, launched_in: str | None
+) -> None:
+    """A run folder that comes from another machine may name any path of this one."""
+    launched = tmp_path / "launched" / "island-0"
+    launched.mkdir(parents=True)
+    own = write_island(tmp_path / "own", 0, [start(launched_in=launched_in), train(1, 3.0), end()])
+    (launched / "progress.json").write_text(json.dumps({"state": "done", "record": str(own)}))
+    assert load_run(tmp_path / "launched").islands[0].sections == ()
 
 
 def test_of_one_step_outer_and_inner_weights_may_be_evaluated(tmp_path: Path) -> None:
