@@ -172,11 +172,8 @@ def _price(row: Row) -> str:
 def _table(estimate: Estimate) -> Table:
     from hf_diloco.utils.tables import empty_table
 
-    table = empty_table()
-    for heading in ("", "payload"):
-        table.add_column(heading, header_style="cyan", no_wrap=True)
-    for heading in ("sent", "exchange", "stalled", "utilisation", f"{TARGET:.0%} from"):
-        table.add_column(heading, justify="right", header_style="cyan", no_wrap=True)
+    columns = ("", "payload", "sent", "exchange", "stalled", "utilisation", f"{TARGET:.0%} from")
+    table = empty_table(columns, words=columns[:2])
     before = None
     for row in estimate.rows:
         method = row.way.method

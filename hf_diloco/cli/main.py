@@ -208,11 +208,7 @@ def compare(
     from hf_diloco.utils.tables import empty_table
 
     found = load_candidates(runs)
-    table = empty_table()
-    for name in COLUMNS:
-        is_text = name in ("run", "method")
-        heading = name.replace(" ", "\n")
-        table.add_column(heading, header_style="cyan", justify="left" if is_text else "right", no_wrap=True)
+    table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
     for entry in found:
         table.add_row(*map(Text, row(entry)))
     console = terminal(sys.stdout)

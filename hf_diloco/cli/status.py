@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from hf_diloco.cli.display import terminal
@@ -147,7 +146,7 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
 def render(status: RunStatus) -> Group:
     """The run's figures, a row for each island and each of the last rounds, and what was refused."""
     columns = island_columns(status)
-    islands, rounds = _table(columns), _table(ROUND_COLUMNS)
+    islands, rounds = (empty_table(names, _WORDS, _LONG) for names in (columns, ROUND_COLUMNS))
     for island in status.islands:
         cells = [plain(cell) for cell in island_row(status, island)]
         life = columns.index("life")
@@ -163,18 +162,6 @@ def render(status: RunStatus) -> Group:
         ]
     tables = (fact_table(figures(status)), islands, *([rounds] if status.unit == "island" else []))
     return Group(*(part for table in tables for part in (table, plain(""))), *refused)
-
-
-def _table(columns: tuple[str, ...]) -> Table:
-    table = empty_table()
-    for name in columns:
-        table.add_column(
-            name,
-            header_style="cyan",
-            justify="left" if name in _WORDS else "right",
-            no_wrap=name not in _LONG,
-        )
-    return table
 
 
 def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:

@@ -173,15 +173,12 @@ def _step_table(step: Step, title: str, figures: TopologyFigures) -> Table:
     from hf_diloco.utils.tables import empty_table
 
     with_weights = figures.num_nodes <= _WIDEST
-    table = empty_table()
-    table.add_column(title or "node", justify="right", header_style="cyan", no_wrap=True)
-    for node in range(figures.num_nodes if with_weights else 0):
-        table.add_column(str(node), justify="right", header_style="cyan", no_wrap=True)
-    for heading in ("receives from",) if figures.is_symmetric else ("receives from", "sends to"):
-        table.add_column(f" {heading}", header_style="cyan")
+    nodes = map(str, range(figures.num_nodes if with_weights else 0))
+    lists = (" receives from",) if figures.is_symmetric else (" receives from", " sends to")
+    table = empty_table((title or "node", *nodes, *lists), words=lists, long=lists)
     for node, weights in enumerate(step.weights):
-        lists = [step.receives_from[node], *([] if figures.is_symmetric else [step.sends_to[node]])]
-        numbers = [f" {text.numbers(others) or text.MISSING}" for others in lists]
+        others = (step.receives_from[node], step.sends_to[node])[: len(lists)]
+        numbers = [f" {text.numbers(found) or text.MISSING}" for found in others]
         table.add_row(str(node), *(_weight(value) for value in weights if with_weights), *numbers)
     return table
 

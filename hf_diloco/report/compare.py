@@ -18,6 +18,7 @@ from hf_diloco.report.figures import (
     Points,
     colour,
     columns,
+    cumulative,
     draw,
     evaluation_points,
     means,
@@ -99,14 +100,8 @@ class Candidate:
     @cached_property
     def _sent(self) -> list[tuple[float, float]] | None:
         """Running sums by step."""
-        found = [(float(one.step), one.bytes_sent) for i in self.run.islands for one in exchanges(i)]
-        sums, reached = [], 0.0
-        for step, sent in sorted(found, key=lambda one: one[0]):
-            if sent is None:
-                return None
-            reached += sent
-            sums.append((step, reached))
-        return sums
+        found = [(one.step, one.bytes_sent) for island in self.run.islands for one in exchanges(island)]
+        return cumulative(sorted(found, key=lambda one: one[0]))
 
 
 def load_candidates(folders: Sequence[Path]) -> list[Candidate]:

@@ -296,12 +296,12 @@ def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float
     return [(float(step), sum(known) / len(known)) for step, known in sorted(by_step.items())]
 
 
-def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]]:
-    """Running sums; nothing at all when an increment is unknown, for the sum would be wrong from there on."""
+def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]] | None:
+    """Running sums; None when an increment is unknown, for the sum would be wrong from there on."""
     points, reached = [], 0
     for step, value in increments:
         if value is None:
-            return []
+            return None
         reached += value
         points.append((float(step), float(reached)))
     return points

@@ -29,9 +29,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     heading = plain(title(report))
     heading.stylize("bold")
     sample = [("it writes", " ".join(report.sample.split()))] if report.sample else []
-    islands = empty_table()
-    for name in island_columns(report):
-        islands.add_column(name.replace(" ", "\n"), justify="right", header_style="cyan", no_wrap=True)
+    islands = empty_table(name.replace(" ", "\n") for name in island_columns(report))
     for island in report.islands:
         islands.add_row(*map(plain, island_row(report, island)))
     console = console or Console(highlight=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Literal
 
 from rich import box
 from rich.table import Table
@@ -31,6 +32,16 @@ def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def empty_table() -> Table:
-    """A table with a line under its headings."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Collection[str] = ()) -> Table:
+    """A table with a line under its headings.
+
+    Args:
+        columns: their headings.
+        words: those that hold words; others hold numbers, to the right.
+        long: those that give way where the terminal is narrow.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        justify: Literal["left", "right"] = "left" if name in words else "right"
+        table.add_column(name, header_style="cyan", justify=justify, no_wrap=name not in long)
+    return table
