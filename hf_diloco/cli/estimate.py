@@ -5,47 +5,84 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from hf_diloco.cli.display import terminal
+import typer
+
+from hf_diloco.cli.arguments import AsJson
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link
-from hf_diloco.planning.estimate import TARGET, Estimate, Row, make_estimate
+from hf_diloco.planning.estimate import TARGET, Estimate, Row, draw, make_estimate
 from hf_diloco.planning.quantities import bit_rate, duration, parse_count, parse_rate, parse_seconds
-from hf_diloco.planning.scenario import DEFAULT_STEP_SECONDS, Scenario, read_scenario
+from hf_diloco.planning.scenario import DEFAULT_STEP_SECONDS, STEP_ASSUMED, Scenario, scenario_of
 from hf_diloco.utils import text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
 
 _LEGEND = f"""
 sent: by an island in a round of the whole model (every step: in a step); exchange: of one fragment, or of all;
 stalled: in a round; {TARGET:.0%} from: the least sync_every with which islands compute {TARGET:.0%} of the time"""
 _BETWEEN_ISLANDS = ("link", "ways", "a day", "assumed")
 _RATE, _RTT = "1G", "50ms"
-_DEFAULTS = {"islands": 2, "sync_every": 500, "payload": "fp32", "ranks": 1, "zero": None, "layers": 24}
+_PANEL = "without RUN.yaml"
 
 
-def run_estimate(
-    run_file: Path | None,
-    overrides: Sequence[str],
-    params: str | None,
-    shape: Mapping[str, Any],
-    *,
-    bandwidth: str | None,
-    rtt: str | None,
-    step_time: str | None,
-    price: float | None,
-    picture: Path | None,
-    as_json: bool,
+def estimate(
+    ctx: typer.Context,
+    run_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.yaml", help="the run file; without it, --params", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="overrides of the run file", show_default=False),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
+    ] = None,
+    rtt: Annotated[
+        str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Of an inner step without communication. Default: as in the record, else 1s."
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of a gigabyte that leaves an island.")
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Parameters: 350M, 7b.", rich_help_panel=_PANEL)
+    ] = None,
+    islands: Annotated[int, typer.Option(min=1, max=1024, help="How many.", rich_help_panel=_PANEL)] = 2,
+    sync_every: Annotated[int, typer.Option(min=1, help="Steps between rounds.", rich_help_panel=_PANEL)] = 500,
+    payload: Annotated[str, typer.Option(help="Number format between islands.", rich_help_panel=_PANEL)] = "fp32",
+    ranks: Annotated[int, typer.Option(min=1, help="Of an island.", rich_help_panel=_PANEL)] = 1,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PANEL)] = None,
+    layers: Annotated[int, typer.Option(min=1, max=10_000, help="Blocks of the model.", rich_help_panel=_PANEL)] = 24,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw utilisation over bit rate: .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Runs `hf-diloco estimate`, see its options; `shape` are those that belong to a run file, if there is one.
+    """Say what a run will cost on its link, before it starts: bytes, seconds, utilisation, memory.
 
-    Raises:
-        ConfigError: the run file or an option does not fit.
+    It starts nothing. If the run has a record already, its steps are taken to be as long as they were.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco estimate configs/quickstart.yaml --bandwidth 200M --rtt 80ms[/cyan]
+
+    [cyan]hf-diloco estimate --params 1b --islands 4 --bandwidth 200M --rtt 80ms --step-time 2s[/cyan]
+
+    [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
     """
     if picture is not None:
         from hf_diloco.methods.topology.drawing import check_picture
@@ -57,17 +94,26 @@ def run_estimate(
         raise ConfigError(f"--step-time {step_time}: a step takes some time; give it as 1.5s")
     if price is not None and not math.isfinite(price):
         raise ConfigError(f"--price {price}: give what a gigabyte costs, as 0.09")
-    if run_file is None:
-        scenario = _from_numbers(params, shape, link, step, price)
+    if run_file is not None:
+        _refuse_foreign(ctx, run_file)
+        scenario = scenario_of(_read_run(run_file, overrides or ()), link, step, price)
+    elif params is not None:
+        size = parse_count(params, "--params")
+        scenario = Scenario(
+            name="",
+            num_parameters=size,
+            largest_layer=-(-size // layers),
+            num_layers=layers,
+            diloco=_outer_loop(islands, sync_every, payload),
+            link=link,
+            step_seconds=step or DEFAULT_STEP_SECONDS,
+            num_ranks=ranks,
+            stage=zero,
+            price=price,
+            assumed=() if step else (STEP_ASSUMED,),
+        )
     else:
-        foreign = ["--params"] if params else []
-        foreign += [f"--{name.replace('_', '-')}" for name, value in shape.items() if value != _DEFAULTS[name]]
-        if foreign:
-            raise ConfigError(
-                f"{', '.join(foreign)}: {run_file} says this; change it there, or by "
-                "KEY=VALUE, as diloco.sync_every=100"
-            )
-        scenario = read_scenario(run_file, overrides, link, step, price)
+        raise ConfigError("nothing to estimate: give a run file, or --params, as --params 1b")
     given = {
         f"links of {bit_rate(link.bits_per_second)} (--bandwidth)": bandwidth,
         f"round trips of {_RTT} (--rtt)": rtt,
@@ -79,45 +125,51 @@ def run_estimate(
     else:
         _show(estimate)
     if picture is not None:
-        from hf_diloco.planning.estimate import draw
-
         draw(estimate, picture)
         print(f"wrote {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _from_numbers(
-    params: str | None, shape: Mapping[str, Any], link: Link, step: float | None, price: float | None
-) -> Scenario:
-    if params is None:
-        raise ConfigError("nothing to estimate: give a run file, or --params, as --params 1b")
+def _refuse_foreign(ctx: typer.Context, run_file: Path) -> None:
+    """Raises `ConfigError` for options beside a run file that it says itself."""
+    names = ("params", "islands", "sync_every", "payload", "ranks", "zero", "layers")
+    sources = {f"--{name.replace('_', '-')}": ctx.get_parameter_source(name) for name in names}
+    if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
+        raise ConfigError(
+            f"{', '.join(given)}: {run_file} says this; change it there, or by KEY=VALUE, as diloco.sync_every=100"
+        )
+
+
+def _outer_loop(num_islands: int, sync_every: int, payload: str) -> DiLoCoBlock:
     from pydantic import ValidationError
 
     from hf_diloco.apps.lm.runfile import DiLoCoBlock
     from hf_diloco.config.base import describe
 
     try:
-        diloco = DiLoCoBlock(
-            num_islands=shape["islands"], island=0, sync_every=shape["sync_every"], payload=shape["payload"]
-        )
+        block: DiLoCoBlock = DiLoCoBlock(num_islands=num_islands, island=0, sync_every=sync_every, payload=payload)
     except ValidationError as error:
         raise ConfigError(describe(error, DiLoCoBlock)) from None
-    size = parse_count(params, "--params")
-    return Scenario(
-        name="",
-        num_parameters=size,
-        largest_layer=-(-size // shape["layers"]),
-        num_layers=shape["layers"],
-        diloco=diloco,
-        link=link,
-        step_seconds=step or DEFAULT_STEP_SECONDS,
-        num_ranks=shape["ranks"],
-        stage=shape["zero"],
-        price=price,
-        assumed=() if step else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
-    )
+    return block
+
+
+def _read_run(path: Path, overrides: Sequence[str]) -> RunFile:
+    from hf_diloco.apps.common.hub import use_cache_without_hub
+    from hf_diloco.apps.common.load import kind_of
+    from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+
+    if kind_of(path) is not RunFile:
+        raise ConfigError(
+            f"{path}: an estimate is of islands with rounds (a block diloco); for nodes on a graph use `hf-diloco "
+            "topology`"
+        )
+    run = load_run_file(path, overrides)
+    use_cache_without_hub(run.needs_hub)
+    return run
 
 
 def _show(estimate: Estimate) -> None:
+    from hf_diloco.cli.display import terminal
+
     console = terminal(sys.stdout)
     is_alone = estimate.scenario.num_islands == 1
     for name, value in _facts(estimate):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.load import kind_of, read_run_file
+from hf_diloco.apps.common.load import kind_of, read_run_file, shorthands
 from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.process import check_folder
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.store.credentials import find_credentials
+from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -51,22 +51,12 @@ class LaunchOptions:
     resume: str | None = None
 
     def all_overrides(self, kind: type[BaseRun]) -> list[str]:
-        """The overrides with the shorthands, which win."""
-        shorthands = {
-            kind.setting("num_islands"): self.num_islands,
-            kind.setting("rendezvous"): self.rendezvous,
-            "name": self.name,
-            "output": self.output,
-            "launch.resume": self.resume,
-        }
-        return [
-            *self.overrides,
-            *(f"{key}={json.dumps(value)}" for key, value in shorthands.items() if value is not None),
-        ]
+        """The overrides with the shorthands, which win; but for the island, of which each process has its own."""
+        return [*self.overrides, *shorthands(kind, {**vars(self), "island": None})]
 
     def resume_command(self, run: BaseRun) -> str:
         """The command line that continues the run."""
-        shorthands = {
+        options = {
             f"--{run.unit}": self.island,
             f"--num-{run.unit}s": self.num_islands,
             "--rendezvous": self.rendezvous,
@@ -74,7 +64,7 @@ class LaunchOptions:
             "--output": self.output,
             "--resume": "auto" if run.launch.resume != "auto" else None,
         }
-        given = [text for name, value in shorthands.items() if value is not None for text in (name, str(value))]
+        given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
         return shlex.join(["hf-diloco", "launch", str(self.run_file), *self.overrides, *given])
 
 
@@ -105,20 +95,53 @@ class IslandPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """What will be started here.
 
     Attributes:
-        run: the run file with all overrides.
-        islands: the islands of this machine.
+        folder: of the run.
+        num_islands: in the run.
+        islands: those of this machine.
         rendezvous: where all islands meet; None for a run of one.
+        survives_losses: whether the others go on when one is lost.
         crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
     """
 
-    run: BaseRun
+    folder: Path
+    num_islands: int
     islands: tuple[IslandPlan, ...]
     rendezvous: str | None
-    crowding: str = ""
+    survives_losses: bool
+    crowding: str
+
+    @property
+    def unit(self) -> str:
+        """What each is called: island, or node."""
+        return self.islands[0].unit
+
+    @property
+    def way_back(self) -> str:
+        """How one that was lost comes back to the others, who go on; empty if they do not."""
+        if not self.survives_losses:
+            return ""
+        command = f"the same command with --{self.unit} K --rendezvous {self.rendezvous} brings {self.unit} K back"
+        return f"{command}, but not node 0" if self.unit == "node" else command
+
+    def describe(self, remark: str = "") -> str:
+        """What is being started, of how many, where they meet, and where the logs are."""
+        here, unit = len(self.islands), self.unit
+        who = f"{here} {plural(unit, here)}"
+        if here != self.num_islands:
+            who = f"{unit} {self.islands[0].number} of {self.num_islands}"
+        meeting = f", meeting at {self.rendezvous}" if self.rendezvous else ""
+        return f"{who}{remark}{meeting}; full logs in {self.folder}/island-*/log.txt"
+
+
+@dataclass(frozen=True)
+class Plan(StartPlan):
+    """That of a run file, with all overrides."""
+
+    run: BaseRun
 
 
 def make_plan(options: LaunchOptions) -> Plan:
@@ -162,7 +185,8 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
         files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
         islands.append(IslandPlan(number, folder, tuple(command), environment, files, run.unit))
     crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads), shares)
-    return Plan(run, tuple(islands), rendezvous, crowding)
+    survives = run.meeting.survives_losses
+    return Plan(run.folder, run.meeting.num_islands, tuple(islands), rendezvous, survives, crowding, run)
 
 
 def island_environment(

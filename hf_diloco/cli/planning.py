@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,86 +14,12 @@ import typer
 from hf_diloco import __version__
 from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument
 from hf_diloco.utils import text
+from hf_diloco.utils.extras import installed_version
 from hf_diloco.utils.redact import redact
 
-_PANEL = "without RUN.yaml"
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "obstore", "numba", "numpy", "pydantic")
 _PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE_", "DS_", "TORCH_")
 """What a report of a bug should say: versions of these packages, and variables that begin so."""
-
-
-def estimate(
-    run_file: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN.yaml", help="the run file; without it, --params", show_default=False),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="overrides of the run file", show_default=False),
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
-    ] = None,
-    rtt: Annotated[
-        str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")
-    ] = None,
-    step_time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Of an inner step without communication. Default: as in the record, else 1s."
-        ),
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of a gigabyte that leaves an island.")
-    ] = None,
-    params: Annotated[
-        str | None, typer.Option(metavar="COUNT", help="Parameters: 350M, 7b.", rich_help_panel=_PANEL)
-    ] = None,
-    islands: Annotated[int, typer.Option(min=1, max=1024, help="How many.", rich_help_panel=_PANEL)] = 2,
-    sync_every: Annotated[int, typer.Option(min=1, help="Steps between rounds.", rich_help_panel=_PANEL)] = 500,
-    payload: Annotated[str, typer.Option(help="Number format between islands.", rich_help_panel=_PANEL)] = "fp32",
-    ranks: Annotated[int, typer.Option(min=1, help="Of an island.", rich_help_panel=_PANEL)] = 1,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.", rich_help_panel=_PANEL)] = None,
-    layers: Annotated[int, typer.Option(min=1, max=10_000, help="Blocks of the model.", rich_help_panel=_PANEL)] = 24,
-    picture: Annotated[
-        Path | None, typer.Option("--draw", metavar="FILE", help="Draw utilisation over bit rate: .png, .svg or .pdf.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what a run will cost on its link, before it starts: bytes, seconds, utilisation, memory.
-
-    It starts nothing. If the run has a record already, its steps are taken to be as long as they were.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco estimate configs/quickstart.yaml --bandwidth 200M --rtt 80ms[/cyan]
-
-    [cyan]hf-diloco estimate --params 1b --islands 4 --bandwidth 200M --rtt 80ms --step-time 2s[/cyan]
-
-    [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
-    """
-    from hf_diloco.cli.estimate import run_estimate
-
-    shape = {
-        "islands": islands,
-        "sync_every": sync_every,
-        "payload": payload,
-        "ranks": ranks,
-        "zero": zero,
-        "layers": layers,
-    }
-    run_estimate(
-        run_file,
-        overrides or (),
-        params,
-        shape,
-        bandwidth=bandwidth,
-        rtt=rtt,
-        step_time=step_time,
-        price=price,
-        picture=picture,
-        as_json=as_json,
-    )
 
 
 def doctor(
@@ -163,20 +88,13 @@ def _environment() -> dict[str, str]:
         "hf-diloco": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         "cuda": _cuda(),
         "gpus": _gpus(),
         "cores": str(num_cores()),
         "memory": text.size(psutil.virtual_memory().total),
         **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _gpus() -> str:

@@ -6,9 +6,8 @@ At the end it says how it went: the report of a finished run, how to resume a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -20,7 +19,7 @@ from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import IslandPlan, LaunchOptions, Plan, load_options, make_plan, plan_islands
+from hf_diloco.cli.plan import LaunchOptions, Plan, StartPlan, load_options, make_plan, plan_islands
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 
@@ -35,14 +34,10 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     if dry_run:
         run = load_options(options)
         _check(run, lambda: plan_islands(run, options))
-        print_commands(plan_islands(run, options).islands, run.unit, out)
+        print_commands(plan_islands(run, options), out)
         return 0
     plan = make_plan(options)
-    run = plan.run
-    summary = describe_start(plan.islands, run.meeting.num_islands, plan.rendezvous, run.folder, run.unit)
-    notes = (f"run {run.folder}: {summary}", plan.crowding)
-    way_back = describe_way_back(run.unit, plan.rendezvous) if run.meeting.survives_losses else ""
-    result = run_islands(plan.islands, notes, out, grace, way_back)
+    result = run_islands(plan, f"run {plan.folder}: {plan.describe()}", out, grace)
     print_ending(result, plan, options, out, err)
     return result.exit_code
 
@@ -54,42 +49,19 @@ def _check(run: BaseRun, *others: Callable[[], object]) -> None:
     check_all(run, *others)
 
 
-def run_islands(
-    islands: Sequence[IslandPlan], notes: Sequence[str], out: Console, grace: float, way_back: str
-) -> Result:
-    """Starts islands, shows them on `out` below `notes`, and returns when all have ended; see `Launcher`."""
-    display = make_display(out, [island.number for island in islands], islands[0].unit)
-    launcher = Launcher(islands, display, grace, way_back)
-    for note in filter(None, notes):
+def run_islands(plan: StartPlan, summary: str, out: Console, grace: float) -> Result:
+    """Starts islands, shows them on `out` below `summary`, and returns when all have ended; see `Launcher`."""
+    display = make_display(out, [island.number for island in plan.islands], plan.unit)
+    launcher = Launcher(plan.islands, display, grace, plan.way_back)
+    for note in filter(None, (summary, plan.crowding)):
         display.note(note)
     return launcher.run()
 
 
-def describe_start(
-    islands: Sequence[IslandPlan],
-    num_islands: int,
-    rendezvous: str | None,
-    folder: Path,
-    unit: str = "island",
-    remark: str = "",
-) -> str:
-    """What is being started, of how many, where they meet, and where the logs are."""
-    here = len(islands)
-    who = f"{here} {plural(unit, here)}" if here == num_islands else f"{unit} {islands[0].number} of {num_islands}"
-    meeting = f", meeting at {rendezvous}" if rendezvous else ""
-    return f"{who}{remark}{meeting}; full logs in {folder}/island-*/log.txt"
-
-
-def describe_way_back(unit: str, rendezvous: str | None) -> str:
-    """How one that was lost comes back to the others, who go on."""
-    command = f"the same command with --{unit} K --rendezvous {rendezvous} brings {unit} K back"
-    return f"{command}, but not node 0" if unit == "node" else command
-
-
-def print_commands(islands: Sequence[IslandPlan], unit: str, out: Console) -> None:
+def print_commands(plan: StartPlan, out: Console) -> None:
     """Prints what would be started, as lines for a shell."""
-    for island in islands:
-        out.out(f"# {unit} {island.number}", highlight=False)
+    for island in plan.islands:
+        out.out(f"# {island.unit} {island.number}", highlight=False)
         for path, text in island.files.items():
             out.out(f"# {path}:", *(f"#   {line}" for line in text.splitlines()), sep="\n", highlight=False)
         out.out(island.shell_line() + "\n", highlight=False)

@@ -11,15 +11,14 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
-from hf_diloco.cli.plan import IslandPlan, island_environment
-from hf_diloco.cli.run import describe_start, describe_way_back, print_commands, print_failures, run_islands
+from hf_diloco.cli.plan import IslandPlan, StartPlan, island_environment
+from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
@@ -43,35 +42,14 @@ _LAUNCHERS = {
 meet: each island needs another."""
 
 
-@dataclass(frozen=True)
-class ScriptPlan:
-    """What will be started here.
-
-    Attributes:
-        folder: of the run.
-        islands: those of this machine.
-        config: the settings of the first, as it will find them in its environment.
-        crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
-    """
-
-    folder: Path
-    islands: tuple[IslandPlan, ...]
-    config: DiLoCoConfig
-    crowding: str
-
-
-def run_script(plan: ScriptPlan, *, grace: float, dry_run: bool) -> int:
+def run_script(plan: StartPlan, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`."""
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
-        print_commands(plan.islands, "island", out)
+        print_commands(plan, out)
         return 0
-    config = plan.config
-    alone = " (--islands 2 starts two)" if config.num_islands == 1 else ""
-    summary = describe_start(plan.islands, config.num_islands, config.rendezvous, plan.folder, remark=alone)
-    meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
-    way_back = describe_way_back("island", config.rendezvous) if meets_in_store else ""
-    result = run_islands(plan.islands, (summary, plan.crowding), out, grace, way_back)
+    alone = " (--islands 2 starts two)" if plan.num_islands == 1 else ""
+    result = run_islands(plan, plan.describe(alone), out, grace)
     print_failures(result, err)
     if result.exit_code == FINISHED and any(plan.folder.glob("island-*/progress.json")):
         out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
@@ -85,7 +63,7 @@ def plan_script(
     rendezvous: str | None = None,
     name: str | None = None,
     output: str | None = None,
-) -> ScriptPlan:
+) -> StartPlan:
     """Checks what can be checked before a process starts.
 
     Args:
@@ -116,7 +94,8 @@ def plan_script(
         own_command = _with_port(given, main_process_port, len(numbers))
         islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads), shares)
-    return ScriptPlan(folder, tuple(islands), config, crowding)
+    meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
+    return StartPlan(folder, total, tuple(islands), config.rendezvous, meets_in_store, crowding)
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:

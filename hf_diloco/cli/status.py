@@ -72,11 +72,10 @@ def _rendezvous_of(run: str) -> str:
         return run
     from hf_diloco.report import load_run
 
-    found = load_run(run).settings
-    for block in ("diloco", "gossip"):
-        if url := (found.get(block) or {}).get("rendezvous"):
-            return str(url)
-    if not found:
+    found = load_run(run)
+    if found.rendezvous:
+        return found.rendezvous
+    if not found.settings:
         raise ConfigError(
             f"{run} does not say where its islands meet: look again in a moment, or, of a script of your own, give "
             "the rendezvous that its launcher has shown"

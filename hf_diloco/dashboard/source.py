@@ -84,7 +84,8 @@ class Source:
             run = load_run(self._folder)
             self._last = replace(self._last, name=run.name, run=run, report=summarise(run, is_live=True))
             self._signature = signature
-            self._url = self._url or _store_of(run)
+            if self._url is None and run.rendezvous and is_object_store(run.rendezvous):
+                self._url = run.rendezvous
         assert self._last.run is not None
         found = {island.island: _now(island.folder / PROGRESS) for island in self._last.run.islands}
         now = {number: entry for number, entry in found.items() if entry is not None}
@@ -122,16 +123,6 @@ def _now(path: Path) -> Now | None:
     except OSError:
         return None
     return Now(read_progress(path), max(0.0, time.time() - written))
-
-
-def _store_of(run: Run) -> str | None:
-    """The object store that the run's settings name."""
-    for block in ("diloco", "gossip"):
-        settings = run.settings.get(block)
-        url = settings.get("rendezvous") if isinstance(settings, Mapping) else None
-        if isinstance(url, str) and is_object_store(url):
-            return url
-    return None
 
 
 def _signature(folder: Path) -> Signature:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link, Way
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LAYERS = 24
 DEFAULT_STEP_SECONDS = 1.0
+STEP_ASSUMED = f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"
 
 
 @dataclass(frozen=True)
@@ -71,39 +71,30 @@ class Scenario:
         return replace(self, link=replace(self.link, bits_per_second=bits_per_second))
 
 
-def read_scenario(
-    path: Path, overrides: Sequence[str], link: Link, step_seconds: float | None, price: float | None
-) -> Scenario:
-    """The scenario of a language model's run file. If the run has a record, its steps are as long as they were.
+def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
+    """The scenario of a language model's run. If it has a record, its steps are as long as they were.
+
+    Args:
+        run: the run file.
+        link: of each island.
+        step_seconds: of an inner step; None: as in the record, or else `DEFAULT_STEP_SECONDS`.
+        price: of a gigabyte; None if unknown.
 
     Raises:
-        ConfigError: the file cannot be read, or is of nodes on a graph.
+        ConfigError: the model's configuration or its tokenizer cannot be had.
     """
-    from hf_diloco.apps.common.hub import use_cache_without_hub
-    from hf_diloco.apps.common.load import kind_of
-    from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+    from hf_diloco.apps.lm.model import sketch_model
+    from hf_diloco.apps.lm.tokenizer import load_tokenizer
 
-    if kind_of(path) is not RunFile:
-        raise ConfigError(
-            f"{path}: an estimate is of islands with rounds (a block diloco); for nodes on a graph use `hf-diloco "
-            "topology`"
-        )
-    run = load_run_file(path, overrides)
-    use_cache_without_hub(run.needs_hub)
-    return scenario_of(run, link, step_seconds, price)
-
-
-def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
-    """As `read_scenario`, of a run file that is read already."""
-    size = measure_model(run)
+    model = sketch_model(run, load_tokenizer(run.tokenizer.path) if run.tokenizer.path else None)
     measured = step_seconds or _measured_step(run.folder)
     stage, offload = _zero(run)
     limit = run.diloco.rate_limit * 1e6 if run.diloco.rate_limit else math.inf
     return Scenario(
         name=run.name,
-        num_parameters=size.num_parameters,
-        largest_layer=size.largest_layer,
-        num_layers=size.num_layers,
+        num_parameters=model.num_parameters(),
+        largest_layer=max(sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()),
+        num_layers=getattr(model.config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS,
         diloco=run.diloco,
         link=replace(link, connections=run.diloco.connections, bits_per_second=min(link.bits_per_second, limit)),
         step_seconds=measured or DEFAULT_STEP_SECONDS,
@@ -112,7 +103,7 @@ def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: flo
         offload=offload,
         max_steps=run.max_steps,
         price=price,
-        assumed=() if measured else (f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)",),
+        assumed=() if measured else (STEP_ASSUMED,),
     )
 
 
@@ -143,31 +134,3 @@ def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
     zero: Any = config.get("zero_optimization") or {}
     devices = [str((zero.get(f"offload_{what}") or {}).get("device", "none")) for what in ("optimizer", "param")]
     return int(zero.get("stage", 0)), (devices[0] != "none", devices[1] != "none")
-
-
-class ModelSize(NamedTuple):
-    """Attributes:
-
-    num_parameters: of the model; tied ones count once.
-    largest_layer: parameters of the largest module, without those of modules in it.
-    num_layers: transformer blocks.
-    """
-
-    num_parameters: int
-    largest_layer: int
-    num_layers: int
-
-
-def measure_model(run: RunFile) -> ModelSize:
-    """The size of the model that a run would train. A tokenizer that is to be trained counts as it is asked for.
-
-    Raises:
-        ConfigError: the model's configuration or its tokenizer cannot be had.
-    """
-    from hf_diloco.apps.lm.model import sketch_model
-    from hf_diloco.apps.lm.tokenizer import load_tokenizer
-
-    model = sketch_model(run, load_tokenizer(run.tokenizer.path) if run.tokenizer.path else None)
-    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()]
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or DEFAULT_LAYERS
-    return ModelSize(model.num_parameters(), max(own), layers)

@@ -222,18 +222,30 @@ def agreement_plot(report: Report) -> Plot:
 def accuracy_plot(run: Run) -> Plot:
     """Accuracy of the mean of all nodes."""
     points = evaluation_points(run, "outer", "eval_accuracy")
-    if not points:
-        return Plot("Accuracy", "No accuracy was recorded.", None)
-    return Plot("Accuracy", "Of the mean of all nodes.", draw("accuracy", _line(points, "accuracy")))
+    return _line("Accuracy", points, "accuracy", "Of the mean of all nodes.", "No accuracy was recorded.")
 
 
 def consensus_plot(run: Run) -> Plot:
     """How far the nodes are from their mean."""
     points = [(step, value) for step, value in evaluation_points(run, "outer", "consensus_distance") if value > 0]
-    if not points:
-        return Plot("Consensus", "The nodes' distance from their mean was not recorded.", None)
     caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
-    return Plot("Consensus", caption, draw("consensus", _line(points, "distance", is_log=True)))
+    nothing = "The nodes' distance from their mean was not recorded."
+    return _line("Consensus", points, "distance", caption, nothing, is_log=True)
+
+
+def _line(title: str, points: Points, label: str, caption: str, nothing: str, is_log: bool = False) -> Plot:
+    """A single line by step; `nothing` is the caption where there is none."""
+    if not points:
+        return Plot(title, nothing, None)
+
+    def paint(axes: Axes) -> None:
+        axes.plot(*columns(points), "-o", color=colour(0), markersize=3, linewidth=1.6)
+        if is_log:
+            axes.set_yscale("log")
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlabel="step", ylabel=label)
+
+    return Plot(title, caption, draw(title.lower(), paint))
 
 
 def node_traffic_plot(run: Run, report: Report) -> Plot:
@@ -263,17 +275,6 @@ def node_traffic_plot(run: Run, report: Report) -> Plot:
         "its vector to every neighbour, and waits for these alone."
     )
     return Plot("Traffic between nodes", caption, draw("traffic", paint), tuple(legend))
-
-
-def _line(points: Points, label: str, is_log: bool = False) -> Callable[[Axes], None]:
-    def paint(axes: Axes) -> None:
-        axes.plot(*columns(points), "-o", color=colour(0), markersize=3, linewidth=1.6)
-        if is_log:
-            axes.set_yscale("log")
-        axes.locator_params(axis="x", integer=True)
-        axes.set(xlabel="step", ylabel=label)
-
-    return paint
 
 
 def _part_label(name: str, report: Report) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.report.records import AnyRecord, Eval, Mix, Record, Start, Sync, parse_line
+from hf_diloco.utils.files import read_json
 from hf_diloco.utils.redact import redact
 
 METRICS = "metrics.jsonl"
@@ -86,6 +86,12 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     model: Path | None = None
 
+    @property
+    def rendezvous(self) -> str | None:
+        """Where its islands, or nodes, meet, as far as its settings say."""
+        blocks = (self.settings.get(name) for name in ("diloco", "gossip"))
+        return next((str(url) for one in blocks if isinstance(one, Mapping) and (url := one.get("rendezvous"))), None)
+
 
 def load_run(path: str | Path) -> Run:
     """Reads a run folder (`runs/NAME`), or the folder of a single island that holds `metrics.jsonl`.
@@ -100,7 +106,7 @@ def load_run(path: str | Path) -> Run:
     if found:
         islands = [_read_island(entry, number) for number, entry in sorted(found.items())]
         model = folder / "model"
-        settings = redact(_read_json(folder / "run.json"))
+        settings = redact(read_json(folder / "run.json"))
         return Run(folder.resolve().name, folder, tuple(islands), settings, model if model.is_dir() else None)
     if (folder / METRICS).is_file():
         return _single_island(folder)
@@ -113,7 +119,7 @@ def _single_island(folder: Path) -> Run:
     island = _read_island(folder, int(match[1]) if match else None)
     if match is None:
         return Run(name, folder, (island,))
-    return Run(f"{parent.name}/{name}", folder, (island,), redact(_read_json(parent / "run.json")))
+    return Run(f"{parent.name}/{name}", folder, (island,), redact(read_json(parent / "run.json")))
 
 
 def _island_folders(folder: Path) -> dict[int, Path]:
@@ -136,7 +142,7 @@ def _not_a_run(folder: Path) -> str:
 
 
 def _read_island(folder: Path, number: int | None) -> IslandRun:
-    progress, summary = _read_json(folder / "progress.json"), _read_json(folder / "summary.json")
+    progress, summary = read_json(folder / "progress.json"), read_json(folder / "summary.json")
     records, num_bad_lines = _read_records(folder / METRICS)
     elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
     if isinstance(elsewhere, str) and not records:
@@ -180,15 +186,6 @@ def _read_records(path: Path) -> tuple[list[AnyRecord], int]:
         if record is not None:
             records.append(record)
     return records, num_bad_lines
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing when the file is missing or unreadable: the report does without it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from hf_diloco.errors import ConfigError
@@ -26,6 +27,14 @@ def is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ValueError:  # it was put into sys.modules without a specification
         return True
+
+
+def installed_version(package: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def need(what: str, *modules: str) -> None:

@@ -47,6 +47,15 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n", durable)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none that can be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def flush(path: Path) -> None:
     """Returns once a file's contents, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

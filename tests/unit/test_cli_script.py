@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.main import app
-from hf_diloco.cli.script import ScriptPlan, plan_script
+from hf_diloco.cli.plan import StartPlan
+from hf_diloco.cli.script import plan_script
 from hf_diloco.config.base import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 
@@ -28,13 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*command: str, **options: Any) -> ScriptPlan:
+def plan(*command: str, **options: Any) -> StartPlan:
     return plan_script(command, **options)
 
 
 def test_each_island_is_told_who_it_is(folder: Path) -> None:
     planned = plan("python", "mine.py", "--lr", "3", num_islands=2)
-    rendezvous = planned.config.rendezvous
+    rendezvous = planned.rendezvous
     assert rendezvous is not None
     assert rendezvous.startswith("tcp://127.0.0.1:")
     for number, island in enumerate(planned.islands):
@@ -61,7 +62,7 @@ def test_the_environment_says_how_many_and_where(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(ENV_RENDEZVOUS, "file:///there")
     planned = plan("python", "mine.py")
     assert len(planned.islands) == 3
-    assert planned.config.rendezvous == "file:///there"
+    assert planned.rendezvous == "file:///there"
     monkeypatch.setenv(ENV_NUM_ISLANDS, "many")
     with pytest.raises(ConfigError, match="HF_DILOCO_NUM_ISLANDS=many"):
         plan("python", "mine.py")

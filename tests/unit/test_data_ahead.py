@@ -15,7 +15,7 @@ from hf_diloco.apps.data.stream import read_ahead
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hf-diloco-read-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hf-diloco-read-ahead")]
 
 
 def wait_until_no_thread() -> None:
@@ -42,10 +42,10 @@ def test_reads_so_many_ahead_and_no_more() -> None:
     ahead = read_ahead(items(), 3)
     assert next(ahead) == 0
     deadline = time.monotonic() + 10
-    while len(made) < 5 and time.monotonic() < deadline:
+    while len(made) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)
-    assert len(made) == 5, "the one taken, three that are ready, one in hand"
+    assert len(made) == 4, "the one taken, three that are ready"
     del ahead
     wait_until_no_thread()
 

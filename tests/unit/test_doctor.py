@@ -79,7 +79,7 @@ def test_a_check_that_fails_leaves_the_others_alone() -> None:
 def test_versions_that_are_known_to_be_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
-        "hf_diloco.cli.doctor.machine.version",
+        "hf_diloco.utils.extras.version",
         lambda name: {"deepspeed": "0.19.7", "rich": "12.0"}.get(name, real(name)),
     )
     found = {one.check: one for one in machine.check_versions()}
@@ -195,7 +195,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(machine, "version", version)
+    monkeypatch.setattr("hf_diloco.utils.extras.version", version)
     found = {one.check: one for one in machine.check_versions()}
     assert (found["rich"].level, found["rich"].text) == ("problem", "not installed")
     assert found["rich"].remedy.startswith("pip install 'rich>=")
@@ -525,7 +525,7 @@ def test_env_of_a_machine_that_lacks_packages(monkeypatch: pytest.MonkeyPatch) -
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr("hf_diloco.cli.planning.version", version)
+    monkeypatch.setattr("hf_diloco.utils.extras.version", version)
     monkeypatch.setitem(sys.modules, "torch", None)
     facts = json.loads(CliRunner().invoke(app, ["env", "--json"], catch_exceptions=False).output)
     assert facts["deepspeed"] == "not installed"

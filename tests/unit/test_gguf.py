@@ -17,7 +17,8 @@ from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.simulate import simulate
 from hf_diloco.apps.lm.tokenizer import load_tokenizer, train_byte_level_bpe
 from hf_diloco.errors import ConfigError
-from hf_diloco.planning.scenario import measure_model
+from hf_diloco.planning.equations import Link
+from hf_diloco.planning.scenario import scenario_of
 
 HEADS, WIDTH, LAYERS = 2, 32, 2
 TEXT = "two islands train one model, and meet every so often"
@@ -144,7 +145,7 @@ def test_islands_go_on_from_it_and_save_a_plain_folder(folder: Path, model: Llam
         "sample=null",
     ]
     run = load_run_file("smollm2", overrides)
-    assert measure_model(run).num_parameters == model.num_parameters()
+    assert scenario_of(run, Link(1e9), None, None).num_parameters == model.num_parameters()
     simulate("smollm2", 2, overrides)
     saved = run.folder / "model"
     assert (saved / "model.safetensors").is_file()

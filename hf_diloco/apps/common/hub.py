@@ -9,6 +9,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,20 +49,28 @@ def use_cache_without_hub(is_needed: bool) -> None:
         )
 
 
-def why_not_loaded(path: str, error: Exception) -> str:
-    """What a library said that was to load something, on one line, and what to do if the Hub was not asked.
+@contextmanager
+def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
+    """Where a library loads something of the Hub or of this machine.
 
     Args:
-        path: of the Hub or of this machine.
-        error: the library's.
+        setting: that names it, for the error.
+        path: its value.
+        remedy: what to do besides, for the end of the error.
+
+    Raises:
+        ConfigError: with the library's reason, and what to do if the Hub was not asked.
     """
-    said = f"{type(error).__name__}: {one_line(error)}"
-    if not os.environ.get(_OFFLINE) or Path(path).exists():
-        return said
-    return (
-        f"{said} (the Hub is not asked: {_OFFLINE}=1): correct the name, give a folder of this machine, or run "
-        f"`hf download {path}` where the Hub can be reached"
-    )
+    try:
+        yield
+    except Exception as error:  # of the Hub, the file system or the file's format
+        said = f"{setting}: cannot load {path!r}: {type(error).__name__}: {one_line(error)}"
+        if os.environ.get(_OFFLINE) and not Path(path).exists():
+            said += (
+                f" (the Hub is not asked: {_OFFLINE}=1): correct the name, give a folder of this machine, or run `hf "
+                f"download {path}` where the Hub can be reached"
+            )
+        raise ConfigError(f"{said}{remedy}") from error
 
 
 def _try(url: str) -> str:

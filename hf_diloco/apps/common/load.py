@@ -129,10 +129,14 @@ def load_given(kind: type[R], given: Mapping[str, Any]) -> R:
     Raises:
         ConfigError: when the run file or an override is wrong.
     """
+    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands(kind, given)])
+
+
+def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
+    """As overrides, options for what every run file has; what is None is left to the file."""
     keys = {name: kind.setting(name) for name in VARIABLES}
     keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
-    shorthands = [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
-    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands])
+    return [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Configurations of models that are trained from scratch, out of a run file's settings."""
+"""Models that are trained from scratch, and their configurations, out of a run file's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: Any) -> PreTrainedConfig:
@@ -36,6 +36,24 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
         return AutoConfig.for_model(model_type, **{**ours, **settings, **fixed})
     except Exception as error:  # each configuration class checks in its own way
         raise ConfigError(f"model.config: transformers refuses this {model_type}: {one_line(error)}") from error
+
+
+def make_model(config: PreTrainedConfig, auto_class: Any, kind: str) -> PreTrainedModel:
+    """A new model of a configuration.
+
+    Args:
+        config: the configuration.
+        auto_class: of transformers, as `AutoModelForCausalLM`.
+        kind: of model, for errors.
+
+    Raises:
+        ConfigError: there is no such model of this configuration.
+    """
+    try:
+        model: PreTrainedModel = auto_class.from_config(config)
+    except Exception as error:  # each model class checks in its own way
+        raise ConfigError(f"model: no {kind} model can be made of {config.model_type}: {one_line(error)}") from error
+    return model
 
 
 def _known_settings(model_type: str) -> set[str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +19,8 @@ from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.paths import checkpoint_named
 from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.utils.files import write_json
+from hf_diloco.utils.extras import installed_version
+from hf_diloco.utils.files import read_json, write_json
 from hf_diloco.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
 
 def _orders(run: BaseRun, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What differs of `order_of_data`: as the run in a folder has it, and as this one has. Files may move."""
-    saved = _saved_settings(folder)
+    saved = read_json(folder / "run.json")
     before = run.order_of_data(saved) if saved else {}
     now = run.order_of_data(redact(run.model_dump(mode="json")))
     names = [name for name in now if name in before and _without_folder(before[name]) != _without_folder(now[name])]
@@ -178,18 +177,9 @@ def _without_folder(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def _saved_settings(folder: Path) -> dict[str, Any]:
-    """What a run folder says of its run; nothing where it cannot be read."""
-    try:
-        saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return saved if isinstance(saved, dict) else {}
-
-
 def _other_kind(run: BaseRun) -> str:
     """What takes part in the run that has this one's folder, if it is of another kind; else nothing."""
-    saved = _saved_settings(run.folder)
+    saved = read_json(run.folder / "run.json")
     kinds = {"diloco": "islands", "gossip": "nodes"}
     found = [name for name in kinds if saved.get(name)]
     return kinds[found[0]] if len(found) == 1 and found[0] != run.meeting_name else ""
@@ -222,12 +212,7 @@ def write_run_json(run: BaseRun) -> None:
 def versions() -> dict[str, str | None]:
     """Versions of Python, this package and what it stands on; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    return found | {package: installed_version(package) for package in _PACKAGES}
 
 
 def _set_up_logging() -> None:

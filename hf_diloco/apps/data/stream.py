@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,7 +33,6 @@ logger = logging.getLogger("hf_diloco")
 DOCUMENTS_PER_READ = 64
 READS_AHEAD = 4
 FILE_NAME = "data_position.json"
-_SECONDS_BETWEEN_LOOKS = 0.1
 
 T = TypeVar("T")
 
@@ -149,12 +147,6 @@ def _take(pending: deque[_Read], skip: int, length: int) -> tuple[np.ndarray[Any
     return np.concatenate(parts), skip
 
 
-class _Ended(NamedTuple):
-    """The last thing in the queue."""
-
-    error: BaseException | None
-
-
 def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
     """The same items, of which up to `size` are made before they are asked for.
 
@@ -162,39 +154,18 @@ def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
     or forgotten, or when the main thread ends.
 
     Args:
-        items: used by the thread alone from the first request on.
+        items: used by the thread alone from the first request on; none is None.
         size: items to keep ready.
     """
-    ready: Queue[T | _Ended] = Queue(maxsize=size)
-    closed = threading.Event()
-
-    def put(item: T | _Ended) -> bool:
-        while not closed.is_set() and threading.main_thread().is_alive():
-            try:
-                ready.put(item, timeout=_SECONDS_BETWEEN_LOOKS)
-                return True
-            except Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for item in items:
-                if not put(item):
-                    return
-            put(_Ended(None))
-        except BaseException as error:
-            put(_Ended(error))
-
-    # Not a daemon: one that is killed inside the tokenizer while the interpreter ends can abort the process.
-    threading.Thread(target=work, name="hf-diloco-read-ahead", daemon=False).start()
+    # Its thread is no daemon: killed inside the tokenizer while the interpreter ends, it can abort the process.
+    pool = ThreadPoolExecutor(1, "hf-diloco-read-ahead")
     try:
-        while not isinstance(item := ready.get(), _Ended):
+        ready = deque(pool.submit(next, items, None) for _ in range(size))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(pool.submit(next, items, None))
             yield item
-        if item.error is not None:
-            raise item.error
     finally:
-        closed.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class DataPositionCallback(TrainerCallback):

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_diloco.apps.common.hub import why_not_loaded
-from hf_diloco.apps.common.model_config import make_config
+from hf_diloco.apps.common.hub import loading
+from hf_diloco.apps.common.model_config import make_config, make_model
 from hf_diloco.apps.lm.runfile import ModelBlock, RunFile, TrainTokenizer
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import refuse_unknown_layers
 from hf_diloco.utils.extras import need
-from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +92,7 @@ def build_model(
         return loaded
     config = build_config(model, tokenizer, sequence_length)
     set_seed(seed)
-    return _make(model, config)
+    return make_model(config, auto_class(model), f"{model.objective} language")
 
 
 def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
@@ -116,19 +115,10 @@ def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> Pre
         config = config_from_scratch(model, vocabulary, length) if model.path is None else load_config(model.path)
         _check_fits(config, tokenizer, length)
     with torch.device("meta"):
-        made = _make(model, config)
+        made = make_model(config, auto_class(model), f"{model.objective} language")
     if run.fsdp is not None:
         refuse_unknown_layers(run.fsdp.transformer_layer_cls_to_wrap, made)
     return made
-
-
-def _make(model: ModelBlock, config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return cast("PreTrainedModel", auto_class(model).from_config(config))
-    except Exception as error:
-        raise ConfigError(
-            f"model: no {model.objective} language model can be made of {config.model_type}: {one_line(error)}"
-        ) from error
 
 
 def auto_class(model: ModelBlock) -> Any:
@@ -190,10 +180,8 @@ def load_config(path: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     source = find_source(path)
-    try:
+    with loading("model.path", path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **source.options)
-    except Exception as error:  # of the Hub, the file system or the configuration's format
-        raise _cannot_load(path, error) from error
     return config
 
 
@@ -210,10 +198,8 @@ def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
     import torch
 
     source = find_source(path)
-    try:
+    with loading("model.path", path):
         model: PreTrainedModel = auto_class.from_pretrained(source.name, dtype=torch.float32, **source.options)
-    except Exception as error:  # of the Hub, the file system or the checkpoint's format
-        raise _cannot_load(path, error) from error
     if source.options:  # what was loaded is fp32, but Trainer and `save_pretrained` would take it for quantised
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(name, None)
@@ -231,7 +217,3 @@ def _gguf_file(path: Path, setting: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{setting}: {str(path)!r} holds {len(files)} GGUF files ({names}); give the path of one")
     return files[0] if files else None
-
-
-def _cannot_load(path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"model.path: cannot load {path!r}: {why_not_loaded(path, error)}")

@@ -25,7 +25,7 @@ from hf_diloco.trainer.arguments import examples_per_step, floats, folder_of, is
 from hf_diloco.trainer.base import RunCallback, end_early
 from hf_diloco.trainer.frames import find_trainer
 from hf_diloco.trainer.record import Record
-from hf_diloco.utils.files import telling, write_whole
+from hf_diloco.utils.files import read_json, telling, write_whole
 
 _FILES = "files.json"
 
@@ -157,7 +157,8 @@ def _find_whole(folder: Path) -> list[Path]:
     """Oldest first. Where none lists its files, those that the Trainer has finished."""
     numbered = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     numbered.sort(key=lambda path: int(path.name.rpartition("-")[2]))
-    return [path for path in numbered if _is_listed(path)] or [path for path in numbered if _is_finished(path)]
+    finished = [path for path in numbered if read_json(path / "trainer_state.json")]
+    return [path for path in numbered if _is_listed(path)] or finished
 
 
 def _is_listed(checkpoint: Path) -> bool:
@@ -167,10 +168,3 @@ def _is_listed(checkpoint: Path) -> bool:
     except CheckpointError:
         return False
     return bool(files)
-
-
-def _is_finished(checkpoint: Path) -> bool:
-    try:
-        return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return False

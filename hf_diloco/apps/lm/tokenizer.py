@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.apps.common.hub import why_not_loaded
+from hf_diloco.apps.common.hub import loading
 from hf_diloco.apps.data.build import sample_texts
 from hf_diloco.apps.data.sources import DataBlock
 from hf_diloco.apps.lm.model import find_source
@@ -73,7 +73,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder, source = Path(path), find_source(path, "tokenizer.path")
-    try:
+    with loading("tokenizer.path", path):
         if folder.suffix == ".json":
             from tokenizers import Tokenizer
 
@@ -83,8 +83,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         if folder.is_dir() and {file.name for file in folder.iterdir()} == {"vocab.json", "merges.txt"}:
             return _wrap(_byte_level(folder))
         return AutoTokenizer.from_pretrained(source.name, **source.options)
-    except Exception as error:  # of the Hub, the file system or the tokenizer's format
-        raise ConfigError(f"tokenizer.path: cannot load {path!r}: {why_not_loaded(path, error)}") from error
 
 
 def train_tokenizer(

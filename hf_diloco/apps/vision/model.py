@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_diloco.apps.common.hub import why_not_loaded
-from hf_diloco.apps.common.model_config import make_config
+from hf_diloco.apps.common.hub import loading
+from hf_diloco.apps.common.model_config import make_config, make_model
 from hf_diloco.apps.vision.runfile import ImageModelBlock
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
-from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,6 +38,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 TIMM = "timm/"
+_WHAT_FITS = "; give the hub id or the folder of an image classification model"
 _MAX_PATCHES = 32  # of a side, for vit-tiny
 
 
@@ -59,13 +59,7 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
     if block.path is not None:
         model = _load(block.path, data)
     else:
-        config = build_config(block, data)
-        try:
-            model = AutoModelForImageClassification.from_config(config)
-        except Exception as error:
-            raise ConfigError(
-                f"model: no image classification model can be made of {config.model_type}: {one_line(error)}"
-            ) from error
+        model = make_model(build_config(block, data), AutoModelForImageClassification, "image classification")
     _freeze(model, block.frozen)
     return model
 
@@ -93,14 +87,9 @@ def checkpoint_config(path: str) -> PreTrainedConfig:
 
     if path.startswith(TIMM):
         need(f"model.path: {path}", "timm", "torchvision")
-    try:
+    with loading("model.path", path, _WHAT_FITS):
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-        return config
-    except Exception as error:  # of the Hub, the file system or the file's format
-        raise ConfigError(
-            f"model.path: cannot load the configuration of {path!r}: {why_not_loaded(path, error)}; give the hub id "
-            "or the folder of an image classification model"
-        ) from error
+    return config
 
 
 def patch_size(image_size: int) -> int:
@@ -125,15 +114,10 @@ def _load(path: str, data: ImageData) -> PreTrainedModel:
 
     checkpoint_config(path)  # for its errors
     classes = _classes(data)
-    try:
+    with loading("model.path", path, _WHAT_FITS):
         model, info = AutoModelForImageClassification.from_pretrained(
             path, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **classes
         )
-    except Exception as error:  # of the Hub, the file system or the checkpoint's format
-        raise ConfigError(
-            f"model.path: cannot load {path!r}: {why_not_loaded(path, error)}; give the hub id or the folder of an "
-            "image classification model"
-        ) from error
     for name, was, wanted in info["mismatched_keys"]:
         if wanted[0] != len(data.labels):  # not of the head
             raise ConfigError(

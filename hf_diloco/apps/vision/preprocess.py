@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_diloco.apps.common.hub import why_not_loaded
+from hf_diloco.apps.common.hub import loading
 from hf_diloco.apps.vision.images import (
     ArrayPictures,
     Pictures,
@@ -155,13 +155,8 @@ def _processor_of(path: str) -> BaseImageProcessor | None:
         BaseImageProcessor.get_image_processor_dict(path)
     except OSError:  # it has no such file
         return None
-    try:
+    with loading("model.path (image processor)", path, "; set data.image_size and data.normalize to leave it out"):
         processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(path, backend="pil")
-    except Exception as error:  # of the Hub, the file system or the file's format
-        raise ConfigError(
-            f"model.path: cannot load the image processor of {path!r}: {why_not_loaded(path, error)}; set "
-            "data.image_size and data.normalize to leave it out"
-        ) from error
     return processor
 
 

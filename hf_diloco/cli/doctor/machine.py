@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from hf_diloco.cli.devices import CONTROL_GROUP, ask_driver, cuda_devices, num_c
 from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils import text
-from hf_diloco.utils.extras import EXTRAS, is_installed
+from hf_diloco.utils.extras import EXTRAS, installed_version, is_installed
 
 PACKAGE = "hf-diloco"
 KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before they have arrived"),)
@@ -54,14 +54,11 @@ def check_versions() -> Iterator[Finding]:
         is_core = marker is None or marker.evaluate({"extra": ""})
         if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *EXTRAS.values())):
             continue
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            if not is_core:
-                continue
-            yield Finding(requirement.name, "problem", "not installed", f"pip install '{requirement}'")
-            continue
-        if requirement.specifier.contains(installed, prereleases=True):
+        installed = installed_version(requirement.name)
+        if installed is None:
+            if is_core:
+                yield Finding(requirement.name, "problem", "not installed", f"pip install '{requirement}'")
+        elif requirement.specifier.contains(installed, prereleases=True):
             num_right += 1
         else:
             yield _wrong_version(requirement.name, installed, str(requirement))
@@ -177,7 +174,7 @@ def check_deepspeed_build() -> Iterator[Finding]:
     elif (wrong := _other_cuda()) is not None:
         yield wrong
     else:
-        yield Finding("deepspeed", "ok", f"{version('deepspeed')} can compile its operations")
+        yield Finding("deepspeed", "ok", f"{installed_version('deepspeed')} can compile its operations")
 
 
 def _other_cuda() -> Finding | None:
