@@ -122,10 +122,9 @@ def outcome(cell: Cell, args: argparse.Namespace) -> Outcome | None:
     if not summary.exists():
         path = args.work / f"{cell.name}.yaml"
         path.write_text(yaml.safe_dump(run_file(cell, args)))
-        simulated = [str(ROOT / "scripts" / "finetune_vision.py"), str(path), "--simulate", str(NUM_NODES)]
-        processes = ["-m", "hf_diloco.cli", "launch", str(path)]
+        in_one_process = [] if args.processes else ["--simulate", str(NUM_NODES)]
         log = (args.work / f"{cell.name}.log").open("w")
-        command = [sys.executable, *(processes if args.processes else simulated)]
+        command = [sys.executable, "-m", "hf_diloco.cli", "launch", str(path), *in_one_process]
         subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if not summary.exists():
         return None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,15 +12,8 @@ from hf_diloco.cli.arguments import Overrides, RunFileArgument
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 
-
-class EngineName(StrEnum):
-    """Engines that there are templates for."""
-
-    SLURM = "slurm"
-    COMPOSE = "compose"
-    KUBERNETES = "kubernetes"
-    SKYPILOT = "skypilot"
-    RAY = "ray"
+EngineName = Literal["slurm", "compose", "kubernetes", "skypilot", "ray"]
+"""Engines that there are templates for."""
 
 
 def init(
@@ -76,8 +68,8 @@ def init(
     from hf_diloco.cli.plan import LaunchOptions
 
     options = LaunchOptions(run_file, tuple(overrides or ()), None, num_islands, rendezvous, name)
-    deployment = plan_deployment(engine.value, options, num_gpus, num_nodes, image, folder)
-    files, command = ENGINES[engine.value](deployment)
+    deployment = plan_deployment(engine, options, num_gpus, num_nodes, image, folder)
+    files, command = ENGINES[engine](deployment)
     _write(deployment.folder, files, force)
     typer.echo(f"start the {deployment.num_islands} islands with:\n  {command}")
 

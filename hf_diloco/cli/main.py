@@ -18,6 +18,7 @@ from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.estimate import estimate
 from hf_diloco.cli.init import init
+from hf_diloco.cli.topology import topology
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
@@ -240,7 +241,7 @@ def config_schema(
 app.command(cls=_LaunchCommand)(launch)
 for _command in (
     *(init, report, meeting.status, meeting.rendezvous, compare, meeting.dashboard),
-    *(planning.topology, config_schema, estimate, planning.doctor, planning.env, planning.validate),
+    *(topology, config_schema, estimate, planning.doctor, planning.env, planning.validate),
 ):
     app.command()(_command)
 app.add_typer(meeting.store_app, name="store")

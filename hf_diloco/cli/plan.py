@@ -11,11 +11,10 @@ from pathlib import Path
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, read_run_file, shorthands
-from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.process import check_folder
 from hf_diloco.cli import accelerate, devices
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
-from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import is_object_store
@@ -171,7 +170,7 @@ def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
     threads = str(run.launch.threads or devices.fitting_threads(len(numbers) * num_processes))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
-        _check_folders(run, number)
+        check_folder(run, number)
         folder = run.island_folder(number)
         own_file = folder / "accelerate.yaml"
         command = accelerate.command(
@@ -236,16 +235,6 @@ def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     return run
 
 
-def _check_folders(run: BaseRun, island: int) -> None:
-    """What `launch.resume` names is there, if it names something; and the folder is this run's."""
-    check_folder(run, island)
-    if run.launch.resume not in ("auto", "never"):
-        try:
-            given_checkpoint(run.launch.resume, island)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None  # of the command, as all that is found before anything starts
-
-
 def _processes(run: BaseRun) -> tuple[int, Path | None]:
     """Processes of one island, and the user's accelerate configuration if there is one."""
     num_processes, path = run.launch.num_processes, None
@@ -265,7 +254,8 @@ def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | N
         given = run.meeting.resolve().rendezvous  # several islands without one are refused here
     elif given is None and options.island is None and run.meeting.num_shares > 1:
         given = f"tcp://127.0.0.1:{free_port}"
-        run.meeting.check_rendezvous(given)
+        if run.meeting.enabled:
+            run.meeting.model_copy(update={"rendezvous": given}).resolve()  # refuses what needs another place to meet
         return given
     if given is not None and not is_object_store(given) and options.island in (None, 0):
         devices.check_port_is_free(given)

@@ -33,7 +33,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
         run = load_options(options)
-        _check(run, lambda: plan_islands(run, options))
+        check_run(run, lambda: plan_islands(run, options))
         print_commands(plan_islands(run, options), out)
         return 0
     plan = make_plan(options)
@@ -42,7 +42,8 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     return result.exit_code
 
 
-def _check(run: BaseRun, *others: Callable[[], object]) -> None:
+def check_run(run: BaseRun, *others: Callable[[], object]) -> None:
+    """Tries all that a run names, see `check_all`."""
     use_cache_without_hub(run.needs_hub)
     from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
 
@@ -81,7 +82,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
     run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
     out = terminal(sys.stdout)
     if dry_run:
-        _check(run)
+        check_run(run)
         what = f"{num_islands} {plural(run.unit, num_islands)}"
         out.print(f"this process would train {what} in {run.folder}", soft_wrap=True)
         return 0

@@ -8,21 +8,20 @@ import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
+import typer
 
-from hf_diloco.cli.display import terminal
+from hf_diloco.cli.arguments import AsJson
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology import GRAPHS, Topology, largest_stable_beta, make_topology
-from hf_diloco.methods.topology.drawing import check_picture, draw
-from hf_diloco.methods.topology.stability import floor_digits
 from hf_diloco.utils import text
 from hf_diloco.utils.own_files import is_own
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+    from hf_diloco.methods.topology import Topology
 
 DEFAULT_NODES = 8
 NUM_DRAWN = 4  # steps that are shown of weights without a period
@@ -75,14 +74,43 @@ class TopologyFigures:
     steps: list[Step]
 
 
-def run_topology(
-    name: str, num_nodes: int | None, seed: int, num_parameters: float, picture: Path | None, as_json: bool
+def topology(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
+            "random-matching, full; or your own: a file of weights (.npy, .csv, .json), or FILE.py:CLASS",
+            show_default=False,
+        ),
+    ],
+    num_nodes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="How many take part. Default: 8, or as a file says.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
+    num_parameters: Annotated[
+        float,
+        typer.Option("--parameters", min=1, help="Values in the model, as 7e9.", show_default="25.6e6, a ResNet-50"),
+    ] = 25.6e6,
+    picture: Annotated[
+        Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Runs `hf-diloco topology`, see its options.
+    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
 
-    Raises:
-        ConfigError: no such graph, wrong weights, a picture of an unknown kind, or no count of parameters.
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco topology ring --num-nodes 8[/cyan]
+
+    [cyan]hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg[/cyan]
+
+    [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
     """
+    from hf_diloco.cli.display import terminal
+    from hf_diloco.methods.topology import GRAPHS, make_topology
+    from hf_diloco.methods.topology.drawing import check_picture, draw
+
     if not math.isfinite(num_parameters):
         raise ConfigError(f"--parameters {num_parameters}: give the number of values in the model, as 7e9")
     if picture is not None:
@@ -90,19 +118,23 @@ def run_topology(
     by_name = is_own(name) or name.replace("_", "-") in GRAPHS
     if num_nodes is None and by_name:
         num_nodes = DEFAULT_NODES
-    topology = make_topology(name, num_nodes, seed)
-    figures = measure(topology, round(num_parameters))
+    graph = make_topology(name, num_nodes, seed)
+    figures = measure(graph, round(num_parameters))
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:
         terminal(sys.stdout).print(render(figures))
     if picture is not None:
-        draw(topology, picture)
+        draw(graph, picture)
         print(f"wrote {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
 def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
     """The figures of a graph for a model of so many values."""
+    import numpy as np
+
+    from hf_diloco.methods.topology import largest_stable_beta
+
     steps = [_step(topology, step) for step in range(topology.period or NUM_DRAWN)]
     sent = np.array([[len(receivers) for receivers in step.sends_to] for step in steps])
     num_bytes, num_nodes = _BYTES_PER_VALUE * num_parameters, topology.num_nodes
@@ -123,6 +155,8 @@ def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
 
 
 def _step(topology: Topology, step: int) -> Step:
+    import numpy as np
+
     weights = topology.weights(step)
     links = weights > 0
     np.fill_diagonal(links, False)
@@ -146,6 +180,8 @@ def render(figures: TopologyFigures) -> Group:
 
 
 def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
+    from hf_diloco.methods.topology.stability import floor_digits
+
     drawn_anew = "drawn anew at each step" if figures.period is None else f"come again after {figures.period} steps"
     changes = "do not change" if figures.period == 1 else drawn_anew
     exact = (

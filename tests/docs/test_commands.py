@@ -38,9 +38,7 @@ def by_name(value: Block | Path) -> str:
 
 def is_slow(block: Block) -> bool:
     """Whether it trains anything but the demo; or looks at such a run, or draws."""
-    takes_long = re.search(
-        r"hf-diloco launch(?!.*--dry-run)|train_lm\.py|examples/|finetune_vision|runs/watched|--draw", block.text
-    )
+    takes_long = re.search(r"hf-diloco launch(?!.*--dry-run)|train_lm\.py|examples/|runs/watched|--draw", block.text)
     return bool(takes_long) and block.text != DEMO
 
 

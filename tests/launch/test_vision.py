@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 PATIENCE = 400  # seconds for one launch
 LAUNCH = (sys.executable, "-m", "hf_diloco.cli", "launch")
-SCRIPT = (sys.executable, ROOT / "scripts" / "finetune_vision.py")
 RUN: dict[str, Any] = {
     "name": "tiny",
     "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
@@ -91,7 +90,7 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
     """The exchange of DmSGD, combine-then-adapt, goes on behind forward and backward where nodes are processes."""
     settings = [f"gossip.method={method}", *(["gossip.options={combine_first: true}"] if method == "dmsgd" else [])]
     run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
-    simulated: Command = [*SCRIPT, file, *settings, "--simulate", "3", "--name", "threads"]
+    simulated: Command = [*LAUNCH, file, *settings, "--simulate", "3", "--name", "threads"]
     completed = run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
     assert "the mean of 3 nodes: accuracy" in completed.output
     runs = file.parent / "runs"
@@ -128,7 +127,7 @@ def test_slow_momentum_in_processes_and_threads(method: str, average: str, file:
     settings = [f"gossip.slowmo={{sync_every: 4, outer_momentum: 0.5, average: {average}}}", "gossip.num_nodes=4"]
     settings += [f"gossip.method={method}"]
     run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
-    simulated: Command = [*SCRIPT, file, *settings, "--simulate", "4", "--name", "threads"]
+    simulated: Command = [*LAUNCH, file, *settings, "--simulate", "4", "--name", "threads"]
     run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
     runs = file.parent / "runs"
     assert_equal(runs / "processes", runs / "threads")

@@ -19,7 +19,7 @@ from hf_diloco.apps.common.environment import prepare_environment
 from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.train import train
-from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.progress import Progress
 
 RUN: dict[str, Any] = {
@@ -223,7 +223,7 @@ def test_a_stream_goes_on_with_longer_sequences_and_another_seed(run_file: Path)
 
 
 def test_resume_from_what_is_no_checkpoint(run_file: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint of a Trainer"):
+    with pytest.raises(ConfigError, match="is no checkpoint of a Trainer"):
         start(run_file, f"launch.resume={run_file.parent}")
 
 

@@ -287,6 +287,7 @@ def test_the_folder_of_an_earlier_run_is_refused_before_anything_starts(folder: 
 def test_a_checkpoint_of_other_data_is_refused_with_the_way_to_train_its_model(folder: Path) -> None:
     old = folder / "runs" / "old"
     (old / "island-0" / "checkpoint-4").mkdir(parents=True)
+    (old / "island-0" / "checkpoint-4" / "trainer_state.json").write_text("{}")
     (old / "run.json").write_text(json.dumps({"seed": 42, "data": {"sequence_length": 64}}))
     message = r"data.sequence_length=64, here data.sequence_length=256: .* begin that run with it as model.path"
     with pytest.raises(ConfigError, match=message):

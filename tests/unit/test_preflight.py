@@ -74,7 +74,7 @@ def test_what_is_wrong_is_found(tmp_path: Path, override: str, message: str) -> 
         "training.max_step=3": "unknown setting training.max_step=3",
         "training.save_total_limit=1": "save_total_limit=1 cannot be used",
         "data={source: idx, path: /nosuch}": "/nosuch",
-        "data={source: hub, path: nobody/nothing}": "data: cannot read nobody/nothing",
+        "data={source: hub, path: nobody/nothing}": "data.path: cannot load 'nobody/nothing'",
         "model.path=nobody/nothing": "model.path: .*nobody/nothing",
     }.items(),
 )

@@ -229,6 +229,24 @@ class BaseRun(Block):
         """The folder of one island (default: this one's) in the run folder."""
         return self.folder / f"island-{self.meeting.island if island is None else island}"
 
+    def checkpoint_given(self, island: int | None = None) -> Path | None:
+        """The checkpoint that `launch.resume` names for one island (default: this one); None where it names none.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        resume = self.launch.resume
+        if resume in ("auto", "never"):
+            return None
+        number = self.meeting.island if island is None else island
+        path = Path(os.path.expanduser(resume.replace("{island}", str(number))))
+        if not os.path.exists(path / "trainer_state.json"):
+            raise ConfigError(
+                f"launch.resume: {str(path)!r} is no checkpoint of a Trainer; give auto, never or the path of a "
+                "checkpoint-N"
+            )
+        return path
+
 
 def _check_json_object(path: Path) -> None:
     try:

@@ -119,28 +119,6 @@ def parse_command_line(kind: type[R], program: str, description: str, argv: Sequ
     Raises:
         ConfigError: when the run file or an override is wrong.
     """
-    given = vars(make_parser(program, description).parse_intermixed_args(argv))
-    return load_given(kind, given)
-
-
-def load_given(kind: type[R], given: Mapping[str, Any]) -> R:
-    """The run file of parsed arguments, with its overrides.
-
-    Raises:
-        ConfigError: when the run file or an override is wrong.
-    """
-    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands(kind, given)])
-
-
-def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
-    """As overrides, options for what every run file has; what is None is left to the file."""
-    keys = {name: kind.setting(name) for name in VARIABLES}
-    keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
-    return [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
-
-
-def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """What every training script understands."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -162,7 +140,15 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of run folders")
     parser.add_argument("--resume", metavar="auto|never|FOLDER", help="where training begins; {island} is replaced")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # given by some launchers
-    return parser
+    given = vars(parser.parse_intermixed_args(argv))
+    return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands(kind, given)])
+
+
+def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
+    """As overrides, options for what every run file has; what is None is left to the file."""
+    keys = {name: kind.setting(name) for name in VARIABLES}
+    keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
+    return [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
 
 
 def kind_of(path: str | Path) -> type[BaseRun]:

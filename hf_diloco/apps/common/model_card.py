@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
@@ -16,14 +16,9 @@ from hf_diloco.utils.files import write_whole
 from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
-
     from hf_diloco.outer.checkpoint import OuterIndex
-    from hf_diloco.report import Report
 
 logger = logging.getLogger("hf_diloco")
-
-Rows = Sequence[tuple[str, str]]
 
 _TEMPLATE = """\
 ---
@@ -69,7 +64,7 @@ class Training:
         papers: arXiv numbers of the method.
         base_model: id on the Hub, or folder, of the model whose training went on; None for one from scratch.
         dataset: id on the Hub; None for other data.
-        task: pipeline tag of the Hub.
+        task: pipeline tag of the Hub; None if unknown.
     """
 
     data: str
@@ -77,7 +72,7 @@ class Training:
     papers: Sequence[str]
     base_model: str | None
     dataset: str | None
-    task: str
+    task: str | None
 
 
 def write_card(model_folder: Path, run_folder: Path, training: Training) -> None:
@@ -88,34 +83,29 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         run_folder: with the records of the islands or nodes of this machine.
         training: see `Training`.
     """
-    from huggingface_hub import ModelCardData
-
     from hf_diloco.report import load_run, summarise
     from hf_diloco.report.rows import overview
 
     report = summarise(load_run(run_folder))
     report = report.model_copy(update={"payload": report.payload and _short(report.payload)})
-    hub_id, begun = _base(training.base_model)
-    data = ModelCardData(
-        base_model=hub_id,
-        datasets=[training.dataset] if training.dataset else None,
-        library_name="transformers",
-        pipeline_tag=training.task,
-        tags=_tags(training.method),
-    )
-    rows = [
-        ("starts from", begun or "random weights"),
-        ("data", training.data),
-        ("method", _short(training.method)),
-        *_settings(report),
-    ]
     _write(
         model_folder,
-        data,
+        training,
+        {
+            "starts from": _shown(training.base_model) or "random weights",
+            "data": training.data,
+            "method": _short(training.method),
+            "parameters": text.count(report.num_parameters),
+            "optimizer steps": text.count(report.steps),
+            "steps between rounds": text.count(report.sync_every),
+            "payload": report.payload,
+            "outer learning rate": None if report.outer_lr is None else f"{report.outer_lr:g}",
+            "outer momentum": None if report.outer_momentum is None else f"{report.outer_momentum:g}",
+            "graph": report.topology,
+            "tokens": text.short_count(report.num_tokens) if report.num_tokens else None,
+        },
         name=report.name,
         places=f"{report.size} {plural(report.noun, report.size)}",
-        training=rows,
-        papers=training.papers,
         covers=f", of {report.noun} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
         figures=[(key, value) for key, value in overview(report) if key != "model"],
     )
@@ -128,59 +118,61 @@ def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
         model_folder: of the model as it was exported.
         index: of the checkpoint's outer state.
     """
-    from huggingface_hub import ModelCardData
-
     settings = index.settings
-    method = settings.get("method", "diloco")
+    method, number = settings.get("method", "diloco"), settings.get("num_islands", 1)
     base: str | None = None
     if (adapter := model_folder / "adapter_config.json").is_file():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") or None
-    hub_id, begun = _base(base)
-    rows = {
-        "adapters of": begun,
-        "weights": "outer parameters of a checkpoint",
-        "method": _short(method),
-        "parameters trained": text.count(index.num_parameters),
-        "optimizer steps": text.count(index.global_step),
-        "rounds": text.count(index.round),
-        "steps between rounds": settings.get("sync_every"),
-        "payload": _short(settings.get("payload", "fp32")),
-        "outer learning rate": settings.get("outer_lr"),
-        "outer momentum": settings.get("outer_momentum"),
-    }
-    number = settings.get("num_islands", 1)
+    papers = [METHODS[method].paper] if method in METHODS and METHODS[method].paper else []
     _write(
         model_folder,
-        ModelCardData(base_model=hub_id, library_name="transformers", tags=_tags(method)),
+        Training("", method, papers, base, None, None),
+        {
+            "adapters of": _shown(base),
+            "weights": "outer parameters of a checkpoint",
+            "method": _short(method),
+            "parameters trained": text.count(index.num_parameters),
+            "optimizer steps": text.count(index.global_step),
+            "rounds": text.count(index.round),
+            "steps between rounds": settings.get("sync_every"),
+            "payload": _short(settings.get("payload", "fp32")),
+            "outer learning rate": settings.get("outer_lr"),
+            "outer momentum": settings.get("outer_momentum"),
+        },
         name=model_folder.resolve().name,
         places=f"{number} {plural('island', number)}",
-        training=[(name, str(value)) for name, value in rows.items() if value is not None],
-        papers=[METHODS[method].paper] if method in METHODS and METHODS[method].paper else [],
     )
 
 
 def _write(
     model_folder: Path,
-    data: ModelCardData,
+    training: Training,
+    rows: Mapping[str, object],
     name: str,
     places: str,
-    training: Rows,
-    papers: Sequence[str],
     covers: str = "",
-    figures: Rows = (),
+    figures: Sequence[tuple[str, str]] = (),
 ) -> None:
-    from huggingface_hub import ModelCard
+    """Writes the card; rows of which nothing is known are left out."""
+    from huggingface_hub import ModelCard, ModelCardData
 
+    base = training.base_model
     card = ModelCard.from_template(
-        data,
+        ModelCardData(
+            base_model=None if base is None or Path(base).exists() else base,
+            datasets=[training.dataset] if training.dataset else None,
+            library_name="transformers",
+            pipeline_tag=training.task,
+            tags=["hf-diloco", training.method.rsplit(":", 1)[-1]],
+        ),
         template_str=_TEMPLATE,
         name=_plain(name),
         library=_link("hf-diloco"),
         places=places,
-        training=[(key, _plain(value)) for key, value in training],
+        training=[(key, _plain(str(value))) for key, value in rows.items() if value not in (None, text.MISSING)],
         covers=covers,
         figures=[(key, _plain(value)) for key, value in figures],
-        sources=[f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in papers]
+        sources=[f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in training.papers]
         + [f"hf-diloco ({_link('CITATION.cff', '/blob/main/CITATION.cff')})"],
     )
     try:
@@ -189,20 +181,14 @@ def _write(
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
 
 
-def _base(model: str | None) -> tuple[str | None, str | None]:
-    """Of a model that is on the Hub its id, and what a card calls it: of a folder the name alone."""
-    if model is None or not Path(model).exists():
-        return model, model
-    return None, Path(model).name
+def _shown(model: str | None) -> str | None:
+    """What a card calls a model that training went on from: of a folder the name alone."""
+    return Path(model).name if model is not None and Path(model).exists() else model
 
 
 def _short(name: str) -> str:
     """Of a method or payload; of a user's own, without the folders of its file."""
     return name.rsplit("/", 1)[-1]
-
-
-def _tags(method: str) -> list[str]:
-    return ["hf-diloco", method.rsplit(":", 1)[-1]]
 
 
 def _link(label: str, path: str = "") -> str:
@@ -213,21 +199,6 @@ def _link(label: str, path: str = "") -> str:
         lines = []
     home = dict(line.split(", ", 1) for line in lines).get("Repository")
     return f"[{label}]({home}{path})" if home else label
-
-
-def _settings(report: Report) -> list[tuple[str, str]]:
-    """What the record knows of how the model was trained."""
-    known = {
-        "parameters": text.count(report.num_parameters),
-        "optimizer steps": text.count(report.steps),
-        "steps between rounds": text.count(report.sync_every),
-        "payload": report.payload,
-        "outer learning rate": None if report.outer_lr is None else f"{report.outer_lr:g}",
-        "outer momentum": None if report.outer_momentum is None else f"{report.outer_momentum:g}",
-        "graph": report.topology,
-        "tokens": text.short_count(report.num_tokens) if report.num_tokens else None,
-    }
-    return [(name, value) for name, value in known.items() if value not in (None, text.MISSING)]
 
 
 def _plain(value: str) -> str:

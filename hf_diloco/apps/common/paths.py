@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, set_at
-from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.errors import ConfigError
 
 
 class NamedFiles(NamedTuple):
@@ -107,23 +107,3 @@ def get_at(values: Any, path: KeyPath) -> Any:
     for key in path:
         values = values.get(key) if isinstance(values, dict) else None
     return values
-
-
-def checkpoint_named(resume: str, island: int) -> Path:
-    """The folder that `launch.resume` names, for one island."""
-    return Path(os.path.expanduser(resume.replace("{island}", str(island))))
-
-
-def given_checkpoint(resume: str, island: int) -> Path:
-    """The checkpoint that `launch.resume` names, for one island.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    path = checkpoint_named(resume, island)
-    if not os.path.exists(path / "trainer_state.json"):
-        raise CheckpointError(
-            f"launch.resume: {str(path)!r} is no checkpoint of a Trainer; give auto, never or the path of a "
-            "checkpoint-N"
-        )
-    return path

@@ -17,7 +17,6 @@ import hf_diloco
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
-from hf_diloco.apps.common.paths import checkpoint_named
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import installed_version
 from hf_diloco.utils.files import read_json, write_json
@@ -110,8 +109,8 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
         island: whose folder; default: this one's.
 
     Raises:
-        ConfigError: it is an earlier run's, or cannot be written to; or training would go on at a position in other
-            data.
+        ConfigError: it is an earlier run's, or cannot be written to; or `launch.resume` names no checkpoint; or
+            training would go on at a position in other data.
     """
     folder = run.island_folder(island)
     _check_writable(folder)
@@ -122,8 +121,7 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
             f"launch.resume: never, but {folder} holds checkpoints of an earlier run; delete it, choose another name, "
             "or use resume: auto to go on"
         )
-    if run.launch.resume not in ("auto", "never"):
-        checkpoint = checkpoint_named(run.launch.resume, run.meeting.island if island is None else island)
+    if checkpoint := run.checkpoint_given(island):
         _refuse_other_order(run, checkpoint, checkpoint.parent.parent)
     elif any(folder.glob("checkpoint-*")):
         _refuse_other_order(run, folder, run.folder)

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.process import describe_stop, say
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
@@ -24,33 +23,20 @@ from hf_diloco.trainer.arguments import examples_per_step
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
+    from hf_diloco.apps.lm.plain import PlainCallback
+    from hf_diloco.trainer.callback import DiLoCoCallback
+    from hf_diloco.trainer.gossip_callback import GossipCallback
     from hf_diloco.trainer.progress import Progress
 
-
-class Agreeing(Protocol):
-    """A callback that agrees with the other islands on a checkpoint.
-
-    Attributes:
-        stopped: whether it has ended training on request.
-    """
-
-    stopped: bool
-
-    def common_checkpoint(self, output_dir: str | Path) -> Path | None:
-        """This island's checkpoint of the newest point that all hold."""
-
-    def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
+    AnyCallback: TypeAlias = DiLoCoCallback | GossipCallback | PlainCallback
 
 
-def find_checkpoint(run: BaseRun, callback: Agreeing) -> Path | None:
+def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
     """Where training goes on from, as `launch.resume` says; None: from the beginning."""
     if run.launch.resume == "auto":
         return callback.common_checkpoint(run.island_folder())
-    if run.launch.resume == "never":
-        return None
-    checkpoint = given_checkpoint(run.launch.resume, run.meeting.island)
-    callback.check_checkpoint(checkpoint)
+    if checkpoint := run.checkpoint_given():
+        callback.check_checkpoint(checkpoint)
     return checkpoint
 
 
@@ -74,7 +60,7 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
 
 
 def train_on(
-    run: BaseRun, trainer: Trainer, callback: Agreeing, checkpoint: Path | None, progress: Progress, speaks: bool
+    run: BaseRun, trainer: Trainer, callback: AnyCallback, checkpoint: Path | None, progress: Progress, speaks: bool
 ) -> bool:
     """Trains from what `find_checkpoint` has found; returns whether to the end, and not until a stop on request.
 

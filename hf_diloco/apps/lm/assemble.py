@@ -15,7 +15,6 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.paths import given_checkpoint
 from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
@@ -168,9 +167,7 @@ def _outer_loop(
         "evaluation_data": data.eval_hash,
         "seed": run.seed,
     }
-    resume = run.launch.resume
-    given = None if resume in ("auto", "never") else given_checkpoint(resume, run.meeting.island)
-    return make_callback(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
+    return make_callback(config, fingerprint=facts, resume_from_checkpoint=run.checkpoint_given(), stop_file=stop_file)
 
 
 def _trainer(

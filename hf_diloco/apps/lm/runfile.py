@@ -109,11 +109,6 @@ class DiLoCoBlock(DiLoCoConfig):
         """Whether the other islands go on when one is lost."""
         return self.meets_in_store
 
-    def check_rendezvous(self, url: str) -> None:
-        """Raises `ConfigError` if a setting does not go with this rendezvous."""
-        if self.enabled:
-            DiLoCoConfig(**{**self.model_dump(exclude={"enabled"}), "rendezvous": url})
-
 
 class RunFile(BaseRun):
     """A language model's run: what is trained, on what, how, and where its folder is."""

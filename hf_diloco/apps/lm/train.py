@@ -40,14 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(run: RunFile) -> int:
-    """Trains one island.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        DiLoCoError: a setting is wrong, an island was lost, ...
-    """
+    """Trains one island in this process; returns the exit code. For errors see `train_island`."""
     run.check_extras()
     config = run.diloco.resolve() if run.diloco.enabled else None
     if config is not None:

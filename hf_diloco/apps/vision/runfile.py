@@ -200,9 +200,6 @@ class GossipBlock(GossipConfig):
         """Nodes of the graph."""
         return self.num_nodes
 
-    def check_rendezvous(self, url: str) -> None:
-        """Raises `ConfigError` if a setting does not go with this rendezvous."""
-
     @property
     def num_shares(self) -> int:
         """Nodes that may ever take part."""

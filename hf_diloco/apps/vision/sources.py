@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_diloco.apps.common.hub import loading
 from hf_diloco.apps.vision.images import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
 from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
+_ELSEWHERE = "; where the Hub cannot be reached, download the dataset and give its folder as data.path"
 _EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
 
 # of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
@@ -152,17 +153,8 @@ def find_dataset(data: ImageDataBlock) -> None:
     """Raises `ConfigError` if the description of a dataset of the Hub cannot be had; downloads no images."""
     from datasets import load_dataset_builder
 
-    try:
+    with loading("data.path", str(data.path), _ELSEWHERE):
         load_dataset_builder(str(data.path), name=data.name)
-    except Exception as error:  # of the Hub, the network or the file system
-        raise _unreadable(str(data.path), error) from error
-
-
-def _unreadable(what: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"data: cannot read {what}: {type(error).__name__}: {one_line(error)}; where the Hub cannot be reached, "
-        "download the dataset and give its folder as data.path"
-    )
 
 
 def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
@@ -188,10 +180,8 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
 def _load_dataset(data: ImageDataBlock, split: str) -> Dataset:
     from datasets import load_dataset
 
-    try:
+    with loading(f"data.path (split {split})", str(data.path), _ELSEWHERE):
         dataset = load_dataset(str(data.path), name=data.name, split=split)
-    except Exception as error:  # of the Hub, the network, the file system or the parser
-        raise _unreadable(f"split {split} of {data.path}", error) from error
     for key in ("image_column", "label_column"):
         column = getattr(data, key)
         if column not in dataset.column_names:

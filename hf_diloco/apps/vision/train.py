@@ -19,23 +19,16 @@ if TYPE_CHECKING:
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.trainer.progress import Progress
 
-DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
+_DESCRIPTION = "Train one node of an image classifier, which averages with its neighbours after every step."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one node and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
-    run_and_exit(lambda: parse_command_line(VisionRun, "python -m hf_diloco.apps.vision", DESCRIPTION, argv), train)
+    run_and_exit(lambda: parse_command_line(VisionRun, "python -m hf_diloco.apps.vision", _DESCRIPTION, argv), train)
 
 
 def train(run: VisionRun) -> int:
-    """Trains one node.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        DiLoCoError: a setting is wrong, all neighbours were lost, ...
-    """
+    """Trains one node in this process; returns the exit code. For errors see `train_node`."""
     run.check()
     run.check_extras()
     config = run.gossip.resolve()
