@@ -202,7 +202,6 @@ def dashboard(
     from aiohttp import web
 
     from hf_diloco.cli.status import check_url
-    from hf_diloco.dashboard.prometheus import check_installed
     from hf_diloco.dashboard.server import Dashboard
     from hf_diloco.dashboard.source import open_source
     from hf_diloco.store.credentials import load_key
@@ -212,7 +211,7 @@ def dashboard(
     if "://" in run:
         check_url(run, "dashboard", may_be_tcp=True)
     if prometheus:
-        check_installed()
+        need("--prometheus", "prometheus_client")
     source = open_source(run, load_key(key_file))
     with open_listener(listen, "its readers", allow_public_address) as listener:
         is_local = is_loopback(listener.getsockname()[0])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hf_diloco.dashboard.source import Look
 from hf_diloco.report.island import TimeSplit, total
 from hf_diloco.status.models import RunStatus
-from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -20,11 +19,6 @@ HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 Samples = Mapping[Any, float | None]
 """Values by the tuple of what the labels are."""
-
-
-def check_installed() -> None:
-    """Raises `ConfigError` where the library is not installed."""
-    need("--prometheus", "prometheus_client")
 
 
 def exposition(look: Look) -> bytes:

@@ -70,7 +70,8 @@ class Dashboard:
     async def _page(self, request: web.Request) -> web.Response:
         live = await self._rendered()
         look = await self._look()
-        return web.Response(text=render_page(look.name, self._interval, live), content_type="text/html")
+        page = fill("dashboard.html.j2", title=look.name, interval=f"{self._interval:g}", live=live)
+        return web.Response(text=page, content_type="text/html")
 
     async def _changes(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._rendered(), content_type="text/html")
@@ -109,11 +110,6 @@ class Dashboard:
 def _names_this_machine(host: str) -> bool:
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     return name == "localhost" or is_loopback(name.strip("[]"))
-
-
-def render_page(name: str, interval: float, live: str) -> str:
-    """The whole page around what `render_live` returned, which is asked for again every `interval` seconds."""
-    return fill("dashboard.html.j2", title=name, interval=f"{interval:g}", live=live)
 
 
 def render_live(look: Look) -> str:

@@ -184,7 +184,9 @@ def time_plot(report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="round", ylabel="seconds")
 
-    legend = [LegendEntry(_part_label(name, report), colour(names.index(name)), "box") for name in known]
+    shares = report.shares.parts() if report.shares else {}
+    labels = {name: f"{name} {text.share(shares[name])}" if name in shares else name for name in known}
+    legend = [LegendEntry(label, colour(names.index(name)), "box") for name, label in labels.items()]
     caption = "Mean over the islands on record; shares are of all training time." if report.shares else ""
     if len(report.rounds) > MAX_BARS:
         caption += f" Each bar is the mean of {-(-len(report.rounds) // MAX_BARS)} rounds."
@@ -275,11 +277,6 @@ def node_traffic_plot(run: Run, report: Report) -> Plot:
         "its vector to every neighbour, and waits for these alone."
     )
     return Plot("Traffic between nodes", caption, draw("traffic", paint), tuple(legend))
-
-
-def _part_label(name: str, report: Report) -> str:
-    part = report.shares.parts().get(name) if report.shares else None
-    return name if part is None else f"{name} {text.share(part)}"
 
 
 def evaluation_points(run: Run, weights: str, name: str = "eval_loss") -> list[tuple[float, float]]:

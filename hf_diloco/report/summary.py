@@ -260,17 +260,14 @@ def _not_outer(record: IslandRun, island: IslandReport) -> Iterator[str]:
             "own, not the outer model's" + ("" if _stopped_early(island) else f"; {remedy}")
         )
     if island.inner_eval_loss is not None and island.has_outer_loop:
+        common = "the outer model's" if island.noun == "island" else "the mean of all nodes"
         yield (
             f"{island.noun} {island.island}'s last evaluation (step {island.inner_eval_step}, loss "
-            f"{island.inner_eval_loss:.4f}) was of its own weights, not {_common_model(island)}"
+            f"{island.inner_eval_loss:.4f}) was of its own weights, not {common}"
         )
     for name, loss in (("training", island.train_loss), ("evaluation", island.eval_loss)):
         if loss is not None and not math.isfinite(loss):
             yield f"{island.noun} {island.island}'s last {name} loss is not finite ({loss}): the training diverged"
-
-
-def _common_model(island: IslandReport) -> str:
-    return "the outer model's" if island.noun == "island" else "the mean of all nodes"
 
 
 def _missing(missing: Sequence[int], islands: Sequence[IslandReport]) -> Iterator[str]:

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_diloco.cli.main import app
 from hf_diloco.dashboard.server import Dashboard
 from hf_diloco.dashboard.source import Source, open_source
 from hf_diloco.errors import ConfigError
@@ -124,12 +126,11 @@ def test_figures_for_prometheus(tmp_path: Path) -> None:
     assert found["hf_diloco_eval_loss", None, None] == pytest.approx(2.0794, abs=1e-4)
 
 
-def test_without_the_library_prometheus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_diloco.dashboard import prometheus
-
+def test_without_the_library_prometheus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    folder = write_run(tmp_path / "demo")
     with pytest.raises(ConfigError, match=r"hf-diloco\[dashboard\]"):
-        prometheus.check_installed()
+        CliRunner().invoke(app, ["dashboard", str(folder), "--prometheus"], catch_exceptions=False)
 
 
 def test_a_store_in_which_islands_meet(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hf_diloco.apps.lm.model import build_model
 from hf_diloco.apps.lm.runfile import ModelBlock, RunFile, load_run_file
 from hf_diloco.apps.lm.tokenizer import END_OF_TEXT, MASK, build_tokenizer, train_byte_level_bpe
 from hf_diloco.errors import ConfigError
+from hf_diloco.inner.island import IslandGroup
 from tests.processes import ROOT
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -61,7 +62,7 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
         tokenizer={"path": str(tmp_path)},
     )
     with pytest.raises(ConfigError, match="names no mask token, which objective masked"):
-        build_tokenizer(run)
+        build_tokenizer(run, IslandGroup())
 
 
 def test_a_causal_preset_is_refused() -> None:

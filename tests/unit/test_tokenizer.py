@@ -20,6 +20,7 @@ from hf_diloco.apps.lm.tokenizer import (
     train_byte_level_bpe,
 )
 from hf_diloco.errors import ConfigError
+from hf_diloco.inner.island import IslandGroup
 from tests.processes import ROOT
 
 TEXTS = [part for part in inspect.getsource(argparse).split("\n\n") if part.strip()]  # text that is always there
@@ -31,7 +32,7 @@ def describe(path: str, island: str) -> str:
     """The tokenizers that an island trains."""
     lines = []
     for option in ("data.streaming=true", "data.streaming=false", "data.shares=domains"):
-        tokenizer = build_tokenizer(load_run_file(Path(path), [option, f"diloco.island={island}"]))
+        tokenizer = build_tokenizer(load_run_file(Path(path), [option, f"diloco.island={island}"]), IslandGroup())
         lines.append(f"{option} {tokenizer_hash(tokenizer)} {len(tokenizer)}\n")
     return "".join(lines)
 
@@ -69,8 +70,8 @@ def test_trained_tokenizer_keeps_any_text() -> None:
 
 def test_the_amount_of_text_is_bounded(tmp_path: Path) -> None:
     path = write_run(tmp_path)
-    whole = build_tokenizer(load_run_file(path))
-    part = build_tokenizer(load_run_file(path, ["tokenizer.train.max_megabytes=0.001"]))
+    whole = build_tokenizer(load_run_file(path), IslandGroup())
+    part = build_tokenizer(load_run_file(path, ["tokenizer.train.max_megabytes=0.001"]), IslandGroup())
     assert tokenizer_hash(whole) != tokenizer_hash(part)
 
 
@@ -109,10 +110,10 @@ def test_unusable_ones_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("training: {max_steps: 1}\ntokenizer: {path: tokenizer.json}\n")
     with pytest.raises(ConfigError, match=r"tokenizer\.path: cannot load"):
-        build_tokenizer(load_run_file(tmp_path / "run.yaml"))
+        build_tokenizer(load_run_file(tmp_path / "run.yaml"), IslandGroup())
 
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"names no end-of-text"):
-        build_tokenizer(load_run_file(tmp_path / "run.yaml"))
+        build_tokenizer(load_run_file(tmp_path / "run.yaml"), IslandGroup())

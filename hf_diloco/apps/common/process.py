@@ -225,14 +225,6 @@ def _set_up_logging() -> None:
         datasets.disable_progress_bars()
 
 
-def describe_stop(run: BaseRun, step: int) -> str:
-    """Where training that was stopped on request goes on from."""
-    folder = run.island_folder()
-    if (folder / f"checkpoint-{step}").is_dir():
-        return f"stopped at step {step} as asked; checkpoint-{step} is in {folder}"
-    return f"stopped at step {step} as asked, but its checkpoint could not be written; earlier ones are in {folder}"
-
-
 def last_evaluation(trainer: Trainer) -> dict[str, float] | None:
     """The evaluation of these very weights, if the Trainer has just made one."""
     for entry in reversed(trainer.state.log_history):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.process import describe_stop, say
+from hf_diloco.apps.common.process import say
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
@@ -70,9 +70,12 @@ def train_on(
     with loading(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.stopped:
-        step = trainer.state.global_step
+        step, folder = trainer.state.global_step, run.island_folder()
+        end = f"; checkpoint-{step} is in {folder}"
+        if not (folder / f"checkpoint-{step}").is_dir():
+            end = f", but its checkpoint could not be written; earlier ones are in {folder}"
         if speaks:
-            say(describe_stop(run, step))
+            say(f"stopped at step {step} as asked{end}")
         progress.update(state="done", message=f"stopped on request at step {step}")
     return not callback.stopped
 

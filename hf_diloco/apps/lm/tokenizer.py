@@ -27,7 +27,7 @@ _MASK_NAMES = (MASK, "[MASK]")
 _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
 
 
-def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrainedTokenizerBase:
+def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBase:
     """The run's tokenizer, the same on every island, with end-of-text and padding tokens.
 
     Args:
@@ -42,22 +42,20 @@ def build_tokenizer(run: RunFile, island: IslandGroup | None = None) -> PreTrain
     else:
         settings = run.tokenizer.train or TrainTokenizer()
         special = [END_OF_TEXT, MASK] if run.model.objective == "masked" else [END_OF_TEXT]
-        train = partial(train_tokenizer, run.data, settings, special)
-        if island is None:
-            tokenizer = train()
-        else:
-            from tokenizers import Tokenizer
+        from tokenizers import Tokenizer
 
-            tokenizer = _wrap(Tokenizer.from_str(island.on_leader(lambda: str(train().backend_tokenizer.to_str()))))
+        train = partial(train_tokenizer, run.data, settings, special)
+        tokenizer = _wrap(Tokenizer.from_str(island.on_leader(lambda: str(train().backend_tokenizer.to_str()))))
+    named = f"tokenizer.path: {run.tokenizer.path or run.model.path} names no"
     if tokenizer.eos_token is None:
         raise ConfigError(
-            f"tokenizer.path: {run.tokenizer.path or run.model.path} names no end-of-text (eos) token, which goes "
-            "between documents; set eos_token in its tokenizer_config.json"
+            f"{named} end-of-text (eos) token, which goes between documents; set eos_token in its "
+            "tokenizer_config.json"
         )
     if run.model.objective == "masked" and tokenizer.mask_token is None:
         raise ConfigError(
-            f"tokenizer.path: {run.tokenizer.path or run.model.path} names no mask token, which objective masked "
-            "needs; set mask_token in its tokenizer_config.json, or train a tokenizer"
+            f"{named} mask token, which objective masked needs; set mask_token in its tokenizer_config.json, or train "
+            "a tokenizer"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
