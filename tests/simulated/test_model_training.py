@@ -172,7 +172,7 @@ REFUSED = {
     ),
     "batch": (["training.per_device_train_batch_size=5000"], "fewer than the 5000 of one batch"),
     "scheduler": (["training.lr_scheduler_type=cosin"], "cosin is not a valid SchedulerType"),
-    "learning rate": (["training.learning_rate=0"], "must be greater than 0"),
+    "learning rate": (["training.learning_rate=0"], "should be greater than 0"),
     "model": (["model.config.n_positions=16"], "more than the 16 positions"),
     "rendezvous": (["diloco.num_islands=2"], "need a place to meet"),
     "no batch to evaluate": (

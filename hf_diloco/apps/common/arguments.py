@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
@@ -42,18 +41,22 @@ DECIDED_ELSEWHERE = {
 }
 """Settings of the Trainer that a run file decides in another place, by name, with that place."""
 
+_TOO_LARGE = 2**63
 _POSITIVE = (
     *("learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "eval_steps", "save_total_limit", "eval_accumulation_steps"),
-    "dataloader_prefetch_factor",
+    *("dataloader_prefetch_factor", "max_steps"),
 )
 _NOT_NEGATIVE = (
     *("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers", "data_seed"),
     "neftune_noise_alpha",
 )
+_RANGES: dict[str, Any] = {
+    **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE, allow_inf_nan=False)),
+    **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE, allow_inf_nan=False)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
+}
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_BELOW_ONE = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
-_TOO_LARGE = 2**63
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
 
 
@@ -268,32 +271,13 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         return f"{name} cannot be set here: {DECIDED_ELSEWHERE[key]}"
     if key not in known:
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
-    return _type_problem(name, value, types[key]) or _range_problem(name, key, value)
-
-
-def _type_problem(name: str, value: Any, kind: Any) -> str | None:
+    if key.endswith("_kwargs") and isinstance(value, str) and not value.startswith("{"):
+        return f"{name}: expected a block of `key: value` lines, got {value!r}"
+    kind: Any = Annotated[types[key], _RANGES[key]] if key in _RANGES else types[key]
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     try:
         adapter.validate_python(value, strict=True)
     except ValidationError as error:
         reasons = dict.fromkeys(problem["msg"][0].lower() + problem["msg"][1:] for problem in error.errors())
         return f"{name}: {' or '.join(reasons)}, got {value!r}"
-    return None
-
-
-def _range_problem(name: str, key: str, value: Any) -> str | None:
-    if key.endswith("_kwargs") and isinstance(value, str) and not value.startswith("{"):
-        return f"{name}: expected a block of `key: value` lines, got {value!r}"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-        return f"{name}: must be less than 2^63, got {value!r}"
-    if key in (*_POSITIVE, *_NOT_NEGATIVE) and value == math.inf:
-        return f"{name}: must be finite, got {value!r}"
-    if key in _POSITIVE and not value > 0:
-        return f"{name}: must be greater than 0, got {value!r}"
-    if key in _NOT_NEGATIVE and not value >= 0:
-        return f"{name}: must not be negative, got {value!r}"
-    if key in _BELOW_ONE and not 0 <= value < 1:
-        return f"{name}: must be from 0 to below 1, got {value!r}"
     return None
