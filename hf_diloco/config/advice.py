@@ -16,12 +16,7 @@ _MIN_ROUNDS_FOR_MOMENTUM = 50
 
 
 def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
-    """Warns of an end off a boundary, and of outer momentum that does not fit; says what hides nothing.
-
-    Args:
-        config: the outer loop's settings.
-        max_steps: inner steps of the run.
-    """
+    """Warns of an end off a boundary, and of outer momentum that does not fit; says what hides nothing."""
     _warn_about_end(config, max_steps)
     if config.num_islands > 1 or config.meets_in_store:
         _warn_about_momentum(config, max_steps)

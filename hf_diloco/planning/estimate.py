@@ -227,12 +227,7 @@ def _price(scenario: Scenario, bytes_sent: float) -> float | None:
 
 
 def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
-    """The mildest change with which the islands compute 95 % of the time.
-
-    Args:
-        scenario: the run.
-        rows: its own first.
-    """
+    """The mildest change with which the islands compute 95 % of the time."""
     own, others = rows[0], {(row.way.method, row.way.payload): row for row in rows[1:]}
     if scenario.num_islands == 1:
         return "One island exchanges nothing: any link will do."

@@ -76,11 +76,7 @@ def check_training(training: dict[str, Any]) -> None:
 
 
 def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
-    """TrainingArguments of one island. Starts the island's process group, where there is one.
-
-    Args:
-        run: the run file.
-        settings_of_task: what the task decides; they win.
+    """TrainingArguments of one island, with what its task decides. Starts the island's process group, if there is one.
 
     Raises:
         ConfigError: when transformers or DeepSpeed refuse the settings, with their reason.
@@ -168,12 +164,7 @@ def _try_settings(args: TrainingArguments) -> None:
 
 
 def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
-    """Raises `ConfigError` if not one batch of an evaluation is left, and so no loss, as whoever trains is told last.
-
-    Args:
-        args: the Trainer's.
-        num_examples: to evaluate on.
-    """
+    """Raises `ConfigError` if an evaluation has not one batch, and so no loss: training would tell that last."""
     at_once = args.eval_batch_size * args.world_size
     if args.dataloader_drop_last and num_examples < at_once:
         raise ConfigError(

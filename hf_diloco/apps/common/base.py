@@ -68,9 +68,6 @@ class FsdpBlock(Block):
     def num_shards(self, num_ranks: int) -> int:
         """Ranks among which each replica is divided.
 
-        Args:
-            num_ranks: of the island.
-
         Raises:
             ConfigError: they cannot be divided into replicas that are sharded.
         """

@@ -110,12 +110,6 @@ def _misplaced(problem: ErrorDetails) -> str:
 def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:
     """Reads the run file that the command line names, with its overrides.
 
-    Args:
-        kind: of run.
-        program: its name, for `--help`.
-        description: what it does.
-        argv: default: the process's.
-
     Raises:
         ConfigError: when the run file or an override is wrong.
     """

@@ -112,12 +112,7 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
 
 
 def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
-    """Writes README.md of a model that a checkpoint's outer parameters have become. Of the data it says nothing.
-
-    Args:
-        model_folder: of the model as it was exported.
-        index: of the checkpoint's outer state.
-    """
+    """Writes README.md of a model that a checkpoint's outer parameters have become. Of the data it says nothing."""
     settings = index.settings
     method, number = settings.get("method", "diloco"), settings.get("num_islands", 1)
     base: str | None = None

@@ -41,11 +41,6 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
 def make_model(config: PreTrainedConfig, auto_class: Any, kind: str) -> PreTrainedModel:
     """A new model of a configuration.
 
-    Args:
-        config: the configuration.
-        auto_class: of transformers, as `AutoModelForCausalLM`.
-        kind: of model, for errors.
-
     Raises:
         ConfigError: there is no such model of this configuration.
     """

@@ -102,11 +102,7 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
 
 
 def check_folder(run: BaseRun, island: int | None = None) -> None:
-    """Refuses to mix a new run into an old one's folder.
-
-    Args:
-        run: the run file.
-        island: whose folder; default: this one's.
+    """Refuses to mix a new run into an old one's folder; `island`: whose, default: this one's.
 
     Raises:
         ConfigError: it is an earlier run's, or cannot be written to; or `launch.resume` names no checkpoint; or
@@ -143,13 +139,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
-    """Raises `ConfigError` if the position that checkpoints hold is one in other data, or in another order.
-
-    Args:
-        run: the run file.
-        holder: of the checkpoints, for the message.
-        folder: their run's.
-    """
+    """Raises `ConfigError` if the position that checkpoints hold is one in other data, or in another order."""
     before, now = _orders(run, folder)
     if before != now:
         once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))

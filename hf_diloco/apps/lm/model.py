@@ -188,10 +188,6 @@ def load_config(path: str) -> PreTrainedConfig:
 def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
     """A pre-trained model in fp32, which trains and is saved as one that never was quantised.
 
-    Args:
-        path: as for `find_source`.
-        auto_class: of transformers, as `AutoModelForCausalLM`.
-
     Raises:
         ConfigError: it cannot be loaded.
     """

@@ -13,12 +13,7 @@ from hf_diloco.trainer.gossip_start import check_gossip
 
 
 class NodeSimulation(Simulation[VisionRun]):
-    """The nodes of a run.
-
-    Args:
-        run: the run file.
-        num_nodes: how many.
-    """
+    """The nodes of a run."""
 
     def __init__(self, run: VisionRun, num_nodes: int) -> None:
         place = {"num_nodes": num_nodes, "rendezvous": None}

@@ -277,11 +277,7 @@ def _read_request(client: socket.socket) -> bytes:
 
 
 def check_store(url: str) -> Iterator[Finding]:
-    """Writes, reads, lists and deletes a few objects below `checks/`, which other islands pass over.
-
-    Args:
-        url: of the store.
-    """
+    """Writes, reads, lists and deletes a few objects below `checks/`, which other islands pass over."""
     from hf_diloco.store.objects import ObjectStore
 
     try:
