@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,32 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[-1] in ("null", "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}  # values below each node, those that aliases repeat counted each time
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises `yaml.YAMLError` for what is beyond the limits above, or has a character that no file or name has."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark, is_alias = event.start_mark, isinstance(event, yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.MarkedYAMLError(problem="an alias of what it stands in", problem_mark=mark)
+        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        if isinstance(node, yaml.ScalarNode):
+            _check_characters(node)
+            parts = ()
+        self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
+        if self._sizes[id(node)] > MAX_VALUES:
+            problem = f"more than {MAX_VALUES:,} values, those that aliases (*name) repeat counted each time"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return node  # type: ignore[no-any-return]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -115,55 +142,16 @@ def _load(text: str) -> tuple[Any, yaml.Node | None]:
     """
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"{len(text):,} characters, more than {MAX_CHARACTERS:,}; is it a run file?")
-    _check_depth(text)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None, None
-        _num_values(node, {})
         return loader.construct_document(node), node
     except (LookupError, TypeError, ValueError) as error:  # PyYAML's own
         raise yaml.YAMLError(f"a value does not fit its !!tag ({error}); leave the tag out") from None
     finally:
         loader.dispose()
-
-
-def _check_depth(text: str) -> None:
-    """Raises `yaml.YAMLError` for what is nested too deep; reads events, which needs no stack."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            mark: Any = event.start_mark
-            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
-
-
-def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values below a node, those that aliases repeat counted each time.
-
-    Args:
-        node: of nodes nested at most `MAX_DEPTH` deep, but for aliases.
-        known: what was found for other nodes, by id; 0 for those around this one.
-
-    Raises:
-        yaml.YAMLError: they are too many, a node holds itself, or a text has a character that no file or name has.
-    """
-    if not isinstance(node, yaml.CollectionNode):
-        _check_characters(node)
-        return 1
-    if id(node) in known:
-        if not known[id(node)]:
-            raise yaml.MarkedYAMLError(problem="an alias of what it stands in", problem_mark=node.start_mark)
-        return known[id(node)]
-    known[id(node)] = 0
-    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-    total = 1 + sum(_num_values(part, known) for part in parts)
-    if total > MAX_VALUES:
-        problem = f"more than {MAX_VALUES:,} values, those that aliases (*name) repeat counted each time"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    known[id(node)] = total
-    return total
 
 
 def _check_characters(node: yaml.Node) -> None:
