@@ -27,7 +27,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hf_diloco.planning.simulator import Compute, Schedule, least_rate, utilisation
+from hf_diloco.planning.simulator import Schedule, least_rate, utilisation
 from hf_diloco.report.records import Sync
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -110,7 +110,7 @@ def simulate(model: Model, method: Method) -> list[Cell]:
     bits = model.num_parameters * method.bits / schedule.num_fragments
 
     def reached(gigabits: float) -> float:
-        return utilisation(Compute(model.step_seconds, model.num_layers), schedule, bits / (gigabits * _GIGABIT))
+        return utilisation(model.step_seconds, schedule, bits / (gigabits * _GIGABIT), num_layers=model.num_layers)
 
     cells = []
     for target, published in zip(TARGETS, PUBLISHED[model.name, method.name], strict=True):

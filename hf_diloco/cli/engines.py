@@ -63,14 +63,9 @@ class Deployment:
     programs: Path
 
     @property
-    def name(self) -> str:
-        """Of the run."""
-        return self.run.name
-
-    @property
     def label(self) -> str:
         """The run's name as containers' engines want names: small letters, digits and dashes, at most 50."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:50].strip("-") or "run"
+        return re.sub(r"[^a-z0-9]+", "-", self.run.name.lower())[:50].strip("-") or "run"
 
     @property
     def num_islands(self) -> int:
@@ -94,7 +89,7 @@ class Deployment:
 
     def launch_command(self, run_file: str | Path, *arguments: str) -> list[str]:
         """What starts an island in a container; its number comes as an argument, or from the environment."""
-        meeting = self.rendezvous or f"http://{_SERVER}/{self.name}"
+        meeting = self.rendezvous or f"http://{_SERVER}/{self.run.name}"
         return [
             *("hf-diloco", "launch", str(run_file), *arguments),
             *("--num-islands", str(self.num_islands), "--rendezvous", meeting),

@@ -11,7 +11,7 @@ from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.planning import equations
 from hf_diloco.planning.quantities import bit_rate
 from hf_diloco.planning.scenario import Scenario
-from hf_diloco.planning.simulator import Compute, Schedule, least_rate, least_sync_every, utilisation
+from hf_diloco.planning.simulator import Schedule, least_rate, least_sync_every, utilisation
 from hf_diloco.utils import text
 
 TARGET = 0.95
@@ -171,8 +171,8 @@ def utilisation_of(scenario: Scenario, way: Way) -> float:
     """Share of its time in which an island computes."""
     exchange = exchange_of(scenario, way)
     schedule = Schedule(way.sync_every, way.num_fragments, way.delay, by_layer=way.method == "every step")
-    compute = Compute(scenario.step_seconds, scenario.num_layers)
-    return utilisation(compute, schedule, exchange.link_seconds, exchange.latency)
+    times = exchange.link_seconds, exchange.latency
+    return utilisation(scenario.step_seconds, schedule, *times, scenario.num_layers)
 
 
 def estimate_row(scenario: Scenario, way: Way) -> Row:

@@ -29,19 +29,6 @@ _MEASURED_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Compute:
-    """The inner steps of an island.
-
-    Attributes:
-        step_seconds: of one step, without communication.
-        num_layers: of the model, all of one size.
-    """
-
-    step_seconds: float
-    num_layers: int = 24
-
-
-@dataclass(frozen=True)
 class Schedule:
     """What is exchanged when.
 
@@ -73,12 +60,15 @@ class Schedule:
 class Timeline:
     """One island's steps, one after the other; for its arguments see `utilisation`."""
 
-    def __init__(self, compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float) -> None:
-        self._compute = compute
+    def __init__(
+        self, step_seconds: float, schedule: Schedule, exchange_seconds: float, latency: float, num_layers: int
+    ) -> None:
+        self._step_seconds = step_seconds
+        self._num_layers = num_layers
         self._schedule = schedule
         self._exchange_seconds = exchange_seconds
         self._latency = latency
-        self._layer_seconds = compute.step_seconds / compute.num_layers
+        self._layer_seconds = step_seconds / num_layers
         self._link_is_free_at = 0.0
         self._due: dict[int, dict[int, float]] = {}  # step: when the layers arrive that it waits for
         self._step = 0
@@ -89,7 +79,7 @@ class Timeline:
         while self._step < last:
             begins, fragment = self._schedule.next_exchange(self._step + 1)
             busy = min([begins, last + 1, *self._due])
-            self.now += (busy - 1 - self._step) * self._compute.step_seconds
+            self.now += (busy - 1 - self._step) * self._step_seconds
             self._step = busy - 1
             if busy <= last:
                 self._run(busy, fragment if busy == begins else None)
@@ -100,22 +90,22 @@ class Timeline:
             self._run_forward(arrivals)
             due = self._run_backward(fragment)
         else:
-            self.now = max([self.now, *arrivals.values()]) + self._compute.step_seconds
+            self.now = max([self.now, *arrivals.values()]) + self._step_seconds
             due = {} if fragment is None else {0: self._send(self._exchange_seconds + self._latency)}
         if due:
             self._due[step + self._schedule.delay + 1] = due
         self._step = step
 
     def _run_forward(self, arrivals: dict[int, float]) -> None:
-        for layer in range(self._compute.num_layers):
+        for layer in range(self._num_layers):
             self.now = max(self.now, arrivals.get(layer, 0.0)) + FORWARD_SHARE * self._layer_seconds
 
     def _run_backward(self, fragment: int | None) -> dict[int, float]:
         """When the layers of the fragment arrive, which leave one by one."""
         every = self._schedule.num_fragments
-        layers = () if fragment is None else range(fragment, self._compute.num_layers, every)
+        layers = () if fragment is None else range(fragment, self._num_layers, every)
         due = {}
-        for layer in reversed(range(self._compute.num_layers)):
+        for layer in reversed(range(self._num_layers)):
             self.now += (1 - FORWARD_SHARE) * self._layer_seconds
             if layer in layers:
                 due[layer] = self._send(self._exchange_seconds / len(layers)) + self._latency
@@ -127,22 +117,25 @@ class Timeline:
         return self._link_is_free_at
 
 
-def utilisation(compute: Compute, schedule: Schedule, exchange_seconds: float, latency: float = 0.0) -> float:
+def utilisation(
+    step_seconds: float, schedule: Schedule, exchange_seconds: float, latency: float = 0.0, num_layers: int = 24
+) -> float:
     """Share of an island's time in which it computes, in the long run.
 
     Args:
-        compute: its inner steps.
+        step_seconds: of an inner step, without communication.
         schedule: its exchanges.
         exchange_seconds: for the link to carry one fragment.
         latency: seconds more until it has arrived.
+        num_layers: of the model, all of one size.
     """
-    timeline = Timeline(compute, schedule, exchange_seconds, latency)
+    timeline = Timeline(step_seconds, schedule, exchange_seconds, latency, num_layers)
     warm_up = max(2 * schedule.sync_every + schedule.delay, _MEASURED_STEPS)
     measured = schedule.sync_every * max(_MEASURED_PERIODS, -(-_MEASURED_STEPS // schedule.sync_every))
     timeline.advance(warm_up)
     begin = timeline.now
     timeline.advance(warm_up + measured)
-    return measured * compute.step_seconds / (timeline.now - begin)
+    return measured * step_seconds / (timeline.now - begin)
 
 
 def least_rate(target: float, reached: Callable[[float], float], low: float, high: float) -> float | None:

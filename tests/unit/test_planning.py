@@ -31,7 +31,7 @@ from hf_diloco.planning.equations import (
 from hf_diloco.planning.estimate import TARGET, Way, estimate_row, exchange_of, make_estimate, own_way
 from hf_diloco.planning.quantities import bit_rate, duration, parse_count, parse_rate, parse_seconds
 from hf_diloco.planning.scenario import Scenario
-from hf_diloco.planning.simulator import Compute, Schedule, least_rate, least_sync_every, utilisation
+from hf_diloco.planning.simulator import Schedule, least_rate, least_sync_every, utilisation
 from hf_diloco.transport.transfers import bytes_to_send
 from tests.processes import ROOT, Completed, run
 
@@ -57,31 +57,29 @@ def test_the_table_has_15_rows() -> None:
 
 
 def test_training_that_waits_for_each_exchange() -> None:
-    assert utilisation(Compute(0.5), Schedule(10), 5.0) == pytest.approx(0.5)
-    assert utilisation(Compute(0.5), Schedule(10), 2.0, latency=3.0) == pytest.approx(0.5)
-    assert utilisation(Compute(0.5), Schedule(10, num_fragments=5), 1.0) == pytest.approx(0.5)
+    assert utilisation(0.5, Schedule(10), 5.0) == pytest.approx(0.5)
+    assert utilisation(0.5, Schedule(10), 2.0, latency=3.0) == pytest.approx(0.5)
+    assert utilisation(0.5, Schedule(10, num_fragments=5), 1.0) == pytest.approx(0.5)
 
 
 def test_steps_that_go_on_hide_as_much_as_they_take() -> None:
-    assert utilisation(Compute(0.5), Schedule(10, delay=4), 2.0) == pytest.approx(1.0)
-    assert utilisation(Compute(0.5), Schedule(10, delay=4), 7.0) == pytest.approx(0.5)
+    assert utilisation(0.5, Schedule(10, delay=4), 2.0) == pytest.approx(1.0)
+    assert utilisation(0.5, Schedule(10, delay=4), 7.0) == pytest.approx(0.5)
 
 
 def test_a_link_carries_one_exchange_at_a_time() -> None:
-    busy = utilisation(Compute(1.0), Schedule(4, num_fragments=4, delay=3), 2.0)
+    busy = utilisation(1.0, Schedule(4, num_fragments=4, delay=3), 2.0)
     assert busy == pytest.approx(0.5), "with an exchange of 2 s after each step of 1 s"
     every_step = Schedule(4, num_fragments=4, delay=3)
-    assert utilisation(Compute(1.0), every_step, 0.5, latency=0.4) == pytest.approx(1.0)
-    assert utilisation(Compute(1.0), every_step, 0.9, latency=1.1) == pytest.approx(0.5), "rounds follow one another"
+    assert utilisation(1.0, every_step, 0.5, latency=0.4) == pytest.approx(1.0)
+    assert utilisation(1.0, every_step, 0.9, latency=1.1) == pytest.approx(0.5), "rounds follow one another"
 
 
 def test_data_parallelism_hides_what_fits_behind_the_backward_pass() -> None:
     every_step = Schedule(by_layer=True)
-    hidden = utilisation(Compute(1.0, num_layers=100), every_step, 0.5)
+    hidden = utilisation(1.0, every_step, 0.5, num_layers=100)
     assert hidden == pytest.approx(1 / 1.005), "only the first layer's share is waited for"
-    assert utilisation(Compute(1.0, num_layers=100), every_step, 10.0) == pytest.approx(
-        1 / (1 / 3 + 0.02 / 3 + 10), rel=1e-3
-    )
+    assert utilisation(1.0, every_step, 10.0, num_layers=100) == pytest.approx(1 / (1 / 3 + 0.02 / 3 + 10), rel=1e-3)
 
 
 @settings(max_examples=40)
@@ -96,9 +94,9 @@ def test_utilisation_is_a_share_and_falls_with_the_exchange(
     sync_every: int, fragments: int, delay: int, seconds: float, by_layer: bool
 ) -> None:
     schedule = Schedule(sync_every, fragments, delay, by_layer)
-    share = utilisation(Compute(1.0, 8), schedule, seconds)
+    share = utilisation(1.0, schedule, seconds, num_layers=8)
     assert 0 < share <= 1 + 1e-9
-    assert utilisation(Compute(1.0, 8), schedule, 2 * seconds) <= share + 1e-9
+    assert utilisation(1.0, schedule, 2 * seconds, num_layers=8) <= share + 1e-9
     bound = sync_every / max(sync_every, fragments * seconds)
     assert share <= bound + 1e-9, "the link is never busy for longer than there is time"
 
