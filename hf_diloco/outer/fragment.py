@@ -293,15 +293,26 @@ class EagerFragment(Fragment):
     def step_eagerly(self, delta: torch.Tensor | None) -> None:
         """Takes the outer step with this island's own `delta` and what has arrived of the others'."""
         self.method.step_eagerly(delta, self._means)
+        self._drop_means()
+
+    def last_parameters(self, mean: torch.Tensor) -> torch.Tensor:
+        """A copy of this island's outer parameters once it has used the average of the last round, too."""
+        return self.method.last_parameters([*self._means, mean])
+
+    def finish(self, parameters: torch.Tensor) -> None:
+        """Ends the run with the mean of all islands' last parameters."""
+        self.method.finish(self._means, parameters)
+        self._drop_means()
+
+    def _drop_means(self) -> None:
         for vector in self._vectors:
             self._pool.give(vector)
         self._means, self._vectors, self._num_hashed = [], [], 0
 
     @property
     def is_owed_a_mean(self) -> bool:
-        """Whether a round that this island has anticipated did not take place. Asked on all ranks alike."""
-        (size,) = self._island.sum([float(self.method.own.abs().sum())])
-        return not self._means and size > 0
+        """Whether a round that this island has anticipated did not take place."""
+        return not self._means and self.method.ahead != 0
 
     def anticipated(self) -> torch.Tensor:
         """The pseudo-gradient of that round, in `scratch`."""

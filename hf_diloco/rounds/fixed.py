@@ -6,10 +6,11 @@ What a round is, `rounds.round` says; how these islands agree on it, `rounds.fix
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed_rounds import FixedRounds
-from hf_diloco.rounds.round import Contribution, RoundRepeated, SyncClock, SyncReport, capture
+from hf_diloco.rounds.round import Beside, Contribution, RoundRepeated, SyncClock, SyncReport, capture
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.open import Transport, open_transport
@@ -217,13 +218,18 @@ class FixedSession(BaseSession):
 
     # Rounds
 
+    def is_due(self, is_last: bool = False) -> bool:
+        return super().is_due(is_last) or (is_last and self._eager is not None and self._eager.is_ahead)
+
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         while True:
             try:
                 if self._eager is None:
                     return super().advance(is_last)
                 self._background.raise_failure()
-                return self._eager.advance(is_last)
+                for report in self._eager.advance(is_last):
+                    self._reports.append(report)
+                return self._take_reports()
             except RoundRepeated:  # all under way have given back what they took
                 if self._eager is None:
                     self._reports.append(self.sync())
@@ -297,21 +303,33 @@ class EagerRounds:
         self.island = island
         self._rounds = rounds
         self._background = background
-        self._reports: list[SyncReport] = []  # outlast a round that is repeated
 
-    def advance(self, is_last: bool) -> list[SyncReport]:
-        """Uses the average of the round that ends, and this island's own part of the one that begins."""
-        fragment = self.outer.current
-        assert isinstance(fragment, EagerFragment)
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the others' part of the last round is yet to be used."""
+        return self._fragment.method.ahead != 0
+
+    @property
+    def _fragment(self) -> EagerFragment:
+        assert isinstance(self.outer.current, EagerFragment)
+        return self.outer.current
+
+    def advance(self, is_last: bool) -> Iterator[SyncReport]:
+        """Uses the average of the round that ends, and this island's own part of the one that begins.
+
+        Yields:
+            The figures of each round as it ends.
+        """
+        fragment = self._fragment
         if self._background.oldest:
-            self._reports.append(self._background.collect())
+            yield self._background.collect()
         if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
-            self._reports.append(self._carry_out_now(self._anticipated(fragment)))
+            yield self._carry_out_now(self._anticipated(fragment))
         own = self._background.begin()
-        if is_last:
-            self._reports.append(self._carry_out_now(own))
-            fragment.step_eagerly(None)
-            self.island.on_all(lambda: self._average_parameters(fragment))
+        if is_last:  # what momentum has left of the islands' differences goes with it
+            own.beside = [last := Beside(fragment.partition, lambda: fragment.last_parameters(own.delta))]
+            yield self._carry_out_now(own)
+            fragment.finish(last.values)
         else:
             # Its inner steps are used, come what may.
             own.steps, own.examples, own.due_at = 0, 0.0, self.config.sync_every
@@ -319,8 +337,6 @@ class EagerRounds:
             self._background.start(own)
         fragment.write_masters()
         self._background.last_end = time.monotonic()
-        reports, self._reports = self._reports, []
-        return reports
 
     def _carry_out_now(self, own: Contribution) -> SyncReport:
         self._background.start(own)
@@ -330,6 +346,8 @@ class EagerRounds:
         """The round whose part of this island has been used, and which did not take place."""
         delta = fragment.anticipated()
         (square,) = self.island.sum([float(delta.dot(delta))])
+        if fragment.method.ahead < 0:  # it was left out, and is again
+            square = math.nan
         self.outer.num_begun += 1
         return Contribution(
             number=self.outer.num_begun,
@@ -344,8 +362,3 @@ class EagerRounds:
             clock=SyncClock(),
             is_begun=True,
         )
-
-    def _average_parameters(self, fragment: EagerFragment) -> None:
-        """After the last round: what momentum has left of the islands' differences goes."""
-        parameters, weights = fragment.method.parameters, [1.0] * self.config.num_islands
-        self._rounds.average_exactly(fragment.partition, parameters, weights)

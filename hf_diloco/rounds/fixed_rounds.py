@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hf_diloco.codecs import CODECS
+from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
@@ -16,7 +16,7 @@ from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import Contribution, LaneStats, RoundRepeated, Rounds, SyncReport
+from hf_diloco.rounds.round import Beside, Contribution, LaneStats, RoundRepeated, Rounds, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
 from hf_diloco.transport.base import Exchange, Traffic
 
@@ -30,7 +30,7 @@ class FixedRounds(Rounds):
         exchanges: of this rank's lanes, in their order; may be filled later.
 
     Attributes:
-        buffers: of the inner optimizer that are averaged in each round for which training waits.
+        buffers: of the inner optimizer, averaged with the pseudo-gradient in each round for which training waits.
     """
 
     def __init__(
@@ -76,11 +76,18 @@ class FixedRounds(Rounds):
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
     def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
-        """Averages all lanes in place. A failure is told to the other islands, then raised on every rank."""
-        stats = LaneStats()
-        partition = own.fragment.partition
+        """Averages all lanes in place, and what is beside them. A failure is told to the other islands, then raised on
+        every rank."""
+        if not own.is_begun:
+            own.beside = [Beside(partition, partial(_read, partition)) for partition in self.buffers]
         try:
-            own.clock.traffic += self.island.on_all(partial(self._average_lanes, plan, partition, mean, stats))
+            stats, damage = self._average(plan, own, own.fragment.partition, mean, self.outer.codec)
+            for one in own.beside:  # the others wait for it, whatever came damaged before
+                one.values = one.read()
+                of_one, later = self._average(plan, own, one.partition, one.values, CODECS["fp32"])
+                stats.digest, damage = stats.digest + of_one.digest, damage or later
+            if damage:
+                raise damage
         except DiLoCoError as failure:
             # Whoever sent it, also one that is left out: all take the round again.
             blamed = plan.participants if isinstance(failure, DamagedTransferError) else ()
@@ -88,18 +95,34 @@ class FixedRounds(Rounds):
                 self.say_again(own.number, failure)
                 return None
             raise
-        stats.digest = partition.combine_digests(stats.digests, self.island)
         return stats
 
+    def _average(
+        self, plan: PlannedRound, own: Contribution, partition: Partition, values: torch.Tensor, codec: Codec
+    ) -> tuple[LaneStats, DamagedTransferError | None]:
+        """Averages this rank's part of a vector in place.
+
+        Returns:
+            What was measured, and the damage if something came damaged to any rank of the island.
+        """
+        stats, damage = LaneStats(), None
+        average = partial(self._average_lanes, plan, partition, values, codec, stats)
+        try:
+            own.clock.traffic += self.island.on_all(average)
+        except DamagedTransferError as error:
+            damage = error
+        stats.digest = partition.combine_digests(stats.digests, self.island)
+        return stats, damage
+
     def _average_lanes(
-        self, plan: PlannedRound, partition: Partition, mean: torch.Tensor, stats: LaneStats
+        self, plan: PlannedRound, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
     ) -> Traffic:
         traffic = Traffic()
         damage: DamagedTransferError | None = None
-        for exchange, part in self._lanes(partition, mean):
+        for exchange, part in self._lanes(partition, values):
             stats.begin_lane()
             try:
-                traffic += exchange.average(part, self._weights(plan), self.outer.codec, stats.observe)
+                traffic += exchange.average(part, self._weights(plan), codec, stats.observe)
             except DamagedTransferError as error:  # the others wait for the lanes that are left
                 damage = error
         if damage is not None:
@@ -137,26 +160,9 @@ class FixedRounds(Rounds):
         if own.is_begun:
             return
         self.outer.drop_progress(own.fragment)
-        if self.buffers:
-            self._average_buffers(plan, own)
+        for one in own.beside:
+            one.partition.scatter(one.values)
         self.outer.rest(own.fragment)
-
-    def _average_buffers(self, plan: PlannedRound, own: Contribution) -> None:
-        """Each of the inner optimizer's buffers becomes its mean over the islands that took part."""
-        vector = own.fragment.scratch
-        for partition in self.buffers:
-            partition.gather(vector)
-            own.clock.traffic += self.island.on_all(
-                partial(self.average_exactly, partition, vector, self._weights(plan))
-            )
-            partition.scatter(vector)
-
-    def average_exactly(self, partition: Partition, vector: torch.Tensor, weights: Sequence[float]) -> Traffic:
-        """Averages a vector of this rank's over the islands in fp32, outside of any round."""
-        traffic = Traffic()
-        for exchange, part in self._lanes(partition, vector):
-            traffic += exchange.average(part, weights, CODECS["fp32"])
-        return traffic
 
     def broadcast(self, partition: Partition, vector: torch.Tensor) -> None:
         """Gives all islands island 0's values of a vector of this rank's."""
@@ -165,3 +171,9 @@ class FixedRounds(Rounds):
 
     def _lanes(self, partition: Partition, vector: torch.Tensor) -> Iterator[tuple[Exchange, torch.Tensor]]:
         return zip(self._exchanges, partition.split(vector), strict=True)
+
+
+def _read(partition: Partition) -> torch.Tensor:
+    values = torch.empty(partition.numel)
+    partition.gather(values)
+    return values

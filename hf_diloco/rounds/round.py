@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,6 +28,7 @@ import xxhash
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
@@ -54,6 +55,24 @@ class Part(Enum):
     WHOLE = auto()
 
 
+class Beside:
+    """A further vector of which the islands take the average with a pseudo-gradient's: in fp32, and for both or none.
+
+    Args:
+        partition: which part of it is this rank's.
+        read: a copy of this rank's part, once the average of the pseudo-gradient is there. Collective in the island.
+
+    Attributes:
+        values: this rank's part of its average, if the round is committed.
+    """
+
+    values: torch.Tensor
+
+    def __init__(self, partition: Partition, read: Callable[[], torch.Tensor]) -> None:
+        self.partition = partition
+        self.read = read
+
+
 @dataclass
 class Contribution:
     """An island's progress since the last round of a fragment, as captured.
@@ -72,6 +91,7 @@ class Contribution:
         is_begun: the fragment's next inner steps have begun: training does not wait for the round.
         part: how much of it the round uses up.
         used: what the others have read of it, where that is a part that is known.
+        beside: what else the round averages, where all islands must be there.
     """
 
     number: int
@@ -87,6 +107,7 @@ class Contribution:
     is_begun: bool = False
     part: Part = Part.WHOLE
     used: torch.Tensor | None = None
+    beside: Sequence[Beside] = ()
 
     @property
     def is_finite(self) -> bool:

@@ -174,7 +174,8 @@ class OuterLoop(HasOuterWeights):
             return None
         self._global_step += 1
         session.outer.count_step(number)
-        return self._try_advance() if session.is_due() else None
+        is_last = self._global_step == self._num_steps
+        return self._try_advance(is_last) if session.is_due(is_last) else None
 
     @property
     def is_over(self) -> bool:

@@ -133,6 +133,25 @@ def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.
     assert "the loop ended 1 steps after the last synchronisation" in caplog.text
 
 
+def test_an_eager_loop_of_known_length_ends_with_its_last_round(tmp_path: Path) -> None:
+    """One island alone takes DiLoCo's steps, and no outer step more."""
+    weights = []
+    for method in ("diloco", "eager"):
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        config = DiLoCoConfig(method=method, sync_every=2)
+        with OuterLoop(accelerator, model, optimizer, config, output_dir=tmp_path / method, num_steps=4) as outer:
+            for step in range(4):
+                with torch.no_grad():
+                    plain.weight += 0.1 * (step + 1)
+                outer.step()
+        assert (outer.round, outer.on_boundary) == (2, True)
+        weights.append(plain.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
 def test_a_round_moves_the_prepared_model(tmp_path: Path) -> None:
     outer, model = make_loop(tmp_path, sync_every=1, outer_lr=0.5, outer_momentum=0.0)
     with outer:

@@ -12,7 +12,8 @@ With a single island Delta~ is Delta, and this is DiLoCo.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer.base import Groups, chunks
@@ -51,18 +52,53 @@ class Eager(DiLoCo):
         return cls(config.outer_lr, config.outer_momentum, config.nesterov, config.num_islands)
 
     @property
+    def numbers(self) -> Mapping[str, int]:
+        return {"ahead": 1}
+
+    @property
     def own(self) -> torch.Tensor:
         """Delta_i(t)/M of the round under way, fp32 (not a copy)."""
         return self._state["own"]
+
+    @property
+    def ahead(self) -> int:
+        """1 if the round under way, or whose average is yet to be used, has been anticipated; -1 if without this
+        island, which is left out of it; 0 if there is none."""
+        return int(self._state["ahead"].item())
 
     def step_eagerly(self, delta: torch.Tensor | None, means: Sequence[torch.Tensor]) -> None:
         """Takes the outer step.
 
         Args:
-            delta: Delta_i(t), left as it is; None after the last round, when nothing more is to be anticipated.
-            means: averages that have arrived since the last step, Delta(t-1) and after the last round Delta(t) too;
-                overwritten.
+            delta: Delta_i(t), left as it is; None if this island is left out of round t.
+            means: averages that have arrived since the last step, Delta(t-1).
         """
+        self._step(delta, means)
+        self._state["ahead"].fill_(-1 if delta is None else 1)
+
+    def finish(self, means: Sequence[torch.Tensor], parameters: torch.Tensor) -> None:
+        """Takes the last outer step, and the mean of all islands' `last_parameters` in place of its own."""
+        self._step(None, means)
+        self.parameters.copy_(parameters)
+        self._state["ahead"].zero_()
+
+    def last_parameters(self, means: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A copy of the outer parameters after a last outer step, in which nothing more is anticipated.
+
+        Args:
+            means: Delta(t-1) and Delta(t).
+        """
+        import torch
+
+        last = torch.empty_like(self.own)
+        for where in chunks(self.own.numel()):
+            part = copy.copy(self)
+            part._state = {name: self._state[name][where].clone() for name in ("anchor", *self.vectors)}
+            part._step(None, [mean[where] for mean in means])
+            last[where] = part.parameters
+        return last
+
+    def _step(self, delta: torch.Tensor | None, means: Sequence[torch.Tensor]) -> None:
         for where in chunks(self.own.numel()):
             own = self.own[where]
             update = own.neg()
