@@ -50,10 +50,11 @@ class Archive:
         self._before = self.last if self.last and not _has_author_of(planned, *self.last) else None
         self.last = planned, outcome
 
-    def write_snapshot(self) -> None:
-        """Writes this island's outer state into the store."""
+    def write_snapshot(self, folder: str = "") -> None:
+        """Writes this island's outer state into the store, by default into this process's own folder."""
         states = self.outer.states
-        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states))
+        self.island.on_leader(lambda: self._snapshots.clear(folder) if folder else None)
+        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states, folder))
 
     def write_snapshot_if_due(self) -> None:
         """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
@@ -66,8 +67,13 @@ class Archive:
 
     def rescue_start(self) -> None:
         """Writes the snapshot that the run starts from again, if it is this island's and was damaged meanwhile."""
-        if self.island.on_leader(lambda: self._snapshots.has_lost_start(self.outer.round)):
-            self.write_snapshot()
+
+        def find() -> str:
+            start = self._snapshots.own_start(self.outer.round)
+            return start if start and not self._snapshots.is_readable(start) else ""
+
+        if folder := self.island.on_leader(find):
+            self.write_snapshot(folder)
 
     def rescue_snapshot(self, is_first: Callable[[], bool], is_awaited: Callable[[], bool]) -> None:
         """After a missed round: writes what who joins or is late needs, where that was damaged. Else they may wait for
@@ -79,16 +85,17 @@ class Archive:
             is_awaited: whether another island joins, and so may have found its values damaged; likewise.
         """
 
-        def is_missing() -> bool:
+        def find() -> str:
             number, start = self.outer.round, self._snapshots.start()
             if start is not None and round_of(start) == number:
-                return start == self._snapshots.folder(number) and is_awaited()
-            return is_first() and self._snapshots.newest(number - 1) is None
+                return self._snapshots.own_start(number) if is_awaited() else ""
+            is_missing = is_first() and self._snapshots.newest(number - 1) is None
+            return self._snapshots.folder(number) if is_missing else ""
 
-        if self.island.on_leader(is_missing):
+        if folder := self.island.on_leader(find):
             logger.info("others may wait for a snapshot of round %d: writing one", self.outer.round)
             self._snapshots.wait()
-            self.write_snapshot()
+            self.write_snapshot(folder)
 
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""

@@ -87,18 +87,21 @@ class Snapshots:
                 return
         raise StoreError("all start.json are damaged: keep others away from the store")
 
-    def write(self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def write(
+        self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], folder: str = ""
+    ) -> None:
         """Writes this rank's part.
 
         Args:
             round_number: rounds completed.
             state: digest of the outer parameters.
             parts: this rank's part of each fragment's tensors, by name; those of fp64 are the same on all ranks.
+            folder: default: that of this process.
 
         Raises:
             StoreError: the store did not take it.
         """
-        folder = self.folder(round_number)
+        folder = folder or self.folder(round_number)
         infos, numbers = {}, {}
         for number, (bucket, tensors) in enumerate(zip(self._buckets, parts, strict=True)):
             for name, tensor in tensors.items():
@@ -175,10 +178,17 @@ class Snapshots:
         """Whether there is a whole snapshot in a folder, whose values have not turned out to be damaged."""
         return folder not in self._shunned and self._read(folder) is not None
 
-    def has_lost_start(self, round_number: int) -> bool:
-        """Whether the run starts from this process's snapshot of a round, and that cannot be read any more."""
-        start = self.start()
-        return start == self.folder(round_number) and not self.is_readable(start)
+    def own_start(self, round_number: int) -> str:
+        """The folder of the snapshot that the run starts from, if that is of a round and of this island, whichever
+        of its processes wrote it; else ""."""
+        start = self.start() or ""
+        island = self._author.partition("-")[0]
+        return start if start.startswith(f"snapshots/{round_number:08d}/{island}-") else ""
+
+    def clear(self, folder: str) -> None:
+        """Deletes what another process of this island has written into a folder: it may have had more ranks."""
+        if not folder.endswith(f"/{self._author}"):
+            self._log.store.delete([path for path in self._log.list(folder) if self._is_ours(path)])
 
     def at(self, folder: str) -> Snapshot:
         """The whole snapshot in a folder.

@@ -19,7 +19,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
-from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
+from hf_diloco.membership.member_records import IncarnationRecord, heartbeat_path, incarnation_path
 from hf_diloco.membership.round_records import SnapshotRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds.joining import Joining
@@ -145,6 +145,30 @@ def test_a_start_whose_values_are_damaged_is_written_again_where_no_round_takes_
     first, second = run_islands(2, begin)
     assert first.missed
     assert (second.reports[0].participants, second.hash) == ([0, 1], first.hash)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000-anchor.bin"])
+def test_a_damaged_start_is_written_again_by_its_islands_next_process(
+    tmp_path: Path, name: str, fast_clock: FastClock
+) -> None:
+    """Both are killed before the first round, and only the one that wrote the start has a checkpoint."""
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island, seed=island))
+    checkpoint, start = islands[0].save(tmp_path / "checkpoint"), islands[0].hash
+    for island in islands:
+        island.die()
+    log = log_of(meeting)
+    damage(log, f"snapshots/00000000/00000-000001/{name}")
+    log.store.put("snapshots/00000000/00000-000001/rank-00001.json", b"{}")  # it may have had more ranks
+
+    def begin(island: int) -> Member:
+        while island and not has(meeting, heartbeat_path(0, 2)):
+            fast_clock.sleep(0.1)
+        return meeting.island(island, seed=island, checkpoint=None if island else checkpoint).train_to(1)
+
+    first, second = run_islands(2, begin)
+    assert (second.reports[0].participants, second.hash) == ([0, 1], first.hash)
+    assert start != first.hash
 
 
 @pytest.mark.parametrize("engine", ENGINES)
