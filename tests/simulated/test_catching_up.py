@@ -19,7 +19,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
-from hf_diloco.membership.member_records import IncarnationRecord, heartbeat_path, incarnation_path
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.membership.round_records import SnapshotRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds.joining import Joining
@@ -162,7 +162,7 @@ def test_a_damaged_start_is_written_again_by_its_islands_next_process(
     log.store.put("snapshots/00000000/00000-000001/rank-00001.json", b"{}")  # it may have had more ranks
 
     def begin(island: int) -> Member:
-        while island and not has(meeting, heartbeat_path(0, 2)):
+        while island and not has(meeting, "heartbeats/0/000002.json"):
             fast_clock.sleep(0.1)
         return meeting.island(island, seed=island, checkpoint=None if island else checkpoint).train_to(1)
 
