@@ -63,6 +63,9 @@ NUM_LANES = 64
 _STORE_SECONDS = 30.0
 """After so long without an answer the store counts as lost; sooner, if an exchange may not take as long."""
 
+_RETURN_SHARE = 0.6
+"""Of that, where island 0 keeps it: it may be started again meanwhile."""
+
 
 class ElasticSession(BaseSession):
     """One rank's part in a run whose islands meet in an object store.
@@ -112,8 +115,9 @@ class ElasticSession(BaseSession):
         if island.is_leader and not self._credentials.key and server and server[0] == "http":
             warn_if_exposed(server[1])
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
+        gone_after = _RETURN_SHARE * timeout if linger else None
         island.on_leader(lambda: ObjectStore(url, timeout) and None)  # what keeps it out: known to all ranks
-        self.store: ObjectStore = island.on_all(lambda: ObjectStore(url, timeout))
+        self.store: ObjectStore = island.on_all(lambda: ObjectStore(url, timeout, gone_after=gone_after))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
 
     @property

@@ -15,6 +15,7 @@ import torch
 from hf_diloco.errors import (
     DivergedError,
     IslandLostError,
+    MissedRoundError,
     PayloadError,
     StopRequested,
     StoreError,
@@ -381,3 +382,15 @@ def test_island_0_keeps_the_store_until_the_others_have_ended(tmp_path: Path, fr
         other.leave()
         leaving.result(LONG)
     socket.create_server(("127.0.0.1", free_port)).close()
+
+
+def test_who_misses_a_round_without_island_0_is_not_asked_for_a_server(tmp_path: Path, free_port: int) -> None:
+    meeting = Meeting(tmp_path, 2, min_islands=1, bind_address="127.0.0.1", exchange_timeout=1.0)
+    meeting.url = f"tcp://127.0.0.1:{free_port}"
+    keeper, other = run_islands(2, lambda island: meeting.island(island).train(2))
+    keeper.leave(finished=False)
+    for _ in range(2):
+        other.step()
+    with pytest.raises(MissedRoundError, match=r"round 2 is missed, .*: who keeps it has ended, or cannot be reached"):
+        other.session.sync()
+    other.die()
