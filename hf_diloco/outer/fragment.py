@@ -290,9 +290,9 @@ class EagerFragment(Fragment):
             self._vectors.append(self._vector)
             self._vector = None
 
-    def step_eagerly(self, delta: torch.Tensor | None) -> None:
+    def step_eagerly(self, delta: torch.Tensor | None, weight: float) -> None:
         """Takes the outer step with this island's own `delta` and what has arrived of the others'."""
-        self.method.step_eagerly(delta, self._means)
+        self.method.step_eagerly(delta, weight, self._means)
         self._drop_means()
 
     def last_parameters(self, mean: torch.Tensor) -> torch.Tensor:

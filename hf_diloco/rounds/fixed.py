@@ -333,7 +333,7 @@ class EagerRounds:
         else:
             # Its inner steps are used, come what may.
             own.steps, own.examples, own.due_at = 0, 0.0, self.config.sync_every
-            fragment.step_eagerly(own.delta if own.is_finite else None)
+            fragment.step_eagerly(own.delta if own.is_finite else None, own.weight)
             self._background.start(own)
         fragment.write_masters()
         self._background.last_end = time.monotonic()
@@ -354,7 +354,7 @@ class EagerRounds:
             fragment=fragment,
             delta=delta,
             square=square,
-            weight=1.0,
+            weight=max(0.0, fragment.method.ahead),
             steps=0,
             examples=0.0,
             due_at=fragment.due_at,

@@ -74,7 +74,7 @@ class Island:
                 take_step(self.model, self.optimizer, batch)
                 if step == self.spoilt_at and self.island == 1:
                     set_weights(self.model, math.nan)
-                self.session.outer.count_step()
+                self.session.outer.count_step(4.0 + self.island)
                 self._advance(step, last)
         except DiLoCoError as error:
             self.error = error
@@ -125,6 +125,12 @@ def test_what_fails_is_taken_again_as_if_nothing_had(
 def test_an_eager_round_is_taken_again_without_who_was_left_out_of_it(fault: Fault, tmp_path: Path) -> None:
     """Of round 2, which fails behind the steps of round 3, island 1 has nothing to make up for: it was not finite."""
     assert_nothing_seems_to_have_failed({"method": "eager", "sync_every": 2}, 6, fault, tmp_path, spoilt_at=4)
+
+
+@pytest.mark.parametrize("fault", [damaged_at(2), cut_from(2)], ids=["damaged", "cut"])
+def test_an_eager_round_is_taken_again_with_the_weights_of_the_first_time(fault: Fault, tmp_path: Path) -> None:
+    settings = {"method": "eager", "sync_every": 2, "weight_by": "examples"}
+    assert_nothing_seems_to_have_failed(settings, 6, fault, tmp_path)
 
 
 def assert_nothing_seems_to_have_failed(

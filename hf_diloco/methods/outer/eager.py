@@ -61,20 +61,21 @@ class Eager(DiLoCo):
         return self._state["own"]
 
     @property
-    def ahead(self) -> int:
-        """1 if the round under way, or whose average is yet to be used, has been anticipated; -1 if without this
-        island, which is left out of it; 0 if there is none."""
-        return int(self._state["ahead"].item())
+    def ahead(self) -> float:
+        """What this island's part of the round weighs that has been anticipated, and whose average is yet to be used;
+        -1 if it is left out of that round, 0 if there is none."""
+        return self._state["ahead"].item()
 
-    def step_eagerly(self, delta: torch.Tensor | None, means: Sequence[torch.Tensor]) -> None:
+    def step_eagerly(self, delta: torch.Tensor | None, weight: float, means: Sequence[torch.Tensor]) -> None:
         """Takes the outer step.
 
         Args:
-            delta: Delta_i(t), left as it is; None if this island is left out of round t.
+            delta: Delta_i(t), left as it is; None if it is not finite.
+            weight: what it weighs in the average.
             means: averages that have arrived since the last step, Delta(t-1).
         """
         self._step(delta, means)
-        self._state["ahead"].fill_(-1 if delta is None else 1)
+        self._state["ahead"].fill_(-1 if delta is None or not weight else weight)
 
     def finish(self, means: Sequence[torch.Tensor], parameters: torch.Tensor) -> None:
         """Takes the last outer step, and the mean of all islands' `last_parameters` in place of its own."""
