@@ -235,6 +235,13 @@ class Fragment:
             mine.mul_(alpha).add_(self.method.parameters[where], alpha=1 - alpha)
         return square
 
+    @property
+    def next_due_at(self) -> int:
+        """Inner steps before the next round, if one begins now. Where that is late and all islands must be there, as
+        many fewer: they take as many rounds, whichever step each of them went on from."""
+        late = 0 if self.config.meets_in_store else max(0, self.steps - self.due_at)
+        return self.config.sync_every - late % self.config.sync_every
+
     def start_anew(self, due_at: int) -> None:
         """The inner steps of the next round begin."""
         self.steps = 0

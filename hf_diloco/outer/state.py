@@ -227,7 +227,7 @@ class OuterState:
         """Writes the outer parameters into the masters of a fragment: its inner steps begin anew."""
         self.restart(fragment)
         fragment.install_in = None
-        fragment.start_anew(self.config.sync_every)
+        fragment.start_anew(fragment.next_due_at)
 
     def restart(self, fragment: Fragment) -> None:
         """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""

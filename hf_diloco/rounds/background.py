@@ -62,7 +62,7 @@ class Background:
     def begin(self) -> Contribution:
         """Captures what the next round is of; the fragment's next inner steps begin."""
         own = capture(self.outer, SyncClock(self.last_end))
-        own.fragment.start_anew(self.config.sync_every)
+        own.fragment.start_anew(own.fragment.next_due_at)
         own.is_begun = True
         self.outer.num_begun = own.number
         return own
@@ -84,7 +84,7 @@ class Background:
     def take_off(self) -> None:
         """Begins the round that is due."""
         own = self.begin()
-        own.fragment.install_in = self.config.delay
+        own.fragment.install_in = min(self.config.delay, own.fragment.due_at)
         self.start(own)
         self.last_end = time.monotonic()
 

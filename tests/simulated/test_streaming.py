@@ -332,6 +332,51 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
     assert run_islands(2, resume) == [2, 2]
 
 
+def test_islands_that_resume_at_different_steps_of_a_round_take_as_many(tmp_path: Path) -> None:
+    """The first round fails behind step 5; island 0 is killed, and goes on from step 3, island 1 from step 6."""
+    config: dict[str, Any] = {"sync_every": 4, "fragment_sync_delay": 2}
+    broken, mended = Run(tmp_path / "broken", 2, **config), Run(tmp_path / "mended", 2, **config)
+    end, last = (3, 6), 13
+
+    def break_off(island: int) -> tuple[Path, dict[str, Any]]:
+        transport, model = broken.transport(island), Stack()
+        session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island else transport)
+        steps = steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS)[: end[island]], end[island])
+        if island:
+            with pytest.raises(ExchangeError):
+                list(steps)
+        else:
+            list(steps)
+        checkpoint = save(session, broken.folder / str(island), end[island])
+        if not island:  # of which no more is seen than its part in the round
+            session.outer.count_step(4)
+            session.advance()
+        session.leave(finished=False)
+        return checkpoint, model.state_dict()
+
+    saved = run_islands(2, break_off)
+
+    def resume(island: int) -> tuple[list[int], torch.Tensor]:
+        checkpoint, state = saved[island]
+        model = Stack()
+        model.load_state_dict(state)
+        session = mended.session(island)
+        session.join(open_shards(model, None), mended.folder / str(island), checkpoint=checkpoint)
+        reports = session.advance() if session.is_due() else []
+        optimizer = make_optimizer(model)
+        for step in range(end[island] + 1, last + 1):
+            take_step(model, optimizer, batches(island, NUM_STEPS)[step - 1])
+            session.outer.count_step(4)
+            if session.is_due(step == last):
+                reports += session.advance(step == last)
+        session.leave(finished=True)
+        return [report.round for report in reports], vector_of(model, strided(1)[0])
+
+    first, second = run_islands(2, resume)
+    assert first[0] == second[0] == [1, 2, 3, 4]
+    assert torch.equal(first[1], second[1])
+
+
 def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) -> None:
     """The second round fails behind the steps of the third; resumed, the run ends as if it had not."""
     config: dict[str, Any] = {"sync_every": 4, "method": "eager"}
