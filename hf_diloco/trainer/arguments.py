@@ -16,13 +16,18 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.membership.facts import Facts
-from hf_diloco.trainer.refusals import is_schedule_free, refuse, refuse_uncounted
+from hf_diloco.trainer.refusals import follows_evaluations, is_schedule_free, refuse, refuse_uncounted
 
 _RUNTIME = re.compile(r"eval_(?:.*_)?runtime")
 
 
 def check_arguments(
-    config: DiLoCoConfig, args: TrainingArguments, callbacks: Iterable[TrainerCallback] = (), optimizer: Any = None
+    config: DiLoCoConfig,
+    args: TrainingArguments,
+    callbacks: Iterable[TrainerCallback] = (),
+    optimizer: Any = None,
+    scheduler: Any = None,
+    is_search: bool = False,
 ) -> None:
     """Refuses what does not go with the outer loop.
 
@@ -31,12 +36,19 @@ def check_arguments(
         args: of the Trainer.
         callbacks: all of the Trainer's.
         optimizer: the Trainer's, unwrapped, which may be another than `args.optim`.
+        scheduler: the Trainer's, which may be another than `args.lr_scheduler_type`.
+        is_search: this is a trial of `trainer.hyperparameter_search`.
 
     Raises:
         ConfigError: naming every setting of `REFUSALS` that is used; or tokens are to be weighed but are not counted.
     """
-    name = type(optimizer).__name__
-    given = {"optim": name} if is_schedule_free(name) else {}
+    given: dict[str, object] = {"hyperparameter_search": is_search}
+    for setting, made, is_refused in (
+        ("optim", optimizer, is_schedule_free),
+        ("lr_scheduler_type", getattr(scheduler, "scheduler", scheduler), follows_evaluations),
+    ):
+        if is_refused(type(made).__name__):
+            given[setting] = type(made).__name__
     refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
 

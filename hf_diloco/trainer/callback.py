@@ -56,7 +56,10 @@ from hf_diloco.utils.text import plural
 
 logger = logging.getLogger("hf_diloco")
 
-_OWN_OPTIMIZER = "give the Trainer an optimizer of this model's parameters, or leave `optimizers` out"
+_OWN_OPTIMIZER = (
+    "give the Trainer an optimizer of this model's parameters, or leave `optimizers` out, and choose an `optim` that "
+    "is not layerwise"
+)
 
 
 class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
@@ -149,7 +152,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         move_before_trackers(self)  # `add_callback` comes after `on_init_end`
         self._failure = None
         callbacks = trainer.callback_handler.callbacks if trainer else ()
-        check_arguments(self.config, args, callbacks, unwrap_optimizer(kwargs["optimizer"]))
+        optimizer, scheduler = unwrap_optimizer(kwargs["optimizer"]), kwargs.get("lr_scheduler")
+        check_arguments(self.config, args, callbacks, optimizer, scheduler, state.is_hyper_param_search)
         refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
         self._examples, self._data_facts = examples_per_step(args), data_facts(args, self.config)
@@ -165,7 +169,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._has_joined = True
         session.join(shards, folder_of(args), self._facts, checkpoint)
         self._resume_path = None  # the next training resumes from elsewhere, or begins anew
-        follow_schedule(session, state, kwargs.get("lr_scheduler"))
+        follow_schedule(session, state, scheduler)
         self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store

@@ -42,6 +42,12 @@ def is_schedule_free(optimizer: Any) -> bool:
     return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
 
 
+def follows_evaluations(scheduler: Any) -> bool:
+    """Whether a schedule, by its name in `lr_scheduler_type` or that of its class, follows what evaluations give."""
+    name = str(getattr(scheduler, "value", scheduler)).replace("_", "").lower()
+    return name in ("reducelronplateau", "greedy", "greedylr")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A setting that does not go with the outer loop.
@@ -102,6 +108,20 @@ REFUSALS: tuple[Refusal, ...] = (
         where=("islands", "loop"),
         applies=is_schedule_free,
         values="schedule_free_*, and such an optimizer given as an object",
+    ),
+    Refusal(
+        "lr_scheduler_type",
+        "it follows evaluations: islands would train at rates of their own, and outer parameters, which stay the same "
+        "until the next round, count as a plateau; choose a schedule of steps, such as cosine",
+        where=("islands",),
+        applies=follows_evaluations,
+        values="reduce_lr_on_plateau, greedy, and such a schedule given as an object",
+    ),
+    Refusal(
+        "hyperparameter_search",
+        "each island would try settings of its own; search without this package's callback, then train with what was "
+        "found",
+        where=("islands",),
     ),
     Refusal(
         "fsdp",

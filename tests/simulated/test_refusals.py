@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import ProjectConfiguration
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
 from hf_diloco.apps.common.load import read_run_file
@@ -26,6 +26,7 @@ from tests.trainers import make_trainer
 REFUSED_VALUES: dict[str, Any] = {
     "save_strategy": "best",
     "optim": "schedule_free_adamw",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
     "fsdp": "full_shard",
     "fsdp_config": {"version": 1},
     "parallelism_config": "tp",
@@ -46,6 +47,13 @@ def arguments(folder: Path, refusal: Refusal) -> TrainingArguments:
     args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
     setattr(args, refusal.setting, REFUSED_VALUES.get(refusal.setting, True))
     return args
+
+
+class Searching(TrainerCallback):
+    """Makes training a trial."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.is_hyper_param_search = True
 
 
 @cases("islands")
@@ -111,6 +119,29 @@ def test_early_stopping_is_refused(tmp_path: Path) -> None:
         tmp_path, DiLoCoCallback(sync_every=4), stopping, eval_strategy="steps", metric_for_best_model="loss"
     )
     with pytest.raises(ConfigError, match="EarlyStoppingCallback=True cannot be used: it would end this island alone"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy", "an object"])
+def test_a_schedule_that_follows_evaluations_is_refused(tmp_path: Path, kind: str) -> None:
+    name = "linear" if kind == "an object" else kind
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), eval_strategy="steps", lr_scheduler_type=name)
+    if kind == "an object":
+        assert trainer.model is not None
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
+        trainer.lr_scheduler = schedule
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type=.* cannot be used: it follows evaluations"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_search_for_hyperparameters_is_refused(tmp_path: Path) -> None:
+    """By what the Trainer's state says; the libraries that make trials are not installed here."""
+    trainer = make_trainer(tmp_path, Searching(), DiLoCoCallback(sync_every=4))
+    trainer.callback_handler.callbacks.sort(key=lambda one: not isinstance(one, Searching))
+    with pytest.raises(ConfigError, match="hyperparameter_search=True cannot be used: each island would try"):
         trainer.train()
     assert trainer.state.global_step == 0
 
