@@ -9,6 +9,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -143,6 +144,8 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop = StopFlag(Path(stop_file) if stop_file else None)
         self._saving: Saving | None = None
         self._record: R | None = None
+        self._replaced = ExitStack()  # what belongs to the Trainer, until training has ended
+        self._ends_early = False
         self._sync_every = 0  # steps between rounds, if there are any
         if "deepspeed" in sys.modules:  # it may be added to a Trainer that is made, after `on_init_end`
             resume_across_ranks()
@@ -168,6 +171,11 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             assert isinstance(args.fsdp_config, dict), "TrainingArguments makes it of whatever it is given"
             refuse_unknown_layers(args.fsdp_config.get("transformer_layer_cls_to_wrap"), kwargs["model"])
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Has nothing more evaluated or saved where training ends early: an epoch ends then, too."""
+        if self._ends_early:
+            control.should_evaluate = control.should_save = False
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the checkpoint whole; only then may an older one go."""
         assert self._saving is not None, "on_train_begin has not run"
@@ -189,7 +197,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         find_needed: Callable[[Path], Collection[Path]] | None = None,
     ) -> None:
         """From here on signals are wishes, and checkpoints are looked after; see `Saving`."""
-        self.stopped = self.moved_at_end = False
+        self.stopped = self.moved_at_end = self._ends_early = False
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._end()
         self._stop.install(ranks, during=Trainer.train)
@@ -211,7 +219,15 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         """Synchronisations completed."""
         return 0
 
+    def _end_early(self, control: TrainerControl) -> None:
+        """Has the Trainer end after a checkpoint of this step."""
+        self._ends_early = True
+        control.should_save = True
+        control.should_evaluate = False
+        control.should_training_stop = True
+
     def _end(self) -> None:
+        self._replaced.close()
         self._stop.uninstall()
         if self._saving:
             self._saving.end()
@@ -220,13 +236,6 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _need_record(self) -> R:
         assert self._record is not None, "on_train_begin has not run"
         return self._record
-
-
-def end_early(control: TrainerControl) -> None:
-    """Has the Trainer end after a checkpoint of this step."""
-    control.should_save = True
-    control.should_evaluate = False
-    control.should_training_stop = True
 
 
 def warn_if_short(state: TrainerState, unit: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
     tokens_per_step,
 )
-from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers, warn_if_short
+from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
@@ -113,7 +112,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
         self._unnoted: list[SyncReport] = []
-        self._evaluating = ExitStack()
         self._has_joined = False
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
@@ -177,9 +175,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
         # By a round that was still due, or took place meanwhile.
         self.moved_at_end = state.global_step >= state.max_steps
+        if trainer is not None:
+            finish = partial(self._finish, trainer._finalize_training)
+            self._replaced.enter_context(replaced(trainer, "_finalize_training", finish))
         if trainer is not None and self.config.eval_weights == "outer":
             evaluate = partial(self._evaluate_outer, trainer, trainer._evaluate)
-            self._evaluating.enter_context(replaced(trainer, "_evaluate", evaluate))
+            self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
@@ -208,7 +209,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.is_due(is_last=state.global_step >= state.max_steps):
             self._sync(state, control)
         elif self._stop.agreed():
-            self._end_early(state, control)
+            self._stop_early(state, control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -240,7 +241,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         save_state(self._outer, checkpoint, state.global_step, {**position, **self._data_facts})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leaves the run; raises what ended it early, now that the checkpoint is on disk."""
+        """Leaves the run; `_finish` raises what ended it early, if there is a Trainer."""
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
         self._end()
@@ -258,7 +259,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             warn_if_short(state, "island")
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
         self._need_session().leave(finished=not (self._failure or self.stopped))
-        if self._failure:
+        if self._failure and find_trainer() is None:
             raise self._failure
 
     # Steps of the above
@@ -298,9 +299,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         with self.outer_weights():
             return evaluate(*args, **kwargs)
 
-    def _end(self) -> None:
-        self._evaluating.close()
-        super()._end()
+    def _finish(self, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's end of a training, of which it tells trackers; then raises what ended it early."""
+        output = finish(*args, **kwargs)
+        if self._failure:
+            raise self._failure
+        return output
 
     def _settle(self, state: TrainerState) -> None:
         """Waits for the rounds under way."""
@@ -312,7 +316,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         try:
             self._run_round(state, control)
         except StopRequested:
-            self._end_early(state, control)
+            self._stop_early(state, control)
             return
         except MissedRoundError as error:
             self._on_missed(state, error)
@@ -322,10 +326,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
                 raise
             logger.error("%s", error)
             self._failure = error
-            self._end_early(state, control)
+            self._stop_early(state, control)
             return
         if self._stop.agreed():
-            self._end_early(state, control)
+            self._stop_early(state, control)
         elif self._need_session().is_over and state.global_step < state.max_steps:
             self._end_with_the_run(state, control)
 
@@ -369,11 +373,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             control.should_log = True
         self._need_record().refuse(state.global_step, self._need_session().take_refused())
 
-    def _end_early(self, state: TrainerState, control: TrainerControl) -> None:
+    def _stop_early(self, state: TrainerState, control: TrainerControl) -> None:
         """Ends training after a checkpoint of this step."""
         is_complete = state.global_step >= state.max_steps and self._outer.on_boundary
         self.stopped = self._failure is None and not is_complete
-        end_early(control)
+        self._end_early(control)
 
     def _open_record(
         self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from hf_diloco.trainer.arguments import (
     is_of_training,
     name_evaluated,
 )
-from hf_diloco.trainer.base import RunCallback, end_early, tell_trackers, warn_if_short
+from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
@@ -102,7 +102,6 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._node = node
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
-        self._evaluating = ExitStack()
         self._combined: dict[str, float] = {}
 
     @property
@@ -239,9 +238,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())
         if trainer is not None and self.config.eval_weights == "average":
             evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
-            self._evaluating.enter_context(replaced(trainer, "_evaluate", evaluate))
+            self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
         if is_back and with_others:  # the others go on meanwhile, and do not evaluate
-            self._evaluating.enter_context(replaced(args, "eval_on_start", False))
+            self._replaced.enter_context(replaced(args, "eval_on_start", False))
         self._open_record(args, state, optimizer)
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
@@ -263,7 +262,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             self._need_record().write("neighbour", state.global_step, news=news)
         if self._all_end(state):
             self.stopped = state.global_step < state.max_steps
-            end_early(control)
+            self._end_early(control)
             return
         if self._evaluates_at_end and state.global_step >= state.max_steps:
             control.should_evaluate = True
@@ -351,10 +350,6 @@ class GossipCallback(RunCallback[NodeRecord]):
             return evaluate(*args, **kwargs)
         with self.mean_weights():
             return evaluate(*args, **kwargs)
-
-    def _end(self) -> None:
-        self._evaluating.close()
-        super()._end()
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
         """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""

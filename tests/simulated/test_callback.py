@@ -105,6 +105,15 @@ class At(TrainerCallback):
             self.action()
 
 
+class Ending(TrainerCallback):
+    """Is told that training has ended, as trackers are, which then write what they hold."""
+
+    has_ended = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.has_ended = True
+
+
 # Between synchronisations
 
 
@@ -474,11 +483,13 @@ def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -
 def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     with second_island(free_port, tmp_path, 1, sync_every=3) as config:
-        callback = DiLoCoCallback(**config)
-        trainer = make_trainer(folder, callback)
+        callback, tracker = DiLoCoCallback(**config), Ending()
+        trainer = make_trainer(folder, callback, tracker)
         with pytest.raises(IslandLostError, match="island 1 left the run before round 2") as caught:
             trainer.train()
     assert caught.value.islands == (1,)
+    assert tracker.has_ended, "else what it has not written yet is lost"
+    assert not trainer.is_in_train
     assert trainer.state.global_step == 6
     assert not callback.stopped
     index = read_index(folder / "checkpoint-6")
@@ -525,6 +536,16 @@ def test_a_wish_to_stop_is_followed_by_a_checkpoint_and_a_clean_end(way: str, tm
     assert (path / "model.safetensors").is_file()
     assert events(tmp_path / "run", "end")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_who_wishes_to_stop_waits_for_no_evaluation(tmp_path: Path) -> None:
+    """The Trainer ends the epoch, too, with all that is done then."""
+    callback = DiLoCoCallback(sync_every=4)
+    trainer = make_trainer(tmp_path, callback, At(3, callback.stop), eval_strategy="epoch", save_strategy="epoch")
+    trainer.train()
+    assert callback.stopped
+    assert events(tmp_path, "eval") == []
+    assert [event["step"] for event in events(tmp_path, "save")] == [3]
 
 
 def test_after_training_that_failed_ctrl_c_is_obeyed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hf_diloco.outer.manifest import (
     recover_replaced,
 )
 from hf_diloco.trainer.arguments import examples_per_step, floats, folder_of, is_of_training
-from hf_diloco.trainer.base import RunCallback, end_early
+from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_trainer
 from hf_diloco.trainer.record import Record
 from hf_diloco.utils.files import read_json, telling, write_whole
@@ -102,7 +102,7 @@ class PlainCallback(RunCallback[Record]):
         """Ends training when asked to."""
         if self._stop.agreed():
             self.stopped = True
-            end_early(control)
+            self._end_early(control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Records losses."""
