@@ -156,6 +156,9 @@ class CheckpointError(DiLoCoError):
 class StopRequested(DiLoCoError):
     """This island was asked to stop while it waited for the others, and has told them so."""
 
+    def __init__(self, message: str = "this island was asked to stop while it waited for the others") -> None:
+        super().__init__(message)
+
 
 __all__ = [
     "CheckpointError",

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -25,7 +26,7 @@ from hf_diloco.trainer.arguments import check_launched, examples_per_step, folde
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_nvme, refuse_unknown_layers
-from hf_diloco.trainer.saving import Saving
+from hf_diloco.trainer.saving import Saving, replaced
 
 R = TypeVar("R", bound=Record)
 
@@ -201,9 +202,18 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._end()
         self._stop.install(ranks, during=Trainer.train)
-        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed)
+        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced)
         if trainer is not None:
+            self._replaced.enter_context(replaced(trainer, "_run_epoch", partial(self._run_epoch, trainer._run_epoch)))
             self._tell_launcher(args, trainer)
+
+    def _run_epoch(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback."""
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            self._replaced.close()
+            raise
 
     def _tell_launcher(self, args: TrainingArguments, trainer: Trainer) -> None:
         """Has the launcher of a user's own script see how far training is."""
@@ -229,9 +239,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _end(self) -> None:
         self._replaced.close()
         self._stop.uninstall()
-        if self._saving:
-            self._saving.end()
-            self._saving = None
+        self._saving = None
 
     def _need_record(self) -> R:
         assert self._record is not None, "on_train_begin has not run"

@@ -34,9 +34,9 @@ _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 class Saving:
-    """The checkpoints of one training, from its first step until `end`. Collective over the island's ranks.
+    """The checkpoints of one training. Collective over the island's ranks.
 
-    Until then the Trainer deletes none itself: it ranks them by the clock, and counts those that are not whole.
+    Until it ends the Trainer deletes none itself: it ranks them by the clock, and counts those that are not whole.
 
     Args:
         args: the Trainer's.
@@ -46,6 +46,7 @@ class Saving:
         trainer: whose failures to write are met; None where it is not known.
         find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
             newer ones yet.
+        replacing: what its end gives back to the Trainer.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Saving:
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
         trainer: Trainer | None,
-        find_needed: Callable[[Path], Collection[Path]] | None = None,
+        find_needed: Callable[[Path], Collection[Path]] | None,
+        replacing: ExitStack,
     ) -> None:
         self._args = args
         self._ranks = ranks
@@ -64,13 +66,12 @@ class Saving:
         self._find_needed = find_needed
         self._trainer = trainer
         self._folder = folder_of(args)
-        self._given_limit = args.save_total_limit
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
         self._has_failed = False  # the Trainer's part of the checkpoint under way
-        args.save_total_limit = None
+        replacing.enter_context(replaced(args, "save_total_limit", None))
         if trainer is not None:
             self._save = trainer._save_checkpoint
-            trainer._save_checkpoint = self._try_save  # type: ignore[method-assign]
+            replacing.enter_context(replaced(trainer, "_save_checkpoint", self._try_save))
 
     def complete(self, state: TrainerState, write: Callable[[Path], object]) -> bool:
         """Makes the checkpoint of this step whole, now that the Trainer has written its part; only then may others go.
@@ -100,12 +101,6 @@ class Saving:
                     Path(path, self._record).unlink()
                 shutil.rmtree(path, ignore_errors=True)
         return True
-
-    def end(self) -> None:
-        """Gives the Trainer back what belongs to it."""
-        self._args.save_total_limit = self._given_limit
-        if self._trainer is not None:
-            self._trainer._save_checkpoint = self._save  # type: ignore[method-assign]
 
     def _path(self, state: TrainerState) -> Path:
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

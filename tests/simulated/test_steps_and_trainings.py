@@ -301,6 +301,20 @@ def test_a_training_that_ended_in_an_error_goes_on(
     assert (callback.round, again.state.global_step, callback.stopped) == (2, 4, False)
 
 
+def test_after_an_error_the_trainer_trains_by_itself(tmp_path: Path) -> None:
+    callback = DiLoCoCallback(sync_every=100)
+    chosen: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path, callback, Interrupts(RuntimeError(), callback), **chosen, save_total_limit=1)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    assert trainer.args.save_total_limit == 1
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-4"]
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[1] < losses[0], "of the weights that train, not of the outer parameters"
+
+
 class Beside:
     """Runs `call` in a thread; its end waits for it and yields what it raised."""
 
