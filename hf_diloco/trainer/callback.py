@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.config.advice import warn_about_plan
 from hf_diloco.config.base import choose_config
@@ -46,7 +45,7 @@ from hf_diloco.trainer.arguments import (
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
-from hf_diloco.trainer.frames import find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
 from hf_diloco.trainer.saving import ModelDescription, replaced
@@ -74,8 +73,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     Args:
         config: the outer loop's settings; or give them by name.
         fingerprint: further facts that must be equal on all islands (a tokenizer's hash, a sequence length, ...).
-        resume_from_checkpoint: where the outer state is, if training resumes from a folder other than
-            `output_dir/checkpoint-N`.
+        resume_from_checkpoint: where the outer state is, if not in the folder that training resumes from.
         stop_file: a file whose existence asks for a clean end, as `stop` does.
         **settings: `DiLoCoConfig` fields, instead of `config`.
 
@@ -157,7 +155,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._examples, self._data_facts = examples_per_step(args), data_facts(args, self.config)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
-            checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            checkpoint = find_resumed(args, state.global_step)
         if checkpoint is not None:
             check_resumption(checkpoint, shards, args, self.config, state)
         session = self._connect(folder_of(args))

@@ -1,4 +1,4 @@
-"""What the Trainer does not hand its callbacks: itself, and their list.
+"""What the Trainer does not hand its callbacks: itself, their list, and the checkpoint that it resumes from.
 
 Whoever calls a callback is the one way there. Where it is not found, the callback does without.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from pathlib import Path
 from typing import TypeVar
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.trainer.arguments import folder_of
 
 T = TypeVar("T")
 
@@ -34,6 +38,17 @@ def move_before_trackers(callback: TrainerCallback) -> None:
 def find_trainer() -> Trainer | None:
     """The Trainer that calls a callback, asked from within; None if it is not found."""
     return _find_caller(Trainer)
+
+
+def find_resumed(args: TrainingArguments, step: int) -> Path:
+    """The checkpoint that the Trainer, which calls a callback, resumes from at `step`."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        checkpoint = frame.f_locals.get("resume_from_checkpoint")
+        if isinstance(frame.f_locals.get("self"), Trainer) and isinstance(checkpoint, str | Path):
+            return Path(checkpoint)
+        frame = frame.f_back
+    return folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def _find_caller(kind: type[T]) -> T | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.config.base import choose_config
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
@@ -40,7 +39,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
-from hf_diloco.trainer.frames import find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.trainer.saving import replaced
@@ -228,7 +227,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             node.end.window = 1
         node.rekey()
         if state.global_step:
-            check_index(folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._index(state))
+            check_index(find_resumed(args, state.global_step), self._index(state))
         with_others = self.config.eval_weights == "average" or self._num_eval_examples is not None
         facts = gossip_facts(self.config.payload, with_others, args, state, kwargs["train_dataloader"])
         is_back = node.is_returning

@@ -56,8 +56,8 @@ def check_resumption(
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"{checkpoint} is not there, and the Trainer has resumed from another folder: say which to the callback, "
-            "too: DiLoCoCallback(resume_from_checkpoint=FOLDER)"
+            f"{checkpoint} is not there: leave resume_from_checkpoint of DiLoCoCallback out, and call "
+            "trainer.train(resume_from_checkpoint=FOLDER)"
         )
     saved = saved_kind(checkpoint)
     now = (

@@ -624,12 +624,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(step: int, tmp_path: Path) -> None
     assert callback.round == 2
 
 
-def test_resuming_from_another_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_said_to_both", [True, False])
+def test_resuming_from_another_folder(is_said_to_both: bool, tmp_path: Path) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
     whole = make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=3), **saving)
     whole.train()
-    checkpoint = tmp_path / "a" / "checkpoint-4"
-    resumed = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=3, resume_from_checkpoint=checkpoint))
+    checkpoint = (tmp_path / "a" / "checkpoint-4").rename(tmp_path / "kept")
+    other = make_model(lora=False, tied=True, seed=2)
+    make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=3), model=other, **saving).train()  # with the same steps
+    callback = DiLoCoCallback(sync_every=3, resume_from_checkpoint=checkpoint if is_said_to_both else None)
+    resumed = make_trainer(tmp_path / "b", callback)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert same_bits(weights_of(resumed), weights_of(whole))
 

@@ -338,11 +338,11 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_resuming_from_another_folder_needs_to_be_said_to_both(tmp_path: Path) -> None:
+def test_resuming_from_a_folder_that_the_trainer_does_not_resume_from(tmp_path: Path) -> None:
     make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=2), save_strategy="steps", save_steps=2).train()
     checkpoint = tmp_path / "a" / "checkpoint-2"
-    trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2))
-    with pytest.raises(CheckpointError, match=r"DiLoCoCallback\(resume_from_checkpoint=FOLDER\)"):
+    trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2, resume_from_checkpoint=tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="none is not there: leave resume_from_checkpoint of DiLoCoCallback"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
     trainer = make_trainer(tmp_path / "b", DiLoCoCallback(sync_every=2, resume_from_checkpoint=checkpoint))
     with pytest.raises(CheckpointError, match=r"outer state of step 2, and the Trainer is at step 0: call"):
