@@ -23,7 +23,7 @@ from tests.trainers import make_trainer
 # Every argument of transformers 5.24 that is not on the list: it acts within an island, between rounds, or not at all
 # on what islands agree on. A field of a later version is to be decided: here, or in REFUSALS.
 HARMLESS = """
-    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
     lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
     optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm
     label_smoothing_factor bf16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing
