@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
@@ -34,16 +34,13 @@ logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: whose checkpoint it is, and what must be equal to resume from it."""
-
-    model_config = ConfigDict(extra="forbid")
+    """The contents of `gossip.json`: whose checkpoint it is. Earlier versions wrote more, which is passed over."""
 
     format: int = 1
     step: int = Field(ge=0)
     node: int
     num_nodes: int
     method: str
-    facts: dict[str, str | int | float | bool | None]
     files: list[FileRecord] = []
 
 

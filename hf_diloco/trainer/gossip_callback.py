@@ -319,14 +319,8 @@ class GossipCallback(RunCallback[NodeRecord]):
     # Steps of the above
 
     def _index(self, state: TrainerState) -> GossipIndex:
-        config = self.config
-        return GossipIndex(
-            step=state.global_step,
-            node=config.node,
-            num_nodes=config.num_nodes,
-            method=self.optimizer.name,
-            facts=dict(self._facts),
-        )
+        node, num_nodes = self.config.node, self.config.num_nodes
+        return GossipIndex(step=state.global_step, node=node, num_nodes=num_nodes, method=self.optimizer.name)
 
     def _all_end(self, state: TrainerState) -> bool:
         end = self.node.end

@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
         folder.mkdir()
         for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
             (folder / name).write_bytes(os.urandom(1000))
-        save_index(folder, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd", facts={}), ranks)
+        save_index(folder, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd"), ranks)
     assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4, 6, 8}
     half(tmp_path / "checkpoint-8" / "optimizer.pt")
     assert set(whole_checkpoints(tmp_path)) == {2, 4, 6}
