@@ -12,6 +12,7 @@ import torch
 from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, base, make_optimizer
+from hf_diloco.methods.gossip.flat import MAX_LEFT_OUT
 from hf_diloco.methods.gossip.momentum_consensus import move_in_passes, move_on_processor
 from hf_diloco.methods.topology import make_topology
 from tests.gossip_reference import (
@@ -128,6 +129,27 @@ def test_a_gradient_that_is_not_finite_is_left_out(
 
     np.testing.assert_array_equal(with_values(slice(1, 2), value), with_values(slice(None), 0.0))
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["step 3", "step 4"]
+
+
+@pytest.mark.parametrize("with_pause", [False, True])
+def test_a_node_ends_after_many_steps_in_a_row_whose_gradients_are_not_finite(with_pause: bool) -> None:
+    graph = MemoryGraph(make_topology("ring", 3))
+
+    def run(number: int) -> int:
+        x = torch.nn.Parameter(torch.ones(3))
+        optimizer = make_optimizer("dsgd", [x], graph.node(number), 0.1)
+        for step in range(MAX_LEFT_OUT + 50):
+            is_finite = with_pause and step == MAX_LEFT_OUT - 1
+            x.grad = torch.full((3,), 0.0 if is_finite else torch.nan)
+            optimizer.step()
+        return optimizer.num_steps
+
+    outcomes = try_islands(3, run)
+    if with_pause:
+        assert outcomes == [MAX_LEFT_OUT + 50] * 3
+    else:
+        expected = f"step {MAX_LEFT_OUT}: none of the last {MAX_LEFT_OUT} gradients of node "
+        assert all(isinstance(error, ExchangeError) and expected in str(error) for error in outcomes)
 
 
 @pytest.mark.parametrize(

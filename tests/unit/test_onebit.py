@@ -12,9 +12,10 @@ import torch
 
 from hf_diloco import OneBitAdam, OneBitLamb
 from hf_diloco.apps.lm.runfile import load_run_file
-from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
 from hf_diloco.optimizers.onebit.lamb import clip_factor
+from hf_diloco.optimizers.onebit.optimizer import MAX_LEFT_OUT
 from tests.processes import ROOT
 
 SIZES = (1, 7, 8, 4097, 70_001)
@@ -255,6 +256,24 @@ def test_a_step_that_is_not_finite_is_left_out(caplog: pytest.LogCaptureFixture)
     assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
     run(optimizer, tensors, range(6, 9))
     assert all(torch.isfinite(one).all() and not torch.equal(one, o) for one, o in zip(tensors, before, strict=True))
+
+
+def test_many_steps_in_a_row_that_are_not_finite_end_the_run() -> None:
+    tensors = make_tensors()
+    optimizer = OneBitAdam(tensors, lr=0.01, freeze_step=2)
+
+    def step(number: int, is_finite: bool) -> None:
+        give_gradients(tensors, number)
+        if not is_finite:
+            for tensor in tensors:
+                assert tensor.grad is not None
+                tensor.grad.fill_(torch.nan)
+        optimizer.step()
+
+    for number in range(2 * MAX_LEFT_OUT):
+        step(number, is_finite=number < 3 or number == MAX_LEFT_OUT)
+    with pytest.raises(ExchangeError, match=f"no rank had finite gradients in the last {MAX_LEFT_OUT} steps"):
+        step(2 * MAX_LEFT_OUT, is_finite=False)
 
 
 # Checkpoints

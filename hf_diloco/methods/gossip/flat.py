@@ -14,6 +14,10 @@ from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 
 logger = logging.getLogger("hf_diloco")
 
+MAX_LEFT_OUT = 100
+"""Steps in a row whose gradient may be left out: about as many as there are in one of DiLoCo's rounds, which also end
+a run in which no island has a finite pseudo-gradient."""
+
 
 class FlatParameters:
     """The parameters of an optimizer, made views of one vector; their values and memory formats stay.
@@ -42,7 +46,7 @@ class FlatParameters:
         like = [torch.empty_like(parameter, device="meta") for parameter in self.parameters]
         self._formats = [(tensor.shape, tensor.stride()) for tensor in like]
         self._views_of_x, self._views_of_g = self.views(self.x), self.views(self.g)
-        self._num_left_out = 0
+        self._num_left_out = self._num_left_out_in_a_row = 0
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """`vector`, of d values, cut into tensors of the parameters' shapes and memory formats."""
@@ -77,7 +81,7 @@ class FlatParameters:
             node, step: for messages.
 
         Raises:
-            ExchangeError: the parameters are not finite either.
+            ExchangeError: the parameters are not finite either, or `MAX_LEFT_OUT` gradients in a row were not.
             UnsupportedError: a gradient is sparse.
         """
         present, gradients = [], []
@@ -91,7 +95,9 @@ class FlatParameters:
                 gradients.append(parameter.grad)
         if present:
             torch._foreach_copy_(present, gradients)
-        if not _is_finite(self.g):
+        if _is_finite(self.g):
+            self._num_left_out_in_a_row = 0
+        else:
             check_finite([self.x], node, step)  # of such parameters no gradient ever is
             self._leave_out_gradient(node, step)
 
@@ -99,6 +105,13 @@ class FlatParameters:
         """Says so the first, second, fourth, ... time."""
         self.g.zero_()
         self._num_left_out += 1
+        self._num_left_out_in_a_row += 1
+        if self._num_left_out_in_a_row == MAX_LEFT_OUT:
+            raise ExchangeError(
+                f"step {step + 1}: none of the last {MAX_LEFT_OUT} gradients of node {node} was finite: look at its "
+                "data, and lower the learning rate. If the others go on, start this node again, alone, by the same "
+                "command: it returns with their mean. If all nodes end like this, start all again"
+            )
         if self._num_left_out.bit_count() == 1:
             logger.warning(
                 "step %d: the gradient of node %d is not finite, and left out (%d so far): if it goes on, lower the "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.optim import Optimizer
 
-from hf_diloco.errors import ConfigError, UnsupportedError
+from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce, rank_in
 
 logger = logging.getLogger("hf_diloco")
@@ -21,6 +21,8 @@ logger = logging.getLogger("hf_diloco")
 State = dict[str, torch.Tensor]
 MASK = "exp_avg_mask"
 ERRORS = "onebit_errors"
+MAX_LEFT_OUT = 100
+"""Steps in a row that may be left out."""
 
 
 class Tensor(NamedTuple):
@@ -45,7 +47,8 @@ class OneBitOptimizer(Optimizer):
     A group may have `exp_avg_mask`, which multiplies the momentum of each of its parameters: zero where gradients are
     always zero (position embeddings beyond the sequence length), since one bit cannot stand for zero.
 
-    If a rank has a value that is not finite, the others' mean is taken; if all have, the step is left out.
+    If a rank has a value that is not finite, the others' mean is taken; if all have, the step is left out, and after
+    `MAX_LEFT_OUT` such steps in a row an `ExchangeError` ends the run.
 
     Args:
         params: parameters or groups, all fp32 and on one device.
@@ -91,7 +94,7 @@ class OneBitOptimizer(Optimizer):
         self.freeze_unseen = freeze_unseen
         self.process_group = process_group
         self.num_steps = 0
-        self.num_left_out = 0
+        self.num_left_out = self._num_steps_left_out = 0
         self.bytes_sent = 0
         self.saves_errors = True
         self._exchanged: torch.Tensor | None = None
@@ -192,6 +195,12 @@ class OneBitOptimizer(Optimizer):
                 exchange.num_ranks - num_finite,
                 exchange.num_ranks,
                 what,
+            )
+        self._num_steps_left_out = 0 if num_finite else self._num_steps_left_out + 1
+        if self._num_steps_left_out == MAX_LEFT_OUT:
+            raise ExchangeError(
+                f"step {self.num_steps + 1}: no rank had finite gradients in the last {MAX_LEFT_OUT} steps: look at "
+                "the data, and resume from a checkpoint before them with a lower learning rate or a longer warm-up"
             )
         if not num_finite:
             return
