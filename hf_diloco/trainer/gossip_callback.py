@@ -353,6 +353,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         weight = float(self._num_eval_examples)
         sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
         try:
+            if self._need_view().has_failed:  # an average that comes later may be that of the next evaluation
+                raise IslandLostError("nor is there one of their weights")
             self.node.average(sums)
         except IslandLostError as error:
             logger.warning("no mean of the nodes' metrics (%s): they are of this node's part of the data", error)

@@ -90,6 +90,7 @@ class MeanView:
     Attributes:
         consensus_distance: of the last time, √(mean_i ‖x_i - x̄‖²) / ‖x̄‖; None before.
         is_on: whether the model holds the mean.
+        has_failed: whether it would, if there were one.
         nodes: of which the last mean was; this one alone where none could be formed.
     """
 
@@ -100,7 +101,7 @@ class MeanView:
         self._node = node
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if averages_buffers else []
         self.consensus_distance: float | None = None
-        self.is_on = False
+        self.is_on = self.has_failed = False
         self.nodes = node.averaged_over
 
     @contextmanager
@@ -119,12 +120,12 @@ class MeanView:
                 self.is_on, self.nodes = True, self._node.averaged_over
             except IslandLostError as error:
                 stack.close()
-                self.nodes = (self._node.node,)
+                self.nodes, self.has_failed = (self._node.node,), True
                 logger.warning("no mean over the nodes (%s): this node's own weights take its place", error)
             try:
                 yield
             finally:
-                self.is_on = False
+                self.is_on = self.has_failed = False
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:

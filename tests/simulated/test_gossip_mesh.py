@@ -273,6 +273,42 @@ def test_who_came_too_late_keeps_the_others_from_no_later_average(store: KeptSto
     assert in_mesh(store, make_topology("full", 4), talk, exchange_timeout=1.0)[:2] == [(0, 1), (0, 1)]
 
 
+@pytest.mark.parametrize("have_averaged", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_who_is_not_in_step_and_came_too_late_comes_to_a_later_average(have_averaged: bool, store: KeptStore) -> None:
+    """Its neighbours keep it, and all wait for it the next time; but not each time if it is always late."""
+    late, everybody, num_missed = 3, (0, 1, 2, 3), 4
+    are_through, has_missed = threading.Barrier(4), threading.Barrier(4)
+
+    def talk(node: int, neighbours: MeshNeighbours) -> list[bool]:
+        neighbours.published()
+        average, awaited = neighbours._group, []
+        if have_averaged:
+            neighbours.average(values(node, 9, 4))
+        for number in range(num_missed):
+            if node == late:
+                are_through.wait(LONG)
+                problem = r"average without this one|did not come to the average"
+                with pytest.raises(IslandLostError, match=f"({problem}).*This node goes on, and comes to the next"):
+                    neighbours.average(values(node, number, 4))
+            else:
+                group = average._group
+                neighbours.average(values(node, number, 4))
+                awaited.append(average._group is not group)
+                assert neighbours.averaged_over == (0, 1, 2)
+                are_through.wait(LONG)
+            has_missed.wait(LONG)
+        vector = values(node, 7, 4)
+        neighbours.average(vector)
+        assert neighbours.averaged_over == everybody
+        mean = sum((values(other, 7, 4) for other in everybody), torch.zeros(4)) * 0.25
+        torch.testing.assert_close(vector, mean, rtol=1e-6, atol=1e-6)
+        assert not neighbours.lost
+        return awaited
+
+    *others, _ = in_mesh(store, make_topology("ring", 4), talk, exchange_timeout=1.0)
+    assert others == [[True, True, True, False]] * 3
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_nobody_goes_on_while_another_is_without_the_mean(
     lacking: int, store: KeptStore, monkeypatch: pytest.MonkeyPatch

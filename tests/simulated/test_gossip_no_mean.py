@@ -22,14 +22,17 @@ class NoRendezvous(MemoryNeighbours):
     """A node that cannot average with all."""
 
     averaged_over = (0, 1)  # the last time that it could
+    num_tries = 0
 
     def average(self, vector: torch.Tensor) -> Traffic:
+        self.num_tries += 1
         raise IslandLostError("the rendezvous does not answer")
 
 
 def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     topology = make_topology("full", 1)
-    node = NodeNeighbours(NoRendezvous(MemoryGraph(topology), 0), topology, 0, IslandGroup())
+    neighbours = NoRendezvous(MemoryGraph(topology), 0)
+    node = NodeNeighbours(neighbours, topology, 0, IslandGroup())
     callback = GossipCallback(method="dsgd", num_eval_examples=8, evaluates_at_end=True, node=node)
     model = Linear()
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", label_names=["y"])
@@ -50,3 +53,4 @@ def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: py
         assert found == [pytest.approx(float(model(**batch)["loss"]))]
     assert "this node's own weights take its place" in caplog.text
     assert "they are of this node's part of the data" in caplog.text
+    assert neighbours.num_tries == 1, "the average of the metrics would go with that of the others' next evaluation"

@@ -219,6 +219,7 @@ class MeshNeighbours(Neighbours):
 
     def published(self) -> Published:
         """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
+        self._group.is_in_step = False
         published = MeshPublished(self._endpoint, self.peers, f"{self._board.name}/published")
         for peer, edge in sorted(self._edges.items()):
             try:
@@ -332,6 +333,8 @@ class MeshNeighbours(Neighbours):
         absent = set(range(self.num_nodes)) - set(members)
         for node in absent - self.lost.keys():
             if node in self._edges:
+                if self._published is not None:  # it is late, and still gives what it published
+                    continue
                 self._edges.pop(node).close()
                 self._reception.look_for([node])
             self.lost[node] = "it did not come to the average of all nodes"

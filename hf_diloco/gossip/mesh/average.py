@@ -38,6 +38,10 @@ SUSPECT_SECONDS = 2.0
 class GroupAverage:
     """One node's part in averages over all nodes.
 
+    A node that came too late goes on without the mean. Where nodes are in step it has lost its neighbours, and ends.
+    Else it comes to the next average as one that returns, and the others wait for it there: the first, second, fourth,
+    ... time in a row, or one that is always too slow would keep them at each.
+
     Args:
         endpoint: this node's.
         board: where nodes meet.
@@ -48,6 +52,7 @@ class GroupAverage:
 
     Attributes:
         members: the nodes in the last average.
+        is_in_step: nodes take their steps together.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class GroupAverage:
     ) -> None:
         self._notes = notes
         self.members: tuple[int, ...] = ()
+        self.is_in_step = True
         self._endpoint = endpoint
         self._board = board
         self._node = endpoint.node
@@ -75,6 +81,7 @@ class GroupAverage:
         self._num_returned_before = 0  # when they became suspects
         self._num_returned = 0  # when the group was formed
         self._is_new = is_new
+        self._num_missed = 0  # in a row
         self._group: MeshExchange | None = None
         self._group_members: tuple[int, ...] = ()
         self._buffer = self._values = torch.empty(0)
@@ -153,14 +160,14 @@ class GroupAverage:
             Whether those at the earliest average that one of them is at have its mean. There is no group if somebody
             has gone on with it.
         """
-        if self._is_new and not self._attempt:
+        if self._is_new and not self._num_attempts:
             self._attempt = whole_number(self._board.read("attempt") or {"number": 0}, "number", KEEPER)
         while self._num_attempts < MAX_ATTEMPTS:
             self._num_attempts += 1
             self._attempt += 1
             self._num_returned = self._board.count("returned")
-            number = None if self._is_new else self._num_averages
-            members = self._meet({"average": number, "has_mean": has_mean}, has_mean)
+            record = {"average": self._num_averages, "is_new": self._is_new, "has_mean": has_mean}
+            members = self._meet(record, has_mean)
             if not members:
                 if has_mean:
                     return True
@@ -175,6 +182,7 @@ class GroupAverage:
                 continue
             self._group_members = members
             self._suspects.clear()
+            self._num_missed = 0
             return self._compare(records)
         raise IslandLostError(
             f"the nodes could not form a group to average in {MAX_ATTEMPTS} attempts: check the links between their "
@@ -182,8 +190,8 @@ class GroupAverage:
         )
 
     def _compare(self, records: list[Record]) -> bool:
-        known = [record for record in records if record.get("average") is not None]  # not those who are back
-        first = min((record["average"] for record in known), default=self._num_averages)
+        known = [record for record in records if record.get("is_new") is False]
+        first = min((record["average"] for record in known), default=max(record["average"] for record in records))
         behind = [record for record in known if record["average"] == first]
         have_all = all(record.get("has_mean") is True for record in behind)
         if self._is_new:
@@ -213,7 +221,7 @@ class GroupAverage:
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
                 if present == {self._node}:
                     self._board.remove(self._key(self._node))  # or a group of others, at this attempt, would await it
-                    raise _nobody_came(absent)
+                    raise self._nobody_came(absent)
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
             else:
                 wait.look(absent)
@@ -227,15 +235,34 @@ class GroupAverage:
         members = tuple(sorted(nodes))
         others = set(range(self._num_nodes)) - {self._node}
         if members and self._node not in members:
+            remedy = (
+                "Start this node again, alone, by the same command, and it returns; with pmsgd, start all nodes again"
+            )
             raise IslandLostError(
                 f"{plural('node', len(members))} {numbers(members)} average without this one, node {self._node}, "
-                "which came too late. Start this node again, alone, by the same command, and it returns; with pmsgd, "
-                "start all nodes again. If it is often late, raise exchange_timeout",
+                f"which came too late. {self._miss(remedy)}. If it is often late, raise exchange_timeout",
                 members,
             )
         if others and members == (self._node,):
-            raise _nobody_came(others)
+            raise self._nobody_came(others)
         return members
+
+    def _nobody_came(self, others: Collection[int]) -> IslandLostError:
+        return IslandLostError(
+            f"{plural('node', len(others))} {numbers(others)} did not come to the average. "
+            f"{self._miss('No other is left: start all nodes again from their checkpoints')}",
+            others,
+        )
+
+    def _miss(self, remedy: str) -> str:
+        """What follows from an average without this node: the remedy, where nodes are in step."""
+        if self.is_in_step:
+            return remedy
+        self._is_new = True
+        self._num_missed += 1
+        if self._num_missed.bit_count() == 1:
+            self._board.count("returned", 1)
+        return "This node goes on, and comes to the next average"
 
     def _has_anyone_gone_on(self) -> bool:
         """Whether another node has had all votes in this average, without which none goes on."""
@@ -251,21 +278,13 @@ class GroupAverage:
         return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
 
     def _read_record(self, member: int) -> Record:
-        record = self._board.read(self._key(member), member) or {}
-        if record.get("average") is not None:
-            whole_number(record, "average", member)
+        gone = {"average": self._num_averages, "is_new": True}
+        record = self._board.read(self._key(member), member) or gone
+        whole_number(record, "average", member)
         return record
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"
-
-
-def _nobody_came(others: Collection[int]) -> IslandLostError:
-    return IslandLostError(
-        f"{plural('node', len(others))} {numbers(others)} did not come to the average: no other is left. Start all "
-        "nodes again from their checkpoints",
-        others,
-    )
 
 
 _FP32 = CODECS["fp32"]
