@@ -74,7 +74,8 @@ class LineDisplay:
         self._print(("launcher", "bold"), text)
 
     def update(self, island: int, progress: IslandProgress) -> None:
-        """Where an island stands; called several times a second."""
+        """Where an island stands, and what it is called; called several times a second."""
+        self._unit = progress.noun or self._unit
         at, last = self._shown.get(island, (0.0, IslandProgress()))
         if progress == last or (time.monotonic() < at + self._every and progress.state != "done"):
             return
@@ -135,7 +136,9 @@ class BarDisplay(LineDisplay):
         if progress.training_has_begun and progress.max_steps:
             self._bars.update(task, total=progress.max_steps, completed=progress.step)
         state = progress.state if progress.training_has_begun else progress.message or progress.state
-        self._bars.update(task, figures="  ".join(_figures(progress)), state=state)
+        self._unit = progress.noun or self._unit
+        name = f"{self._unit} {island}"
+        self._bars.update(task, description=name, figures="  ".join(_figures(progress)), state=state)
 
     def ended(self, island: int, how: str) -> None:
         super().ended(island, how)

@@ -46,8 +46,7 @@ class Island:
 
     def __init__(self, plan: IslandPlan) -> None:
         self.number = plan.number
-        self.unit = plan.unit
-        self.name = f"{plan.unit} {plan.number}"
+        self._unit = plan.unit
         self.log_path = plan.folder / "log.txt"
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
@@ -89,6 +88,15 @@ class Island:
             ) from None
         except OSError:  # a file system without locks
             pass
+
+    @property
+    def unit(self) -> str:
+        """What it is called, island or node; a script says so when it begins to train."""
+        return self.progress.noun or self._unit
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit} {self.number}"
 
     @property
     def running(self) -> bool:

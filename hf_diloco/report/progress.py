@@ -24,6 +24,7 @@ class Progress:
         tokens_per_second: of the whole island; None before the first measurement.
         unit: what is counted in the place of tokens, where that is something else.
         message: what the state alone does not say; may be empty.
+        noun: what it is called, where it says so: island, or node.
     """
 
     state: str = BEFORE_TRAINING
@@ -34,6 +35,7 @@ class Progress:
     tokens_per_second: float | None = None
     unit: str = "tokens"
     message: str = ""
+    noun: str = ""
 
     @property
     def training_has_begun(self) -> bool:
@@ -59,6 +61,7 @@ def read_progress(path: Path) -> Progress:
             tokens_per_second=_number(values.get("tokens_per_second")),
             unit=str(values.get("unit") or "tokens"),
             message=str(values.get("message") or ""),
+            noun=str(values.get("noun") or ""),
         )
     except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
         return Progress()

@@ -22,7 +22,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.arguments import check_launched, examples_per_step, folder_of
+from hf_diloco.membership.facts import Facts
+from hf_diloco.trainer.arguments import check_launched, examples_per_step, folder_of, tokens_per_step
 from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_nvme, refuse_unknown_layers
@@ -135,8 +136,11 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     """
 
     has_outer_loop: ClassVar[bool] = True
+    _noun: ClassVar[str] = "island"
+    """What the run has several of."""
 
     def __init__(self, stop_file: str | Path | None) -> None:
+        self._facts: Facts = {}
         self.stopped = False
         self.moved_at_end = False
         folder = launchers_folder()
@@ -220,10 +224,12 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         folder, handler = launchers_folder(), trainer.callback_handler
         if folder is None or any(isinstance(one, RunFilesCallback) for one in handler.callbacks):
             return
-        progress = Progress(folder, trainer.state.max_steps, unit="examples", record=folder_of(args))
         examples = examples_per_step(args)
-        # Trainers call what is added while they call others.
-        trainer.add_callback(RunFilesCallback(progress, self._num_rounds, self._sync_every, examples, in_script=True))
+        tokens = tokens_per_step(self._facts, examples)
+        unit = "examples" if tokens is None else "tokens"
+        progress = Progress(folder, trainer.state.max_steps, unit=unit, record=folder_of(args), noun=self._noun)
+        files = RunFilesCallback(progress, self._num_rounds, self._sync_every, tokens or examples, in_script=True)
+        trainer.add_callback(files)  # Trainers call what is added while they call others
 
     def _num_rounds(self) -> int:
         """Synchronisations completed."""

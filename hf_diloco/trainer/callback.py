@@ -105,7 +105,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         RunCallback.__init__(self, stop_file)
         HasOuterWeights.__init__(self)
         self._sync_every = self.config.sync_every
-        self._facts: Facts = facts_given(fingerprint)
+        self._facts = facts_given(fingerprint)
         self._resume_path = folder_given(resume_from_checkpoint)
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0

@@ -81,6 +81,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         stopped: training ended early because it was asked to.
     """
 
+    _noun = "node"
+
     def __init__(
         self,
         config: GossipConfig | None = None,
@@ -95,7 +97,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self.config = choose_config(GossipConfig, config, settings, "GossipCallback(method='decentlam')")
         self.topology = check_gossip(self.config)
         super().__init__(stop_file)
-        self._facts: Facts = facts_given(fingerprint)
+        self._facts = facts_given(fingerprint)
         self._num_eval_examples = num_eval_examples
         self._evaluates_at_end = evaluates_at_end
         self._node = node

@@ -42,10 +42,17 @@ class Progress:
         enabled: whether it is written.
         unit: what is counted.
         record: the folder of the island's record, if that is another.
+        noun: what the island is called, where the launcher does not know it.
     """
 
     def __init__(
-        self, folder: Path, max_steps: int, enabled: bool = True, unit: str = "tokens", record: Path | None = None
+        self,
+        folder: Path,
+        max_steps: int,
+        enabled: bool = True,
+        unit: str = "tokens",
+        record: Path | None = None,
+        noun: str = "",
     ) -> None:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
@@ -60,6 +67,7 @@ class Progress:
             "tokens_per_second": None,
             "unit": unit,
             "message": "",
+            "noun": noun,
         }
         if record is not None:
             self._values["record"] = str(record.absolute())

@@ -25,6 +25,7 @@ from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.state import OuterState
 from hf_diloco.report import load_run, summarise
+from hf_diloco.report.progress import read_progress
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
@@ -171,10 +172,12 @@ def test_the_launcher_of_a_script_sees_its_end_and_its_record(tmp_path: Path, mo
     launched = tmp_path / "launched" / "island-0"
     launched.mkdir(parents=True)
     monkeypatch.setenv(ENV_FOLDER, str(launched))
-    trainer = make_trainer(tmp_path / "own", DiLoCoCallback(sync_every=4), eval_strategy="steps", eval_steps=4)
+    callback = DiLoCoCallback(sync_every=4, fingerprint={"sequence_length": LENGTH})
+    trainer = make_trainer(tmp_path / "own", callback, eval_strategy="steps", eval_steps=4)
     trainer.train()
     trainer.evaluate()
-    assert json.loads((launched / "progress.json").read_text())["state"] == "done"
+    shown = read_progress(launched / "progress.json")
+    assert (shown.state, shown.noun, shown.unit) == ("done", "island", "tokens")
     assert summarise(load_run(tmp_path / "launched")).num_rounds == 2
 
 

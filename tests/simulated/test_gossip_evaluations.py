@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import FingerprintError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
@@ -22,6 +23,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.report.progress import read_progress
 from hf_diloco.trainer.arguments import gossip_facts
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
@@ -99,6 +101,17 @@ def train_nodes(
 def weight_of(trainer: Trainer) -> torch.Tensor:
     assert isinstance(trainer.model, Linear)
     return trainer.model.layer.weight.detach()
+
+
+def test_the_launcher_of_a_script_shows_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = tmp_path / "launched"
+    launched.mkdir()
+    monkeypatch.setenv(ENV_FOLDER, str(launched))
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    trainer_of(tmp_path / "own", callback, Linear(), 0.0).train()
+    shown = read_progress(launched / "progress.json")
+    assert (shown.state, shown.noun, shown.unit) == ("done", "node", "examples")
+    assert shown.tokens_per_second
 
 
 def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:

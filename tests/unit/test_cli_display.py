@@ -32,6 +32,19 @@ def test_plain_lines_hold_no_control_characters_and_come_seldom() -> None:
     ]
 
 
+def test_a_script_says_what_its_islands_are_called() -> None:
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out))
+    display.line(1, "before it has said so")
+    display.update(0, Progress("training", step=1, max_steps=2, noun="node"))
+    display.ended(0, "finished")
+    assert out.getvalue().splitlines() == [
+        "island 1 │ before it has said so",
+        "node 0 │ training, step 1/2",
+        "launcher │ node 0 finished",
+    ]
+
+
 def test_plain_lines_repeat_after_a_while() -> None:
     out = io.StringIO()
     display = LineDisplay(Console(file=out), every=0.0)
