@@ -20,7 +20,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.methods.gossip import METHODS
 from hf_diloco.methods.topology import make_topology
 from tests.islands import run_islands
-from tests.processes import Process, Processes
+from tests.processes import Process, Processes, run
 from tests.programs.gossip_node import train
 from tests.tcp_stores import KeptStore
 
@@ -321,3 +321,9 @@ def test_a_node_returns_where_nobody_waits_for_anybody(quantization: str, store:
         assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
         assert results[victim][2] > 0, "others took what it published"
         assert not processes.alive()
+
+
+@pytest.mark.real_start  # or it ends as forked processes do, without what a program does at its exit
+def test_a_program_that_ends_without_closing_leaves_no_thread_to_abort_it() -> None:
+    """Threads that Gloo wakes, as the other node's process ends, while the interpreter shuts down."""
+    assert run([sys.executable, "-m", "tests.programs.gossip_exit"]).output.splitlines()[-1] == "left:"

@@ -8,6 +8,7 @@ All of one question goes with the same tag, which is its number.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -52,6 +53,7 @@ class MeshPublished(Published):
         self._newly_lost: dict[int, str] = {}
         self._ended: SimpleQueue[tuple[_Links, str]] = SimpleQueue()  # in their own threads, and why
         self._is_closed = False
+        atexit.register(self.close)  # threads that Gloo wakes while the interpreter shuts down abort the process
 
     @property
     def lost(self) -> set[int]:
@@ -114,6 +116,7 @@ class MeshPublished(Published):
             links.close()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         with self._lock:
             self._is_closed = True
         links = list(self._links.values())
