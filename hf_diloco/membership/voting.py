@@ -87,7 +87,7 @@ class Voting:
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
-        self._voted: set[str] = set()
+        self._voted: set[str] = set()  # attempts of one round
 
     def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
         """Says that this island holds an average, if it has a vote; returns the outcome, or what this one may write.
@@ -106,7 +106,8 @@ class Voting:
         """
         own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
-        self._voted.add(folder)
+        this_round = folder.rpartition("/")[0]
+        self._voted = {folder, *(one for one in self._voted if one.rpartition("/")[0] == this_round)}
         awaited = self._rules.awaits(outcome_path(folder))
         watch = self._log.watch([folder, "heartbeats"], self._clock, vote_path(folder, own), vote, awaited)
         deadline = self._clock.now() + self._rules.grace

@@ -231,18 +231,18 @@ class Snapshots:
 
         Only what a process of this run has written, as its name and its incarnation say; never what others have put
         there.
-        Files that a killed process has not finished go when they have not changed since the last time.
+        Files that a killed process has not finished go when they have not changed since the last time; nobody looks
+        for them in records of rounds long gone, of which there is no end.
 
         Raises:
             StoreError: the store does not answer.
         """
-        self._drop_unfinished()
         whole = self._whole()
         if not whole:
             return
-        newest = round_of(whole[-1])
-        kept = {round_of(folder) for folder in whole[-num_kept:]}
-        old = [path for path in self._log.list("snapshots") if round_of(path) < min(kept)]
+        newest, oldest = round_of(whole[-1]), round_of(whole[-num_kept:][0])
+        self._drop_unfinished(2 * oldest - newest - keep_rounds)  # so that it looks twice at each
+        old = [path for path in self._log.list("snapshots") if round_of(path) < oldest]
         last_needless = newest - keep_rounds
         payloads = [path for path in self._log.list("payloads") if round_of(path) <= last_needless]
         self._log.store.delete([path for path in old + payloads if self._is_ours(path)])
@@ -258,8 +258,8 @@ class Snapshots:
                 self._log.store.delete(self._log.list(self.folder(unfinished_round)))
             self.clear_up(keep_rounds=0, num_kept=1)
 
-    def _drop_unfinished(self) -> None:
-        found = set(self._log.store.unfinished())
+    def _drop_unfinished(self, first_round: int) -> None:
+        found = set(self._log.store.unfinished(f"rounds/{max(0, first_round):08d}"))
         self._log.store.drop(sorted(found & self._unfinished))
         self._unfinished = found
 

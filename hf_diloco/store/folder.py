@@ -12,6 +12,7 @@ as an object that cannot be read.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import os
@@ -88,10 +89,10 @@ class Folder:
         """All files below a folder, but unfinished ones."""
         return [entry for entry in self._walk(prefix) if UNFINISHED not in entry.path]
 
-    def unfinished(self) -> list[Entry]:
-        """Files that nobody has finished writing, and empty folders (paths that end in a slash)."""
+    def unfinished(self, after: str = "") -> list[Entry]:
+        """Files that nobody has finished writing, and empty folders (paths that end in a slash); see `ObjectStore`."""
         empty: list[Entry] = []
-        return [entry for entry in self._walk("", empty) if UNFINISHED in entry.path] + empty
+        return [entry for entry in self._walk("", empty, after=after) if UNFINISHED in entry.path] + empty
 
     def links(self) -> list[str]:
         """Paths of what is neither a file nor a folder."""
@@ -99,23 +100,24 @@ class Folder:
         list(self._walk("", odd=odd))
         return odd
 
-    def _walk(self, prefix: str, empty: list[Entry] | None = None, odd: list[str] | None = None) -> Iterator[Entry]:
+    def _walk(
+        self, prefix: str, empty: list[Entry] | None = None, odd: list[str] | None = None, after: str = ""
+    ) -> Iterator[Entry]:
+        beside, _, first = after.rpartition("/")
         try:
             folder = self._enter(prefix)
         except (FileNotFoundError, NoFileError):
             return
         try:
-            names = sorted(os.listdir(folder))
-            for name in names:
+            names = sorted(name for name in os.listdir(folder) if prefix or name != _LOST_AND_FOUND)
+            for name in names if prefix != beside else names[bisect.bisect_left(names, first) :]:
                 path = f"{prefix}/{name}" if prefix else name
                 try:
                     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 except FileNotFoundError:  # deleted meanwhile
                     continue
-                if path == _LOST_AND_FOUND:
-                    continue
                 if stat.S_ISDIR(found.st_mode):
-                    yield from self._walk(path, empty, odd)
+                    yield from self._walk(path, empty, odd, after)
                 elif stat.S_ISREG(found.st_mode):
                     yield Entry(path, found.st_size, _time(found))
                 elif odd is not None:

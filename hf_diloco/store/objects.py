@@ -314,9 +314,13 @@ class ObjectStore:
         if paths:
             self._write("delete", paths[0], partial(self._backend.delete, paths))
 
-    def unfinished(self) -> Sequence[Entry]:
-        """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /)."""
-        return sorted(self._retries.ask("list", "", self._backend.unfinished))
+    def unfinished(self, after: str = "") -> Sequence[Entry]:
+        """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /).
+
+        Args:
+            after: a path, as "rounds/00000100": what lies beside it, and before it in order, is not looked at.
+        """
+        return sorted(self._retries.ask("list", "", partial(self._backend.unfinished, after)))
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes what `unfinished` has returned; nobody may be writing it any more."""

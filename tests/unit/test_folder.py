@@ -175,6 +175,15 @@ def test_unfinished_files_and_empty_folders_are_found_and_dropped(store: ObjectS
     assert not (root / "payloads" / "00000001").exists()
 
 
+def test_what_nobody_finished_is_not_looked_for_in_records_of_long_ago(store: ObjectStore, root: Path) -> None:
+    store.put("rounds/00000001/00/plan.json", b"x")
+    for path in ("payloads/00000001/a.bin#1", "rounds/00000001/00/plan.json#1", "rounds/00000009/00/plan.json#1"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(b"half")
+    found = [entry.path for entry in store.unfinished("rounds/00000009")]
+    assert found == ["payloads/00000001/a.bin#1", "rounds/00000009/00/plan.json#1"]
+
+
 def test_nothing_is_moved_over_what_is_there(root: Path) -> None:
     root.mkdir()
     folder = Folder(root)
