@@ -272,6 +272,12 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
     return Cloud(from_url(url, client_options=client, retry_config=retry))
 
 
+def forget_memory(name: str) -> None:
+    """Nobody opens `memory://NAME` any more: it lasts as long as who has it open."""
+    with _memory_lock:
+        _memory.pop(name, None)
+
+
 def _open_server(address: str, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
     """Islands are clients of S3 to a server of `hf-diloco rendezvous`, which asks for no credentials."""
     return S3Store(

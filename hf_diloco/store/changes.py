@@ -61,6 +61,10 @@ class Changes:
             if request.method not in ("GET", "HEAD") and request.match_info.handler != self.answer:
                 self._tell()
 
+    async def end(self, _: web.Application) -> None:
+        """Forgets what was seen last."""
+        self._looks.clear()
+
     async def answer(self, request: web.Request) -> web.Response:
         """Answers a question."""
         try:

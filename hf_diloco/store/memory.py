@@ -66,6 +66,11 @@ class MemoryFolder:
             data, _ = self._objects.pop(path, (b"", None))
             self._num_bytes -= len(data)
 
+    def clear(self) -> None:
+        """Lets go of all objects."""
+        self._objects.clear()
+        self._num_bytes = 0
+
     def _get(self, path: str) -> bytes:
         if path not in self._objects:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

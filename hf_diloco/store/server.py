@@ -104,12 +104,14 @@ class StoreServer:
         app.router.add_put(path, self._put)
         app.router.add_post(path, self._upload)
         app.router.add_delete(path, self._delete)
-        app.on_cleanup.append(self._unlock)
+        app.on_cleanup.extend([changes.end, self._end])
         return app
 
-    async def _unlock(self, _: web.Application) -> None:
+    async def _end(self, _: web.Application) -> None:
         if self._lock:
             self._lock.close()
+        if isinstance(self._folder, MemoryFolder):
+            self._folder.clear()  # aiohttp remembers the last applications of a process, and they this
 
     # One object
 

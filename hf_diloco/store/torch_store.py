@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 from torch.distributed import DistStoreError, Store
 
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
+from hf_diloco.store.backends import forget_memory
 from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Watch, looking_once
@@ -129,9 +130,11 @@ class ValueStore(RecordStore):
 
     @classmethod
     def in_memory(cls) -> Self:
-        """One of this process alone."""
+        """One of this process alone, and gone with this."""
         name = secrets.token_hex(16)
-        return cls(RunLog(ObjectStore(f"memory://{name}"), Seal(b"", name)), 60.0)
+        store = ObjectStore(f"memory://{name}")
+        forget_memory(name)
+        return cls(RunLog(store, Seal(b"", name)), 60.0)
 
     def waiting(self, patience: float, should_give_up: Callable[[], bool]) -> Self:
         """The same store, for who waits in another way; see `RecordStore`."""

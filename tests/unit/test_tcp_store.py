@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import time
+import tracemalloc
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFull
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.all_gather import AllGather
-from hf_diloco.store import memory, tcp_store
+from hf_diloco.store import backends, memory, tcp_store
 from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
@@ -323,3 +324,27 @@ def test_a_store_that_is_not_found_for_a_while_may_come_back(port: Port) -> None
         assert store.get("here", 100) is None  # it was in memory
     finally:
         host.close()
+
+
+def test_nothing_is_left_of_a_store_that_has_ended(port: Port) -> None:
+    """A process may keep one after the other."""
+    enter(port, 0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        store = enter(port, 0)
+        store.set("mesh/large", "x" * LIMIT)
+        store.news("mesh")()
+        store = None  # type: ignore[assignment]
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_store_of_one_process_alone_lasts_as_long_as_it_is_used() -> None:
+    before = set(backends._memory)
+    store = ValueStore.in_memory()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert set(backends._memory) == before
