@@ -34,6 +34,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 SCRIPT = "dashboard.js"
+_QUICK_SECONDS, _REST = 1.0, 4
+"""For so many times as long as a look took beyond a quick one nobody looks again: at a long run one takes minutes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NOW_COLUMNS = ("", "state", "step", "round", "loss", "speed", "written", "message")
 
@@ -54,7 +56,7 @@ class Dashboard:
         self._is_local, self._has_metrics = is_local, has_metrics
         self._script = files("hf_diloco").joinpath("templates", SCRIPT).read_text(encoding="utf-8")
         self._looking = asyncio.Lock()
-        self._found: tuple[float, Look] | None = None
+        self._found: tuple[float, Look] | None = None  # and when to look again
         self._live: tuple[Look, str] | None = None
 
     def app(self) -> web.Application:
@@ -84,9 +86,11 @@ class Dashboard:
 
     async def _look(self) -> Look:
         async with self._looking:
-            if self._found is None or time.monotonic() - self._found[0] >= self._interval:
+            begun = time.monotonic()
+            if self._found is None or begun >= self._found[0]:
                 look = await asyncio.to_thread(self._source.look)
-                self._found = time.monotonic(), look
+                ended = time.monotonic()
+                self._found = ended + max(self._interval, _REST * (ended - begun - _QUICK_SECONDS)), look
             return self._found[1]
 
     async def _rendered(self) -> str:

@@ -57,6 +57,10 @@ def fill(template: str, **values: Any) -> str:
     return _templates().get_template(template).render(version=__version__, **values)
 
 
+MAX_ROUND_ROWS = 1000
+"""Rounds of which a page has a row: the last ones."""
+
+
 def figures_of(run: Run, report: Report) -> dict[str, Any]:
     """What pages show of a run, by the names that templates have for it."""
     return {
@@ -67,7 +71,7 @@ def figures_of(run: Run, report: Report) -> dict[str, Any]:
         "columns": rows.island_columns(report),
         "island_rows": [rows.island_row(report, island) for island in report.islands],
         "round_columns": rows.ROUND_COLUMNS,
-        "round_rows": [rows.round_row(entry) for entry in report.rounds],
+        "round_rows": [rows.round_row(entry) for entry in report.rounds[-MAX_ROUND_ROWS:]],
         "plots": figures.plots(run, report),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -11,13 +12,15 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
+from hf_diloco.dashboard import server
 from hf_diloco.dashboard.server import Dashboard
-from hf_diloco.dashboard.source import Source, open_source
+from hf_diloco.dashboard.source import Look, Source, open_source
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.clocks import AT_ONCE, LONG
@@ -218,3 +221,24 @@ def test_the_program_serves_until_ctrl_c(tmp_path: Path, own_address: str) -> No
         assert f"who reaches {address} sees the run and its settings" in " ".join(program.output.split())
         program.interrupt()
         program.wait(LONG)
+
+
+def test_a_look_that_takes_long_is_not_taken_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = [0.0], []
+
+    class Slow(Source):
+        def look(self) -> Look:
+            now[0] += 11.0
+            looks.append(now[0])
+            return Look("run")
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    dashboard = Dashboard(Slow(None, None, b""), interval=5.0, is_local=True)
+
+    async def ask() -> None:
+        for _ in range(10):
+            await dashboard._look()
+            now[0] += 10.0
+
+    asyncio.run(ask())
+    assert looks == [11.0, 62.0, 113.0]

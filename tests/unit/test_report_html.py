@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report import load_run, summarise, write_html
+from hf_diloco.report import html, load_run, summarise, write_html
 from hf_diloco.report.figures import MAX_BARS, MAX_POINTS, NUM_COLOURS, plots
 from tests.report_runs import end, evaluation, start, sync, train, whole_record, write_island, write_run
 
@@ -235,3 +235,12 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another file"):
         write_html(run, tmp_path / "file" / "page.html")
+
+
+def test_a_page_has_rows_of_the_last_rounds_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "MAX_ROUND_ROWS", 3)
+    records = [start(), *(sync(number, 2 * number) for number in range(1, 11)), end()]
+    write_island(tmp_path / "run", 0, records)
+    page = write_html(load_run(tmp_path / "run"), tmp_path / "page.html").read_text()
+    assert "The last 3 of 10 rounds" in page
+    assert page.count('class="hash') == 3
