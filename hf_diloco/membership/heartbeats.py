@@ -14,6 +14,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -180,9 +181,20 @@ class Members:
     def start_heartbeats(self) -> None:
         """Gives heartbeats in a thread until `leave`. A store that does not answer is tried again at the next one."""
         self.heartbeat()
+        self._forget_earlier()
         args = weakref.ref(self), self._nudged, self._ended
         self._thread = threading.Thread(target=_beat, args=args, name="hf-diloco-heartbeat", daemon=True)
         self._thread.start()
+
+    def _forget_earlier(self) -> None:
+        """Deletes the signs of life of this island's earlier processes: all others would list them at every look."""
+        with suppress(StoreError):
+            found = ((_HEARTBEAT_PATH.fullmatch(path), path) for path in self.log.list(f"heartbeats/{self.island}"))
+            numbers = {int(match[2]): path for match, path in found if match and int(match[2]) < self.incarnation}
+            old = [
+                path for number, path in numbers.items() if self._is_incarnation(incarnation_path(self.island, number))
+            ]
+            self.log.store.delete(old)
 
     def try_heartbeat(self) -> None:
         """Gives one sign of life, if the store answers."""

@@ -210,6 +210,21 @@ def test_who_was_refused_leaves_no_sign_of_life(log: RunLog, process: Process) -
     assert log.list("heartbeats") == ["heartbeats/0/000001.json"]
 
 
+def test_signs_of_life_of_an_islands_earlier_processes_do_not_pile_up(log: RunLog, process: Process) -> None:
+    log.store.put("heartbeats/0/000000.json", b"of no process of the run")
+    process(1)
+    for _ in range(5):
+        members = process(enters=False)
+        members.enter()
+        members.start_heartbeats()
+        members.leave("left")
+    assert log.list("heartbeats") == [
+        "heartbeats/0/000000.json",
+        "heartbeats/0/000005.json",
+        "heartbeats/1/000001.json",
+    ]
+
+
 def test_an_island_that_leaves_is_not_waited_for_until_its_lease_ends(process: Process, clock: EventfulClock) -> None:
     """By a process that is to follow it."""
     before, since = process(), clock.now()
