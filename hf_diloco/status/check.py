@@ -11,7 +11,6 @@ What is under way now is none of these.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -328,16 +327,16 @@ class _Check:
                     self._is_there(info, path)
 
     def _check_digests(self) -> None:
-        from hf_diloco.transport.objects import read_info
+        from hf_diloco.transport.objects import digest_of, read_info
 
         for path, raw in sorted(self._named.items()):
             if path not in self._entries or path in self._found:
                 continue
             try:
                 info = read_info(raw)
-                for number, (start, end) in enumerate(info.blocks()):
-                    (block,) = self._store.get_ranges(path, [start], [end])
-                    if hashlib.sha256(block).hexdigest() != info.digests[number]:
+                for number, digest in enumerate(info.digests):
+                    start, end = info.offset(number), info.offset(number + 1)
+                    if digest_of(self._store.get_range(path, start, end)) != digest:
                         raise PayloadError(f"the bytes {start} to {end} do not have the digest announced", path)
             except (PayloadError, StoreError) as error:
                 self._note(path, "damaged", str(error))

@@ -8,7 +8,6 @@ A reader sees an object whole or not at all, and it stays when the power fails; 
 
 from __future__ import annotations
 
-import bisect
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -243,27 +242,16 @@ class ObjectStore:
         except OverflowError as size:
             raise self._too_large(path, size, limit) from None
 
-    def get_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> list[memoryview]:
-        """Returns the bytes [start, end) of an object, for every pair. Neighbouring ranges travel in one request.
+    def get_range(self, path: str, start: int, end: int) -> memoryview:
+        """Returns the bytes [start, end) of an object; at least one.
 
         Raises:
-            CutShortError: the object is absent, or ends before a range does.
+            CutShortError: the object is absent, or ends before the range does.
             StoreError: no answer, or access is denied.
-            ValueError: a range is empty or begins before 0.
         """
         _check_path(path)
-        pairs = list(zip(starts, ends, strict=True))
-        if wrong := [pair for pair in pairs if not 0 <= pair[0] < pair[1]]:
-            raise ValueError(f"no range of bytes: {wrong[0]}")
-        runs = {first: self._get_run(path, first, last) for first, last in _join(pairs)}
-        firsts = sorted(runs)
-        found = [firsts[bisect.bisect_right(firsts, start) - 1] for start, _ in pairs]
-        return [runs[first][start - first : end - first] for first, (start, end) in zip(found, pairs, strict=True)]
-
-    def _get_run(self, path: str, start: int, end: int) -> memoryview:
-        """One range; obstore's own function for several ends the process if the object is shorter than expected."""
         try:
-            run = memoryview(self._retries.ask("read", path, partial(self._backend.read_range, path, start, end)))
+            found = memoryview(self._retries.ask("read", path, partial(self._backend.read_range, path, start, end)))
         except AbsentError:
             raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
         except UnreadableError as error:
@@ -272,9 +260,9 @@ class ObjectStore:
             if _BEYOND_END.search(str(error)):
                 raise CutShortError(f"{self.url}: {path} ends before byte {start}") from None
             raise
-        if run.nbytes != end - start:
-            raise CutShortError(f"{self.url}: {path} ends at byte {start + run.nbytes}, before byte {end}")
-        return run
+        if found.nbytes != end - start:
+            raise CutShortError(f"{self.url}: {path} ends at byte {start + found.nbytes}, before byte {end}")
+        return found
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns path and size (bytes) of all objects below `prefix`, which ends at a segment's end, in order.
@@ -359,14 +347,3 @@ def _check_path(path: str) -> None:
             f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
             "and ._=+- between single slashes"
         )
-
-
-def _join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order, those that touch or overlap made one."""
-    runs: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(end, runs[-1][1])
-        else:
-            runs.append((start, end))
-    return runs

@@ -98,10 +98,6 @@ class ObjectInfo(BaseModel):
         """Canonical index after the last value."""
         return self.start + self.length
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Where each block lies: first byte, and the one after the last."""
-        return list(pairwise(self.offset(number) for number in range(len(self.digests) + 1)))
-
     def offset(self, number: int) -> int:
         """The byte at which a block begins; of the number after the last, the size of the object."""
         num_values = min(number * self.block_values, self.length)
@@ -316,7 +312,7 @@ class BlockReader:
         first, last = block.locate()
         path = block.info.path
         try:
-            data = np.frombuffer(self._store.get_ranges(path, [first], [last])[0], np.uint8)
+            data = np.frombuffer(self._store.get_range(path, first, last), np.uint8)
         except CutShortError as error:
             raise PayloadError(str(error), path) from None
         if digest_of(data.data) != block.info.digests[block.number]:

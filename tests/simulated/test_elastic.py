@@ -1124,7 +1124,7 @@ def test_a_store_that_goes_away_while_values_are_read_costs_no_step(
     store = BrokenStore(ObjectStore(meeting.url))
     monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    store.fails = lambda name, *_: name == "get_ranges"
+    store.fails = lambda name, *_: name == "get_range"
     run_islands(2, lambda island: islands[island].train(2))
     assert [(member.missed, member.session.outer.round) for member in islands] == [(1, 1)] * 2
     store.fails = lambda *_: False

@@ -67,7 +67,7 @@ def test_nothing_is_read_or_written_through_a_link(store: ObjectStore, root: Pat
         with pytest.raises(StoreError, match=r"symbolic link.*remove it"):
             store.get(path, 100)
         with pytest.raises(StoreError):
-            store.get_ranges(path, [0], [2])
+            store.get_range(path, 0, 2)
     for write in (store.put, store.create):
         with pytest.raises(StoreError, match="symbolic link"):
             write("folder/new", b"new")

@@ -123,32 +123,20 @@ def test_ranges(store: ObjectStore) -> None:
     data = os.urandom(3 << 20)
     store.put("a", data)
     cuts = [(0, 1), (5, 2 << 20), (2 << 20, 3 << 20), (1, 2), (0, 3 << 20)]
-    pieces = store.get_ranges("a", [start for start, _ in cuts], [end for _, end in cuts])
-    assert [bytes(piece) for piece in pieces] == [data[start:end] for start, end in cuts]
-    assert store.get_ranges("a", [], []) == []
+    for start, end in cuts:
+        assert bytes(store.get_range("a", start, end)) == data[start:end]
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 11), (9, 11), (10, 11), (10, 20), (20, 30), (5 << 20, 6 << 20)])
 def test_short_objects_are_noticed(store: ObjectStore, start: int, end: int) -> None:
     store.put("a", bytes(10))
-    with pytest.raises(StoreError, match="a"):
-        store.get_ranges("a", [0, start], [10, end])
     with pytest.raises(StoreError, match="a ends"):
-        store.get_ranges("a", [0, 4, 10, 15, start], [4, 10, 15, 20, end])
-    with pytest.raises(StoreError, match="a ends"):
-        store.get_ranges("a", [start], [end])
+        store.get_range("a", start, end)
 
 
-@pytest.mark.parametrize(("starts", "ends"), [([0], [0]), ([3], [2]), ([-1], [2]), ([0, 1], [2])])
-def test_wrong_ranges(store: ObjectStore, starts: list[int], ends: list[int]) -> None:
-    store.put("a", bytes(10))
-    with pytest.raises(ValueError):
-        store.get_ranges("a", starts, ends)
-
-
-def test_ranges_of_nothing(store: ObjectStore) -> None:
+def test_a_range_of_nothing(store: ObjectStore) -> None:
     with pytest.raises(StoreError, match="gone is absent, but should be there"):
-        store.get_ranges("gone", [0], [1])
+        store.get_range("gone", 0, 1)
 
 
 # Lists and deletion
@@ -292,7 +280,7 @@ def test_bad_paths(store: ObjectStore, path: str, tmp_path: Path) -> None:
         lambda: store.create(path, b"x"),
         lambda: store.put(path, b"x"),
         lambda: store.get(path, 1),
-        lambda: store.get_ranges(path, [0], [1]),
+        lambda: store.get_range(path, 0, 1),
         lambda: store.delete(["good", path]),
     ]
     if path.strip("/") and path != "a/":  # a prefix may be empty, and end with a slash
