@@ -142,15 +142,10 @@ class Folder:
     def _is_taken(self, path: str) -> bool:
         parent, _, name = path.rpartition("/")
         try:
-            folder = self._enter(parent)
+            with self._within(parent) as folder:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        try:
-            os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        finally:
-            os.close(folder)
         return True
 
     def put(
@@ -223,11 +218,8 @@ class Folder:
 
     def _remove(self, path: str) -> None:
         parent, _, name = path.rpartition("/")
-        folder = self._enter(parent)
-        try:
+        with self._within(parent) as folder:
             os.unlink(name, dir_fd=folder)
-        finally:
-            os.close(folder)
         self._drop_empty(parent)
 
     def drop(self, path: str) -> None:
@@ -244,15 +236,11 @@ class Folder:
             FileExistsError: there is something at `target`.
         """
         (parent, _, name), (to_parent, _, to_name) = path.rpartition("/"), target.rpartition("/")
-        folder, to_folder = self._enter(parent), self._enter(to_parent, is_lasting=True)
-        try:
+        with self._within(parent) as folder, self._within(to_parent, is_lasting=True) as to_folder:
             if to_name in os.listdir(to_folder):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
             os.rename(name, to_name, src_dir_fd=folder, dst_dir_fd=to_folder)
             _flush(to_folder)
-        finally:
-            os.close(folder)
-            os.close(to_folder)
         self._drop_empty(parent)
 
     def _drop_empty(self, folder: str) -> None:
@@ -260,15 +248,10 @@ class Folder:
         while folder:
             parent, _, name = folder.rpartition("/")
             try:
-                above = self._enter(parent)
-            except OSError:
-                return
-            try:
-                os.rmdir(name, dir_fd=above)
+                with self._within(parent) as above:
+                    os.rmdir(name, dir_fd=above)
             except OSError:  # not empty, or another island has removed it
                 return
-            finally:
-                os.close(above)
             folder = parent
 
     # Opening
@@ -277,18 +260,23 @@ class Folder:
     def opened(self, path: str) -> Iterator[int]:
         """A file, by its descriptor: what is written in its place meanwhile is another one. Raises as `read`."""
         parent, _, name = path.rpartition("/")
-        folder = self._enter(parent)
-        try:
-            with _no_file_is_told(path):
-                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        finally:
-            os.close(folder)
+        with self._within(parent) as folder, _no_file_is_told(path):
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise NoFileError(errno.EINVAL, "is no file", path)
             yield file
         finally:
             os.close(file)
+
+    @contextlib.contextmanager
+    def _within(self, folder: str, is_lasting: bool | None = None) -> Iterator[int]:
+        """As `_enter`, for a while."""
+        here = self._enter(folder, is_lasting)
+        try:
+            yield here
+        finally:
+            os.close(here)
 
     def _enter(self, folder: str, is_lasting: bool | None = None) -> int:
         """Opens a folder below the root, without following a link on the way.

@@ -318,3 +318,13 @@ def test_a_folder_of_another_user_is_told_with_a_remedy() -> None:
                 store.put("offers/1.json", b"x")
         finally:
             os.seteuid(0)
+
+
+def test_a_move_that_is_refused_keeps_no_file_open(store: ObjectStore, root: Path, elsewhere: Path) -> None:
+    store.put("a/b", b"x")
+    (root / "aside").symlink_to(elsewhere)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(StoreError, match="symbolic link"):
+            store.move("a/b", "aside/b")
+    assert len(os.listdir("/proc/self/fd")) == before
