@@ -127,12 +127,12 @@ class LanePartition(Partition):
         num_blocks = -(-total // block_values)
         starts = [num_blocks * lane // num_lanes * block_values for lane in range(num_lanes)]
         bounds = list(pairwise([*starts, total]))
-        self._owned = [
+        owned = [
             [lane for lane in range(num_lanes) if lane * island.size // num_lanes == rank]
             for rank in range(island.size)
         ]
-        self._ranges = [[bounds[lane] for lane in lanes] for lanes in self._owned]
-        self.lanes = self._owned[island.rank]
+        self._ranges = [[bounds[lane] for lane in lanes] for lanes in owned]
+        self.lanes = owned[island.rank]
         self.intervals = [(low, high - low) for low, high in self._ranges[island.rank]]
         self.lane_sizes = [length for _, length in self.intervals]
         held = island.gather(shards.intervals())

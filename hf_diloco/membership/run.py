@@ -11,9 +11,9 @@ from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError, Sto
 from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
-from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import MEETING, ORIGIN, RUN_PATH, Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, ORIGIN, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.threads import call_behind

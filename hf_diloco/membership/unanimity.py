@@ -46,9 +46,8 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import looking_once
 from hf_diloco.utils.clock import Clock
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all, numbers, plural
 from hf_diloco.utils.threads import call_behind
-from hf_diloco.utils.waiting import name_all
 
 logger = logging.getLogger("hf_diloco")
 

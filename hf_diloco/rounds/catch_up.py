@@ -14,7 +14,8 @@ from hf_diloco.membership.round_records import OutcomeRecord, Snapshot, round_of
 from hf_diloco.rounds.context import RoundContext
 from hf_diloco.rounds.round import Part
 from hf_diloco.rounds.round_plan import PlannedRound
-from hf_diloco.utils.waiting import WaitNotes, name_all
+from hf_diloco.utils.text import name_all
+from hf_diloco.utils.waiting import WaitNotes
 
 _LOOK_SECONDS = 0.2
 

@@ -185,8 +185,7 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
 
 def _has_run(url: str) -> bool:
     """Whether a run in which islands come and go has begun in a store."""
-    from hf_diloco.store.log import MAX_RECORD_BYTES
-    from hf_diloco.store.signing import RUN_PATH
+    from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH
 
     return _look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
 

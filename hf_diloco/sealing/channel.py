@@ -46,7 +46,7 @@ from cryptography.utils import Buffer
 
 from hf_diloco.errors import ForgedError
 from hf_diloco.sealing.keys import KEY_BYTES, LinkKey, pack
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Parties:
 
     def names(self, ends: Collection[int]) -> str:
         """As "islands 1, 3"."""
-        return f"{plural(self.unit, len(ends))} {numbers(map(self.island, ends))}"
+        return name_all([self.island(end) for end in ends], self.unit)
 
 
 ISLANDS = Parties()

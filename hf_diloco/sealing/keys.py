@@ -45,10 +45,5 @@ class LinkKey:
     encrypt: bool = True
     signer: Signer | None = None
 
-    @classmethod
-    def of_run(cls, key: bytes, run: str, encrypt: bool, signer: Signer | None = None) -> LinkKey | None:
-        """For the connections of a run; None if it has no key."""
-        return cls(derive(key, "connections", run), encrypt, signer) if key else None
-
     def __reduce__(self) -> Any:
         raise TypeError("a LinkKey is a secret: it is neither copied nor pickled")

@@ -35,9 +35,9 @@ from hf_diloco.membership.round_records import (
 )
 from hf_diloco.membership.run import open_run
 from hf_diloco.store.folder import Entry
-from hf_diloco.store.log import MAX_RECORD_BYTES, Record
+from hf_diloco.store.log import Record
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import RUN_PATH, is_wrapped
+from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH, is_wrapped
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)

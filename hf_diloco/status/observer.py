@@ -27,9 +27,10 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.membership.run import open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.store.folder import Entry
-from hf_diloco.store.log import MAX_RECORD_BYTES, Record
+from hf_diloco.store.log import Record
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, url_of
+from hf_diloco.store.signing import MAX_RECORD_BYTES
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)

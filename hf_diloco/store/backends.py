@@ -20,12 +20,11 @@ from pydantic import ValidationError
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.store.folder import Entry, Folder, cut
+from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question
 from hf_diloco.utils.urls import host_and_port, split_server_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
-
-    from hf_diloco.store.question import Answer, Question
 
 PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
 PARTS_IN_FLIGHT = 4
@@ -169,8 +168,6 @@ class Server(Cloud):
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
     ) -> None:
-        from hf_diloco.store.question import MAX_DATA_BYTES
-
         if pace or data.nbytes > MAX_DATA_BYTES:
             super().put(path, data, pace, is_lasting)
         else:
@@ -194,8 +191,6 @@ class Server(Cloud):
         return self._ask(replace={path: (tag, data)}).created.get(path) == data
 
     def _ask(self, **what: Any) -> Answer:
-        from hf_diloco.store.question import Question
-
         return self.ask(Question(**what))
 
     def ask(self, question: Question) -> Answer:
@@ -206,8 +201,6 @@ class Server(Cloud):
             OSError: no answer, or a refusal.
             RendezvousError: the server has never known such requests.
         """
-        from hf_diloco.store.question import Answer
-
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
         try:
             said = self._connections.request(

@@ -43,7 +43,7 @@ class Changes:
         do: has it do something.
     """
 
-    def __init__(self, folder: Folder | MemoryFolder, do: Do = asyncio.to_thread) -> None:
+    def __init__(self, folder: Folder | MemoryFolder, do: Do) -> None:
         self._folder = folder
         self._do = do
         self._count = 0

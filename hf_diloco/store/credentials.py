@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.sealing.identity import Roster, Signer
-from hf_diloco.sealing.keys import LinkKey
+from hf_diloco.sealing.keys import LinkKey, derive
 from hf_diloco.store.signing import ENV_KEY, MAKE_KEY, MIN_KEY_BYTES, Seal
 
 ENV_IDENTITY = "HF_DILOCO_IDENTITY"
@@ -77,7 +77,9 @@ class Credentials:
 
     def link_key(self, run_id: str) -> LinkKey | None:
         """For connections of a run; None without a key."""
-        return LinkKey.of_run(self.key, run_id, self.encrypt, self.signer)
+        if not self.key:
+            return None
+        return LinkKey(derive(self.key, "connections", run_id), self.encrypt, self.signer)
 
     def facts(self, is_direct: bool) -> dict[str, str]:
         """What all islands must do alike with their keys; without one, nothing.

@@ -75,7 +75,7 @@ class Retries:
         gone_after: an island or a node keeps it, for as long as it takes part; see `ObjectStore`.
     """
 
-    def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None = None) -> None:
+    def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None) -> None:
         self.gone_after = gone_after
         self._url = url
         self._scheme = url.partition(":")[0]

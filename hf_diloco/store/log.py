@@ -22,7 +22,7 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -30,12 +30,11 @@ from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.failures import TooLargeError, UnreadableError
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Awaited, Watch
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, Seal
 from hf_diloco.utils.clock import Clock
 
 logger = logging.getLogger("hf_diloco")
 
-MAX_RECORD_BYTES = 4 << 20
 _QUESTIONS_AT_ONCE = 16
 
 
@@ -71,11 +70,11 @@ class RunLog:
 
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless there is one; whether this one is there now."""
-        return self.store.create(path, self.seal.wrap(path, _dump(record)))
+        return self.store.create(path, self._wrap(path, record))
 
     def put(self, path: str, record: Record, is_lasting: bool = True) -> None:
         """Writes a record in place of what is there; see `ObjectStore.put`."""
-        self.store.put(path, self.seal.wrap(path, _dump(record)), None, is_lasting)
+        self.store.put(path, self._wrap(path, record), None, is_lasting)
 
     def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
         """A record, or None if there is none. One of more than `limit` bytes is not downloaded.
@@ -108,15 +107,15 @@ class RunLog:
             self.refuse(path, error)
             return None
 
-    def read_tagged(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> tuple[str, R | None] | None:
+    def read_tagged(self, path: str, kind: type[R]) -> tuple[str, R | None] | None:
         """As `read_or_refuse`, with a tag for `replace`; None if nothing lies there."""
-        found = self.store.get_tagged(path, limit)
+        found = self.store.get_tagged(path, MAX_RECORD_BYTES)
         if found is None:
             return None
         tag, data = found
         try:
             if data is None:
-                raise ForgedError(f"{self.store.url}: {path} has more than the {limit} bytes that it may have")
+                raise ForgedError(f"{self.store.url}: {path} has more than the {MAX_RECORD_BYTES} bytes it may have")
             return tag, self._open(path, kind, data)
         except ForgedError as error:
             self.refuse(path, error)
@@ -124,7 +123,7 @@ class RunLog:
 
     def replace(self, path: str, tag: str, record: Record) -> bool:
         """Writes a record in place of what `read_tagged` has read, if that is there still; whether it was."""
-        return self.store.replace(path, tag, self.seal.wrap(path, _dump(record)))
+        return self.store.replace(path, tag, self._wrap(path, record))
 
     def read_all(self, paths: Sequence[str], kind: type[R]) -> dict[str, R]:
         """Those of several records that are there and can be read, by their paths; they are asked for at once."""
@@ -174,7 +173,7 @@ class RunLog:
                 self.place(path, record)
             return Watch(self.store, prefixes, clock, awaited=awaited)
         place = partial(self.place, path, record)
-        create = {path: self.seal.wrap(path, _dump(record))}
+        create = {path: self._wrap(path, record)}
         return Watch(self.store, prefixes, clock, create, place, awaited)
 
     def place(self, path: str, record: Record) -> None:
@@ -188,7 +187,7 @@ class RunLog:
         Raises:
             ForgedError, StoreError: as `read`.
         """
-        wrapped = self.seal.wrap(path, _dump(record))
+        wrapped = self._wrap(path, record)
         try:
             found = self.store.decide(path, wrapped, MAX_RECORD_BYTES)
         except (TooLargeError, UnreadableError) as error:
@@ -199,6 +198,5 @@ class RunLog:
         """Paths under a prefix, sorted."""
         return [path for path, _ in self.store.list(prefix)]
 
-
-def _dump(record: Record) -> dict[str, Any]:
-    return record.model_dump(mode="json")
+    def _wrap(self, path: str, record: Record) -> bytes:
+        return self.seal.wrap(path, record.model_dump(mode="json"))

@@ -43,7 +43,6 @@ _MAX_PARTS = 10_000
 _WORD_SECONDS = 0.5
 """So often a client that waits for a large object to be completed hears that this is at work."""
 _KEPT_UPLOADS = 64
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -306,13 +305,13 @@ def _checked(path: str) -> str:
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:
     """The bytes [start, end) that a request asks for."""
-    wanted = request.headers.get("Range")
-    if wanted is None:
-        return 0, size
-    match = _RANGE.fullmatch(wanted)
-    if match is None or int(match[1]) >= size:
+    try:
+        start, end, _ = request.http_range.indices(size)
+    except ValueError:  # of no form that there is
+        start = end = size
+    if start >= end and "Range" in request.headers:
         raise _Refused(416, "InvalidRange", f"the object has {size} bytes")
-    return int(match[1]), min(size, int(match[2]) + 1) if match[2] else size
+    return start, end
 
 
 def _listed(entry: Entry) -> str:

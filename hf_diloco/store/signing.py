@@ -16,7 +16,6 @@ BASE64}, AES-256-GCM with the path as associated data.
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import json
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 from hf_diloco.errors import ConfigError, ForgedError, UnknownIdentityError
 from hf_diloco.sealing.identity import Signer
+from hf_diloco.sealing.keys import pack
 from hf_diloco.sealing.stored import BlockSeal, ValueSeal
 
 ENV_KEY = "HF_DILOCO_KEY"
@@ -61,7 +61,7 @@ _VALUES = re.compile(
 )
 
 
-def check_author(path: str, body: Mapping[str, Any], by: int, unit: str = "island") -> None:
+def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None:
     """Makes sure that a record in an object store was signed by the island whose name it bears.
 
     Args:
@@ -126,6 +126,7 @@ class Seal:
             Records that are encrypted are read in any case.
 
     Attributes:
+        run_id, signer: as above.
         blocks: seals objects; None if they are not encrypted.
     """
 
@@ -135,7 +136,7 @@ class Seal:
                 f"the run's key has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one by {MAKE_KEY}"
             )
         self._key = key
-        self._signer = signer
+        self.signer = signer
         self._encrypts = encrypt and bool(key)
         self._cipher = ValueSeal(key, run_id) if key else None
         self.blocks = BlockSeal(key, run_id) if self._encrypts else None
@@ -143,7 +144,7 @@ class Seal:
 
     def of(self, run_id: str) -> Seal:
         """The same for another run."""
-        return Seal(self._key, run_id, self._signer, self._encrypts)
+        return Seal(self._key, run_id, self.signer, self._encrypts)
 
     def __repr__(self) -> str:
         return f"Seal(run_id={self.run_id!r}, {'with' if self._key else 'without'} a key)"
@@ -159,12 +160,7 @@ class Seal:
     @property
     def identities(self) -> dict[str, list[str]]:
         """The public keys that speak for each island, here; none without identities."""
-        return self._signer.roster.texts if self._signer else {}
-
-    @property
-    def signer(self) -> Signer | None:
-        """This island's identity."""
-        return self._signer
+        return self.signer.roster.texts if self.signer else {}
 
     def wrap(self, path: str, body: Mapping[str, Any]) -> bytes:
         """The bytes of a record for `path`.
@@ -174,9 +170,9 @@ class Seal:
         """
         text = json.dumps(dict(body), allow_nan=False, separators=(",", ":"), sort_keys=True)
         record: dict[str, Any] = {"body": text, "mac": self.mac(path, text.encode())}
-        if self._signer:
-            signature = self._signer.sign(_PURPOSE, self.run_id.encode(), path.encode(), text.encode())
-            record |= {"by": self._signer.number, "signature": base64.b64encode(signature).decode()}
+        if self.signer:
+            signature = self.signer.sign(_PURPOSE, self.run_id.encode(), path.encode(), text.encode())
+            record |= {"by": self.signer.number, "signature": base64.b64encode(signature).decode()}
         data = json.dumps(record).encode()
         if self._encrypts and self._cipher:
             data = json.dumps({"sealed": self._cipher.wrap(path, data)}).encode()
@@ -207,8 +203,8 @@ class Seal:
         if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
             raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
         parsed = _parse(path, text)
-        if self._signer and path != RUN_PATH:
-            self._check_signature(self._signer, path, record, parsed)
+        if self.signer and path != RUN_PATH:
+            self._check_signature(self.signer, path, record, parsed)
         return parsed
 
     def _decrypt(self, path: str, sealed: object) -> bytes:
@@ -233,11 +229,7 @@ class Seal:
 
     def mac(self, path: str, text: bytes) -> str:
         """The code that seals a text at a path; without a key, a checksum."""
-        code = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in (_PROTOCOL, self.run_id.encode(), path.encode(), text):
-            code.update(len(part).to_bytes(8, "big"))
-            code.update(part)
-        return code.hexdigest()
+        return hmac.digest(self._key, pack(_PROTOCOL, self.run_id.encode(), path.encode(), text), "sha256").hex()
 
 
 ORIGIN = (
@@ -267,6 +259,3 @@ def _parse(path: str, data: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-__all__ = ["ENV_KEY", "MAKE_KEY", "MAX_RECORD_BYTES", "MIN_KEY_BYTES", "Seal", "is_wrapped"]

@@ -19,10 +19,10 @@ from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownId
 from hf_diloco.sealing.identity import Roster
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.log import MAX_RECORD_BYTES, RunLog
+from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
-from hf_diloco.store.signing import ENV_KEY, MEETING, RUN_PATH, Seal
+from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, RUN_PATH, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 

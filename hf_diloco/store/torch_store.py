@@ -17,10 +17,10 @@ from torch.distributed import DistStoreError, Store
 
 from hf_diloco.errors import ForgedError, IslandLostError, StoreError
 from hf_diloco.store.backends import forget_memory
-from hf_diloco.store.log import MAX_RECORD_BYTES, Record, RunLog
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Watch, looking_once
-from hf_diloco.store.signing import VALUES, Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, VALUES, Seal
 from hf_diloco.utils.clock import REAL
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError
-from hf_diloco.sealing.channel import Agreement, Channel, Parties
+from hf_diloco.sealing.channel import Channel
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport.transfers import Deadline
 
@@ -48,38 +48,11 @@ class Place(NamedTuple):
     port: int
 
 
-Swap = Callable[[Mapping[End, bytes]], Awaitable[Mapping[End, bytes]]]
-"""Sends a message for each connection, and returns what came back for each."""
-
-
 def way_of(key: LinkKey | None) -> str:
     """How an end proves itself, in words that follow "it connects"."""
     if key is None:
         return "without a key"
     return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"
-
-
-async def agree(
-    key: LinkKey, name: str, own: int, connections: Sequence[End], parties: Parties, swap: Swap
-) -> dict[End, Channel]:
-    """Returns the session keys of each connection when every peer has proved, on each, that it holds the key.
-
-    Args:
-        key: shared by all ends.
-        name: of what is connected, unique in the run; proofs for another one are worth nothing here.
-        own: this end's number.
-        connections: to be made.
-        parties: which islands they lead to.
-        swap: see `Swap`; called twice.
-
-    Raises:
-        ForgedError: a peer does not hold the key.
-        OSError, EOFError, ValueError: what `swap` raises when a peer is gone, or makes no sense.
-    """
-    parts = {end: Agreement(key, name, end.connection, own, end.peer, parties) for end in connections}
-    heard = await swap({end: part.public for end, part in parts.items()})
-    answers = await swap({end: part.confirm(heard[end]) for end, part in parts.items()})
-    return {end: part.finish(answers[end]) for end, part in parts.items()}
 
 
 class Line:

@@ -23,17 +23,17 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
-from hf_diloco.sealing.channel import Channel
+from hf_diloco.sealing.channel import Agreement, Channel
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.base import Lane
-from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, Place, agree, way_of
+from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, Place, way_of
 from hf_diloco.transport.transfers import Deadline
 
 logger = logging.getLogger("hf_diloco")
@@ -319,15 +319,16 @@ class Meeting:
         return int(peer)
 
     async def _prove(self, peer: int, line: Line) -> dict[End, Channel]:
+        """The keys of all connections to an end, once each has shown the other that it holds the run's key."""
         if self._key is None:
             return {}
-        ends = [End(peer, number) for number in range(self._num_connections)]
-
-        async def swap(said: Mapping[End, bytes]) -> Mapping[End, bytes]:
-            line.send_parts([said[end] for end in ends])
-            return dict(zip(ends, await line.receive_parts(len(ends)), strict=True))
-
-        return await agree(self._key, self._name, self._own, ends, self._parties, swap)
+        numbers = range(self._num_connections)
+        parts = [Agreement(self._key, self._name, number, self._own, peer, self._parties) for number in numbers]
+        line.send_parts([part.public for part in parts])
+        heard = await line.receive_parts(len(parts))
+        line.send_parts([part.confirm(public) for part, public in zip(parts, heard, strict=True)])
+        answers = await line.receive_parts(len(parts))
+        return {End(peer, number): parts[number].finish(answer) for number, answer in enumerate(answers)}
 
     async def _talk(self, peer: int, line: Line, channels: dict[End, Channel]) -> None:
         """Hears what an end that has proved who it is has to say, until it closes the line."""

@@ -25,15 +25,13 @@ from hf_diloco.errors import PayloadError
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.failures import CutShortError
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.question import Path
 
 MAX_VALUES = 1 << 48
 MAX_BLOCK_VALUES = 1 << 24
 """Values a block may have at most: 64 MiB of fp32, of which a reader holds a few."""
 MAX_BLOCKS = 1 << 20
 
-# No segment begins with a dot, so that no path leads out of the store's prefix.
-_SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_Path = Annotated[str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512)]
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -58,7 +56,7 @@ class ObjectInfo(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     format: Literal[1] = 1
-    path: _Path
+    path: Path
     codec: str = Field(max_length=32)
     start: int = Field(ge=0, le=MAX_VALUES)
     length: int = Field(ge=0, le=MAX_VALUES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MISSING = "—"
 LONGEST = 400  # characters of what a library says
@@ -89,6 +89,11 @@ def numbers(values: Iterable[int], limit: int = 10) -> str:
             spans.append([value, value])
     shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans[:limit]]
     return ", ".join(shown) + (", ..." if len(spans) > limit else "")
+
+
+def name_all(values: Collection[int], unit: str = "island") -> str:
+    """`island 1`, `islands 1, 2`, `islands 0-6, 8`; `islands unknown` if there are none."""
+    return f"{plural(unit, len(values))} {numbers(values) or 'unknown'}"
 
 
 def printable(value: str) -> str:

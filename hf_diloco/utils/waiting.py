@@ -14,19 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.text import name_all
 
 logger = logging.getLogger("hf_diloco")
 
 FIRST_SECONDS, EVERY_SECONDS = 3.0, 30.0
 _POLL_SECONDS = 0.5
-_MAX_NAMES = 8
-
-
-def name_all(numbers: Collection[int], unit: str = "island") -> str:
-    """`island 1`, `islands 1, 2`; of many, the first few: `islands 1, 2, 3, 4, 5, 6, 7, 8 and 24 more`."""
-    first = ", ".join(map(str, sorted(numbers)[:_MAX_NAMES])) or "unknown"
-    more = f" and {len(numbers) - _MAX_NAMES} more" if len(numbers) > _MAX_NAMES else ""
-    return f"{unit}{'' if len(numbers) == 1 else 's'} {first}{more}"
 
 
 class WaitNotes:

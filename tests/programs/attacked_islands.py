@@ -31,8 +31,7 @@ from cryptography.utils import Buffer
 
 from hf_diloco.sealing.channel import Agreement, Channel
 from hf_diloco.sealing.identity import Roster, Signer
-from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.credentials import load_identity, load_key
+from hf_diloco.store.credentials import Credentials, load_identity, load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import url_of
 from hf_diloco.store.signing import MEETING
@@ -202,7 +201,7 @@ class Router:
         assert private is not None
         shown, shared = show_public(private.public_key().public_bytes_raw()), load_key(self._folder / "run.key")
         for end, line in ((0, near), (1, far)):
-            key = LinkKey.of_run(shared, found[1].decode(), True, Signer(private, end, Roster({end: [shown]})))
+            key = Credentials(shared, Signer(private, end, Roster({end: [shown]}))).link_key(found[1].decode())
             assert key is not None
             part = Agreement(key, "lane0", 0, end, 1 - end)
             _say(line, part.public)

@@ -15,7 +15,7 @@ import torch
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
-from hf_diloco.sealing.keys import LinkKey
+from hf_diloco.store.credentials import Credentials
 from hf_diloco.transport import mesh, transfers
 from hf_diloco.transport.base import Lane, RateLimit
 from tests.tcp_stores import reach
@@ -38,7 +38,7 @@ def main() -> None:
             num_islands,
             "127.0.0.1",
             settings["timeout"],
-            LinkKey.of_run(settings.get("key", "").encode(), "test", encrypt=True),
+            Credentials(settings.get("key", "").encode()).link_key("test"),
             num_connections=settings.get("num_connections", 1),
             rate_limit=RateLimit(settings.get("rate_limit")),
         )

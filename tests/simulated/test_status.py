@@ -30,8 +30,8 @@ from hf_diloco.membership.run import open_run
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.status.models import IslandStatus, RunStatus, figures
 from hf_diloco.status.observer import Observer, observe
-from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.signing import MAX_RECORD_BYTES
 from hf_diloco.transport.open import MeshTransport
 from tests.clocks import AT_ONCE, StillClock
 from tests.fixed_runs import FixedIsland

@@ -16,8 +16,8 @@ from hf_diloco.membership.round_records import SnapshotRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
-from hf_diloco.store.log import MAX_RECORD_BYTES
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.signing import MAX_RECORD_BYTES
 from tests.clocks import FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting

@@ -143,8 +143,8 @@ def test_a_public_key_that_gives_everybody_the_same_secret_is_refused(point: byt
 def test_keys_say_nothing_of_each_other_and_are_not_shown() -> None:
     kinds = [derive(KEY, purpose, run) for purpose in ("a", "b") for run in ("1", "2")]
     assert len(set(kinds)) == 4
-    assert LinkKey.of_run(b"", "1", True) is None
-    link_key = LinkKey.of_run(KEY, "1", True)
+    assert Credentials().link_key("1") is None
+    link_key = Credentials(KEY).link_key("1")
     assert link_key is not None
     assert link_key.secret not in (KEY, derive(KEY, "encrypted records", "1"))
     assert repr(link_key.secret) not in repr(link_key)
