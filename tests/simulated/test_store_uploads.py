@@ -98,3 +98,21 @@ def test_who_had_no_answer_may_ask_again_to_complete_an_object(address: str, mon
         answer = pool.request("POST", **completing)
         assert (answer.status, b"<ETag>" in answer.data) == (200, True)
     assert (len(num_times), pool.request("GET", url).data) == (1, b"all")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [
+        ("bytes=2-4", (206, b"234")),
+        ("bytes=7-99", (206, b"789")),
+        ("bytes=7-", (206, b"789")),
+        ("bytes=-3", (206, b"789")),
+        ("bytes=10-", (416, None)),
+        ("bytes=5-3", (416, None)),
+        ("lines=1-2", (416, None)),
+    ],
+)
+def test_ranges_of_an_object(address: str, wanted: str, answer: tuple[int, bytes | None]) -> None:
+    ObjectStore(f"{address}/run", TIMEOUT).put("a", b"0123456789")
+    said = urllib3.request("GET", f"{address}/runs/run/a", headers={"Range": wanted}, timeout=TIMEOUT, retries=False)
+    assert (said.status, said.data if said.status == 206 else None) == answer

@@ -1,4 +1,4 @@
-"""Graphs of decentralised training, with their weights: one file per family, and this registry.
+"""Graphs of decentralised training, with their weights: the registry.
 
 Imports neither torch nor networkx.
 """
@@ -10,11 +10,19 @@ from pathlib import Path
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.topology.base import PeriodicTopology, Topology
-from hf_diloco.methods.topology.exponential import exponential, one_peer_exponential
+from hf_diloco.methods.topology.graphs import (
+    exponential,
+    full,
+    grid,
+    hypercube,
+    one_peer_exponential,
+    ring,
+    star,
+    symmetric_exponential,
+)
 from hf_diloco.methods.topology.matching import RandomMatching
 from hf_diloco.methods.topology.own import SUFFIXES, from_file, from_graph, from_weights
 from hf_diloco.methods.topology.stability import check_decentlam, check_momentum_consensus, largest_stable_beta
-from hf_diloco.methods.topology.undirected import full, grid, hypercube, ring, star, symmetric_exponential
 from hf_diloco.utils.own_files import FORM, is_own, load_own
 from hf_diloco.utils.text import nearest
 

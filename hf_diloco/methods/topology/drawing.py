@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.topology.base import Topology
-from hf_diloco.methods.topology.undirected import grid_shape
+from hf_diloco.methods.topology.graphs import grid_shape
 from hf_diloco.utils.extras import need
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.topology.base import PeriodicTopology, Weights, check_weights
-from hf_diloco.methods.topology.undirected import metropolis
+from hf_diloco.methods.topology.graphs import metropolis
 
 if TYPE_CHECKING:
     from networkx import Graph

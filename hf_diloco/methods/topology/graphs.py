@@ -1,9 +1,14 @@
-"""Graphs that never change and whose links go both ways, with Metropolis weights: ring, grid, star and others."""
+"""The graphs that have names, but for random matchings.
+
+Most never change, and their links go both ways: they have Metropolis weights. Exponential graphs are directed: node i
+receives from i + 1, i + 2, i + 4, … (arXiv 2110.13363). τ = ⌈log2 n⌉ offsets 2^0 … 2^(τ-1) reach every node in τ
+steps. Numbers go round: node n is node 0.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,13 +88,30 @@ def hypercube(num_nodes: int) -> PeriodicTopology:
 
 def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
     """Each node, and those 1, 2, 4, … below `num_nodes` away on either side: equal weights."""
-    offsets = [2**k for k in range((num_nodes - 1).bit_length())]
-    return _metropolis("symmetric-exponential", num_nodes, lambda nx: nx.circulant_graph(num_nodes, offsets))
+    return _metropolis(
+        "symmetric-exponential", num_nodes, lambda nx: nx.circulant_graph(num_nodes, _offsets(num_nodes))
+    )
 
 
 def full(num_nodes: int) -> PeriodicTopology:
     """Every node and every other: 1/n each, the exact average after each step, for n - 1 vectors a node."""
     return _metropolis("full", num_nodes, lambda nx: nx.complete_graph(num_nodes))
+
+
+def exponential(num_nodes: int) -> PeriodicTopology:
+    """All offsets at each step: 1/(τ + 1) for itself and for each i + 2^k. Not symmetric for n > 3."""
+    check_num_nodes(num_nodes, "exponential")
+    return PeriodicTopology("exponential", _circulant(num_nodes, _offsets(num_nodes)))
+
+
+def one_peer_exponential(num_nodes: int) -> PeriodicTopology:
+    """One offset after the other: at step t, ½ for itself and ½ for i + 2^(t mod τ). Not symmetric for n > 2.
+
+    One vector a node and step. After τ steps all nodes hold the exact average, if n is a power of two.
+    """
+    check_num_nodes(num_nodes, "one-peer-exponential")
+    steps = [_circulant(num_nodes, [offset]) for offset in _offsets(num_nodes)]
+    return PeriodicTopology("one-peer-exponential", np.stack(steps or [np.eye(num_nodes)]))
 
 
 def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> PeriodicTopology:
@@ -104,3 +126,17 @@ def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> Peri
 
     check_num_nodes(num_nodes, name)
     return PeriodicTopology(name, metropolis(nx.convert_node_labels_to_integers(make(nx), ordering="sorted")))
+
+
+def _offsets(num_nodes: int) -> list[int]:
+    """2^0 … 2^(τ-1); none for a single node."""
+    return [2**k for k in range((num_nodes - 1).bit_length())]
+
+
+def _circulant(num_nodes: int, offsets: Sequence[int]) -> Weights:
+    """Equal weights for itself and for the nodes that so far follow: float64 [num_nodes, num_nodes]."""
+    nodes = np.arange(num_nodes)
+    weights = np.zeros((num_nodes, num_nodes))
+    for offset in (0, *offsets):
+        weights[nodes, (nodes + offset) % num_nodes] = 1 / (len(offsets) + 1)
+    return weights
