@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import urllib3
 
+from hf_diloco.codecs import CODECS
 from hf_diloco.errors import StoreError
 from hf_diloco.store.backends import PART_BYTES
 from hf_diloco.store.folder import Folder
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.transport.base import RateLimit
+from hf_diloco.transport.bucket import BucketExchange
 from tests.clocks import LONG
 from tests.store_servers import serving
 
@@ -116,3 +120,15 @@ def test_ranges_of_an_object(address: str, wanted: str, answer: tuple[int, bytes
     ObjectStore(f"{address}/run", TIMEOUT).put("a", b"0123456789")
     said = urllib3.request("GET", f"{address}/runs/run/a", headers={"Range": wanted}, timeout=TIMEOUT, retries=False)
     assert (said.status, said.data if said.status == 206 else None) == answer
+
+
+def test_a_small_payload_travels_whole_where_no_rate_is_limited(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts it takes three requests, one after the other."""
+
+    def assemble(self: Folder, path: str, *_: Any) -> None:
+        raise AssertionError(f"{path} came in parts")
+
+    monkeypatch.setattr(Folder, "assemble", assemble)
+    store = ObjectStore(f"{address}/run", TIMEOUT)
+    BucketExchange(store, 0, 100, rate_limit=RateLimit()).publish(torch.ones(100), "payload", CODECS["fp32"])
+    assert store.list() == [("payload", 400)]
