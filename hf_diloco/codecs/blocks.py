@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.compiled import Loops, is_compiled_for
+from hf_diloco.codecs.compiled import INFINITY_BITS, MAGNITUDE_BITS, Loops, is_compiled_for
 from hf_diloco.utils.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24
 """Values that are coded at a time on an accelerator, so that scratch memory has a bound."""
 
-INFINITY_BITS = 0x7F80_0000
-MAGNITUDE_BITS = 0x7FFF_FFFF
 BF16_BITS = np.int32(~0xFFFF)
 
 
@@ -103,10 +101,10 @@ class BlockCodec(Codec):
         By the bits of the magnitudes: as integers they are in the same order, NaN last, and compare faster.
         """
         bits = scratch.view(torch.int32)
-        torch.bitwise_and(values.view(torch.int32), MAGNITUDE_BITS, out=bits)
+        torch.bitwise_and(values.view(torch.int32), int(MAGNITUDE_BITS), out=bits)
         largest = self._scratch("largest", values, torch.int32, 1)
         torch.amax(bits, 1, keepdim=True, out=largest)
-        return largest.clamp_max_(INFINITY_BITS).view(torch.float32)
+        return largest.clamp_max_(int(INFINITY_BITS)).view(torch.float32)
 
 
 class FourBitCodec(BlockCodec):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_diloco.codecs.blocks import MAGNITUDE_BITS, BlockCodec
+from hf_diloco.codecs.blocks import BlockCodec
 from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, read_bf16, write_bf16
 
 KEPT = 64
@@ -23,7 +23,7 @@ LARGEST_MAGNITUDE = torch.finfo(torch.bfloat16).max
 
 GROUPS, GROUP_VALUES = 512, 8
 INDEX_MASK_32 = np.int32(INDEX_MASK)
-KEY_BITS = np.int32(0x7FFF_FFFF & ~INDEX_MASK)
+KEY_BITS = np.int32(0x7FFF_FFFF & ~INDEX_MASK)  # of a magnitude, less those that the index takes
 COARSE_BITS = 17  # of a magnitude that are not looked at when groups are chosen
 
 Keys = NDArray[np.int32]
@@ -208,7 +208,7 @@ class TopKCodec(BlockCodec):
         result does not depend on the method, and need not be looked for afterwards.
         """
         keys = self._scratch("keys", values, torch.int32, self.block_values)
-        torch.bitwise_and(values.view(torch.int32), MAGNITUDE_BITS & ~INDEX_MASK, out=keys).bitwise_or_(from_end)
+        torch.bitwise_and(values.view(torch.int32), int(KEY_BITS), out=keys).bitwise_or_(from_end)
         return keys.topk(KEPT, dim=1).values.flip(1).bitwise_not_().bitwise_and_(INDEX_MASK).long()
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:

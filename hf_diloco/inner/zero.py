@@ -58,6 +58,8 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
 class _DeepSpeedShards(Shards):
     """What the DeepSpeed layouts share: names, sizes, and the optimizer."""
 
+    is_replicated = False
+
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._names: dict[Any, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
@@ -81,8 +83,6 @@ class _DeepSpeedShards(Shards):
 
 class Zero12Shards(_DeepSpeedShards):
     """ZeRO-1 and ZeRO-2: each parameter group flattened, padded, and cut into one partition a rank."""
-
-    is_replicated = False
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         super().__init__(model, optimizer)
@@ -114,7 +114,6 @@ class Zero12Shards(_DeepSpeedShards):
 class BF16OptimizerShards(_DeepSpeedShards):
     """ZeRO-1 in bf16 with fp32 gradient accumulation, which DeepSpeed runs in its `BF16_Optimizer`."""
 
-    is_replicated = False
     description = "ZeRO-1 (BF16_Optimizer)"
 
     def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
@@ -135,7 +134,6 @@ class BF16OptimizerShards(_DeepSpeedShards):
 class Zero3Shards(_DeepSpeedShards):
     """ZeRO-3: every parameter cut into one part a rank; the parts flattened into sub-groups."""
 
-    is_replicated = False
     description = "ZeRO-3"
 
     def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:

@@ -159,18 +159,3 @@ def split_tcp_url(url: str) -> tuple[str, int]:
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
     return check_specific(parts.hostname), port
-
-
-__all__ = [
-    "MAX_PATH",
-    "OBJECT_PATH",
-    "STORE_SCHEMES",
-    "VALID_URLS",
-    "check_between_processes",
-    "check_store_url",
-    "host_and_port",
-    "is_object_path",
-    "is_object_store",
-    "split_server_url",
-    "split_tcp_url",
-]
