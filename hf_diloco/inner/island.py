@@ -53,9 +53,7 @@ class IslandGroup:
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         gathered = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self.group)
-        return [
-            json.loads(bytes(item[: int(length)].tolist())) for item, length in zip(gathered, lengths, strict=True)
-        ]
+        return [json.loads(bytes(item[: int(length)].numpy())) for item, length in zip(gathered, lengths, strict=True)]
 
     def from_leader(self, item: Any) -> Any:
         """The leader's `item` (JSON-able) on every rank; what other ranks pass does not count."""
@@ -68,7 +66,7 @@ class IslandGroup:
         if self.is_leader:
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self.group)
-        return json.loads(bytes(data.tolist()))
+        return json.loads(bytes(data.numpy()))
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the ranks, in fp64."""
@@ -76,7 +74,7 @@ class IslandGroup:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
-        return [float(value) for value in total.tolist()]
+        return total.tolist()
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""

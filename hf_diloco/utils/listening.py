@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroupGloo
 
+from hf_diloco.utils.urls import host_and_port
+
 logger = logging.getLogger(__name__)
 
 RESERVED_FILES = 128
@@ -61,10 +63,9 @@ class Door:
         self._listener = socket.socket(fileno=os.dup(file))
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens."""
-        name = self._listener.getsockname()
-        return str(name[0]), int(name[1])
+    def address(self) -> str:
+        """Where it listens, as HOST:PORT."""
+        return host_and_port(*self._listener.getsockname()[:2])
 
     def shut(self) -> None:
         """From now on who knocks gets no answer."""
@@ -161,7 +162,7 @@ def keep_door(door: Door, owner: object) -> Callable[[], object]:
         door.close()  # at once, or the port would stay taken
 
     finish = weakref.finalize(owner, end)
-    args = (door, "{}:{}".format(*door.address), ended, size)
+    args = (door, door.address, ended, size)
     threading.Thread(target=_keep, args=args, name="hf-diloco-door", daemon=True).start()
     return finish
 

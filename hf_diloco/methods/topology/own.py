@@ -97,8 +97,5 @@ def _read(path: Path) -> ArrayLike:
     if path.suffix == ".json":
         loaded: ArrayLike = json.loads(path.read_text())
         return loaded
-    return np.array([_numbers(line) for line in path.read_text().splitlines() if line.strip()])
-
-
-def _numbers(line: str) -> list[float]:
-    return [float(word) for word in line.split(",")]
+    lines = (line for line in path.read_text().splitlines() if line.strip())
+    return np.array([[float(word) for word in line.split(",")] for line in lines])
