@@ -24,7 +24,6 @@ from typing import Any
 
 from hf_diloco.errors import ConfigError, ForgedError, UnknownIdentityError
 from hf_diloco.sealing.identity import Signer
-from hf_diloco.sealing.keys import pack
 from hf_diloco.sealing.stored import BlockSeal, ValueSeal
 
 ENV_KEY = "HF_DILOCO_KEY"
@@ -229,7 +228,9 @@ class Seal:
 
     def mac(self, path: str, text: bytes) -> str:
         """The code that seals a text at a path; without a key, a checksum."""
-        return hmac.digest(self._key, pack(_PROTOCOL, self.run_id.encode(), path.encode(), text), "sha256").hex()
+        parts = (_PROTOCOL, self.run_id.encode(), path.encode(), text)
+        said = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.digest(self._key, said, "sha256").hex()
 
 
 ORIGIN = (

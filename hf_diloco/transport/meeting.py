@@ -319,7 +319,6 @@ class Meeting:
         return int(peer)
 
     async def _prove(self, peer: int, line: Line) -> dict[End, Channel]:
-        """The keys of all connections to an end, once each has shown the other that it holds the run's key."""
         if self._key is None:
             return {}
         numbers = range(self._num_connections)
