@@ -63,9 +63,10 @@ class Door:
         self._listener = socket.socket(fileno=os.dup(file))
 
     @property
-    def address(self) -> str:
-        """Where it listens, as HOST:PORT."""
-        return host_and_port(*self._listener.getsockname()[:2])
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        name = self._listener.getsockname()
+        return str(name[0]), int(name[1])
 
     def shut(self) -> None:
         """From now on who knocks gets no answer."""
@@ -162,7 +163,7 @@ def keep_door(door: Door, owner: object) -> Callable[[], object]:
         door.close()  # at once, or the port would stay taken
 
     finish = weakref.finalize(owner, end)
-    args = (door, door.address, ended, size)
+    args = (door, host_and_port(*door.address), ended, size)
     threading.Thread(target=_keep, args=args, name="hf-diloco-door", daemon=True).start()
     return finish
 
