@@ -1050,7 +1050,7 @@ def test_an_average_that_was_not_kept_is_missed_also_a_round_later(
 
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=5.0, snapshot_every=100)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     islands = run_islands(3, lambda island: meeting.island(island).train(4))
     store.fails = lambda name, *args: name == "put" and args[0].startswith("payloads/00000003/mean-")
     run_islands(3, lambda island: islands[island].train(2))
@@ -1072,7 +1072,7 @@ def test_islands_go_on_while_the_store_is_away_and_catch_up(tmp_path: Path, monk
 
     meeting = Meeting(tmp_path, 2)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store.is_down = True
     run_islands(2, lambda island: islands[island].train(4))
@@ -1090,7 +1090,7 @@ def test_a_store_that_is_away_is_asked_once_a_round(tmp_path: Path, monkeypatch:
 
     meeting = Meeting(tmp_path, 1)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     member = meeting.island(0).train(2)
     store.is_down = True
     member.train(4)
@@ -1105,7 +1105,7 @@ def test_an_island_leaves_while_the_store_is_away(
     caplog.set_level("INFO", "hf_diloco")
     meeting = Meeting(tmp_path, 1)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     member = meeting.island(0).train(3)
     store.is_down = True
     member.leave(finished=False)
@@ -1122,7 +1122,7 @@ def test_a_store_that_goes_away_while_values_are_read_costs_no_step(
 
     meeting = Meeting(tmp_path, 2)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store.fails = lambda name, *_: name == "get_range"
     run_islands(2, lambda island: islands[island].train(2))
@@ -1141,7 +1141,7 @@ def test_who_has_caught_up_and_does_not_see_the_others_trains_a_whole_round(
 
     meeting = Meeting(tmp_path, 2, sync_every=6, min_islands=1, grace=0.1)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     first, late = run_islands(2, lambda island: meeting.island(island).train(6))
     first.train_to(late.session.outer.round + 1)
     first.train(4)
@@ -1187,7 +1187,7 @@ def test_nobody_seems_dead_because_the_store_was_away(
 
     meeting = Meeting(tmp_path, 2)
     store = BrokenStore(ObjectStore(meeting.url))
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: store)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: store)
     islands = run_islands(2, lambda island: meeting.island(island))
     living = islands[0].session.members
     assert living is not None
@@ -1225,7 +1225,7 @@ def test_a_damaged_object_is_left_out_of_the_round(tmp_path: Path, monkeypatch: 
             store.put(path, data)
 
     damaging = Damaging()
-    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout: damaging)
+    monkeypatch.setattr(elastic, "ObjectStore", lambda url, timeout, gone_after=None: damaging)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     damaging.is_on = True
     run_islands(2, lambda island: islands[island].train(2))
