@@ -243,25 +243,27 @@ def _timed(connection: socket.socket, kind: bytes, num_bytes: int) -> tuple[int,
 
 
 def _send(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
-    """Sends so many bytes; returns how many it has, where time is over before."""
+    """Sends so many bytes; returns how many it has, at least a block, where time is over before."""
     for start in range(0, num_bytes, len(_BLOCK)):
-        if time.perf_counter() >= until:
-            return start
         connection.sendall(_BLOCK[: num_bytes - start])
+        if time.perf_counter() >= until:
+            return min(num_bytes, start + len(_BLOCK))
     return num_bytes
 
 
 def _skip(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
-    """Receives so many bytes and forgets them; returns how many are left, where time is over before.
+    """Receives so many bytes, at least one, and forgets them; returns how many are left, where time is over before.
 
     Raises:
         ValueError: the other end has gone.
     """
-    while num_bytes and time.perf_counter() < until:
+    while num_bytes:
         received = len(connection.recv(min(num_bytes, len(_BLOCK))))
         if not received:
             raise ValueError("no answer")
         num_bytes -= received
+        if time.perf_counter() >= until:
+            break
     return num_bytes
 
 
