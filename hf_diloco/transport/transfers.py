@@ -5,6 +5,7 @@ in flight at a time.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -128,7 +129,8 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> timedelta:
-        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
+        """Rounded up to milliseconds: Gloo cuts off the rest, and would time out just before the deadline is over."""
+        return timedelta(milliseconds=max(1, math.ceil(1000 * (self._end - time.monotonic()))))
 
     @property
     def is_over(self) -> bool:
