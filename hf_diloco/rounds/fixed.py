@@ -37,7 +37,7 @@ from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed_rounds import FixedRounds
-from hf_diloco.rounds.round import Beside, Contribution, RoundRepeated, SyncClock, SyncReport, capture
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, SyncClock, SyncReport, capture
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.open import Transport, open_transport
@@ -327,7 +327,9 @@ class EagerRounds:
             yield self._carry_out_now(self._anticipated(fragment))
         own = self._background.begin()
         if is_last:  # what momentum has left of the islands' differences goes with it
-            own.beside = [last := Beside(fragment.partition, lambda: fragment.last_parameters(own.delta))]
+            own.further_vectors = [
+                last := FurtherVector(fragment.partition, lambda: fragment.last_parameters(own.delta))
+            ]
             yield self._carry_out_now(own)
             fragment.finish(last.values)
         else:

@@ -16,7 +16,7 @@ from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import Beside, Contribution, LaneStats, RoundRepeated, Rounds, SyncReport
+from hf_diloco.rounds.round import Contribution, FurtherVector, LaneStats, RoundRepeated, Rounds, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
 from hf_diloco.transport.base import Exchange, Traffic
 
@@ -76,13 +76,13 @@ class FixedRounds(Rounds):
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
     def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
-        """Averages all lanes in place, and what is beside them. A failure is told to the other islands, then raised on
-        every rank."""
+        """Averages all lanes in place, then the further vectors. A failure is told to the other islands, then raised
+        on every rank."""
         if not own.is_begun:
-            own.beside = [Beside(partition, partial(_read, partition)) for partition in self.buffers]
+            own.further_vectors = [FurtherVector(partition, partial(_read, partition)) for partition in self.buffers]
         try:
             stats, damage = self._average(plan, own, own.fragment.partition, mean, self.outer.codec)
-            for one in own.beside:  # the others wait for it, whatever came damaged before
+            for one in own.further_vectors:  # the others wait for it, whatever came damaged before
                 one.values = one.read()
                 of_one, later = self._average(plan, own, one.partition, one.values, CODECS["fp32"])
                 stats.digest, damage = stats.digest + of_one.digest, damage or later
@@ -160,7 +160,7 @@ class FixedRounds(Rounds):
         if own.is_begun:
             return
         self.outer.drop_progress(own.fragment)
-        for one in own.beside:
+        for one in own.further_vectors:
             one.partition.scatter(one.values)
         self.outer.rest(own.fragment)
 

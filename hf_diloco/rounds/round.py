@@ -55,8 +55,8 @@ class Part(Enum):
     WHOLE = auto()
 
 
-class Beside:
-    """A further vector of which the islands take the average with a pseudo-gradient's: in fp32, and for both or none.
+class FurtherVector:
+    """A vector that islands average in fp32 in the same attempt as a pseudo-gradient: both are committed, or neither.
 
     Args:
         partition: which part of it is this rank's.
@@ -91,7 +91,7 @@ class Contribution:
         is_begun: the fragment's next inner steps have begun: training does not wait for the round.
         part: how much of it the round uses up.
         used: what the others have read of it, where that is a part that is known.
-        beside: what else the round averages, where all islands must be there.
+        further_vectors: what else the round averages, where all islands must be there.
     """
 
     number: int
@@ -107,7 +107,7 @@ class Contribution:
     is_begun: bool = False
     part: Part = Part.WHOLE
     used: torch.Tensor | None = None
-    beside: Sequence[Beside] = ()
+    further_vectors: Sequence[FurtherVector] = ()
 
     @property
     def is_finite(self) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -42,21 +43,21 @@ def find_trainer() -> Trainer | None:
 
 def find_resumed(args: TrainingArguments, step: int) -> Path:
     """The checkpoint that the Trainer, which calls a callback, resumes from at `step`."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        checkpoint = frame.f_locals.get("resume_from_checkpoint")
-        if isinstance(frame.f_locals.get("self"), Trainer) and isinstance(checkpoint, str | Path):
+    for caller in _callers():
+        checkpoint = caller.get("resume_from_checkpoint")
+        if isinstance(caller.get("self"), Trainer) and isinstance(checkpoint, str | Path):
             return Path(checkpoint)
-        frame = frame.f_back
     return folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def _find_caller(kind: type[T]) -> T | None:
     """The nearest caller that is a method of an object of `kind`."""
+    return next((caller["self"] for caller in _callers() if isinstance(caller.get("self"), kind)), None)
+
+
+def _callers() -> Iterator[Mapping[str, Any]]:
+    """The local variables of this module's functions and of all that called them, the nearest first."""
     frame = inspect.currentframe()
     while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, kind):
-            return candidate
+        yield frame.f_locals
         frame = frame.f_back
-    return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from itertools import groupby
 
 import pytest
 
@@ -23,6 +25,7 @@ def take_turns() -> list[int]:
                 barrier.wait(30)
             for _ in range(NUM_TURNS):
                 taken.append(node)
+                time.sleep(0.0005)  # it computes, and whoever has just had a turn comes to ask for the next
                 with turns.others():
                     pass
 
@@ -30,17 +33,14 @@ def take_turns() -> list[int]:
     return taken
 
 
-def test_nobody_is_far_ahead() -> None:
-    """Who asks again a moment late may miss a turn; a lock that is not fair lets one node go hundreds ahead."""
+def test_nobody_has_several_turns_while_others_wait() -> None:
+    """Who comes a moment late to ask may miss turns; a lock that is not fair gives one node dozens in a row."""
     taken = take_turns()
     assert sorted(taken) == sorted(list(range(NUM_NODES)) * NUM_TURNS)
     all_are_there = max(taken.index(node) for node in range(NUM_NODES))
-    counts = [0] * NUM_NODES
-    for node in taken[all_are_there:]:
-        counts[node] += 1
-        assert max(counts) - min(counts) <= NUM_TURNS // 4
-        if taken[: all_are_there + sum(counts)].count(node) == NUM_TURNS:
-            break
+    first_is_done = min(len(taken) - taken[::-1].index(node) for node in range(NUM_NODES))
+    in_a_row = [len(list(turns)) for _, turns in groupby(taken[all_are_there:first_is_done])]
+    assert max(in_a_row) < 3
 
 
 def test_each_node_draws_its_own_numbers() -> None:

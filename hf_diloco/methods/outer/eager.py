@@ -62,8 +62,8 @@ class Eager(DiLoCo):
 
     @property
     def ahead(self) -> float:
-        """What this island's part of the round weighs that has been anticipated, and whose average is yet to be used;
-        -1 if it is left out of that round, 0 if there is none."""
+        """Whether a round has been anticipated whose average is not used yet: the weight of this island's part in it;
+        -1 if this island is left out of it, 0 if there is no such round."""
         return self._state["ahead"].item()
 
     def step_eagerly(self, delta: torch.Tensor | None, weight: float, means: Sequence[torch.Tensor]) -> None:
