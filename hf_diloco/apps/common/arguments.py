@@ -164,7 +164,7 @@ def _try_settings(args: TrainingArguments) -> None:
 
 
 def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
-    """Raises `ConfigError` if an evaluation has not one batch, and so no loss: training would tell that last."""
+    """Raises `ConfigError` if an evaluation would have no batch, and so no loss, which training finds at its end."""
     at_once = args.eval_batch_size * args.world_size
     if args.dataloader_drop_last and num_examples < at_once:
         raise ConfigError(
