@@ -230,11 +230,11 @@ class ObjectStore:
             StoreError: no answer, or access is denied.
         """
         _check_path(path)
-        sight = self.sights.covering(path)
-        if sight and path not in sight.objects:
-            return None
-        if sight and (seen := sight.objects[path]) is not None and len(seen) <= limit:
-            return seen
+        if (sight := self.sights.current) and sight.covers(path):
+            if path not in sight.objects:
+                return None
+            if (seen := sight.objects[path]) is not None and len(seen) <= limit:
+                return seen
         try:
             return self._retries.ask("read", path, partial(self._backend.read, path, limit))
         except AbsentError:
@@ -272,7 +272,7 @@ class ObjectStore:
         Raises:
             StoreError: no answer, or access is denied.
         """
-        if sight := self.sights.covering(prefix.rstrip("/")):
+        if (sight := self.sights.current) and sight.covers(prefix.rstrip("/")):
             return sight.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 

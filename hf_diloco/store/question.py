@@ -135,10 +135,6 @@ class Sights(threading.local):
         finally:
             self.current = None
 
-    def covering(self, path: str) -> Sight | None:
-        """The sight, if it covers a path."""
-        return self.current if self.current and self.current.covers(path) else None
-
 
 def look(
     store: ObjectStore,

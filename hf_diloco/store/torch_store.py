@@ -102,7 +102,8 @@ class RecordStore(Store):
             return {}
         paths = {self._path(key): key for key in keys}
         store = self.log.store
-        is_seen = store.tells_changes and all(store.sights.covering(path) for path in paths)
+        sight = store.sights.current
+        is_seen = sight is not None and all(map(sight.covers, paths))
         with nullcontext() if is_seen else looking_once(store, (), paths):
             records = {path: self.log.read_or_refuse(path, BytesRecord, self._max_bytes) for path in paths}
         return {paths[path]: value for path, record in records.items() if (value := _value(record)) is not None}

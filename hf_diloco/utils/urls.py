@@ -27,6 +27,8 @@ _SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
 OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 """Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
 MAX_PATH = 512
+is_object_path = re.compile(rf"(?=.{{1,{MAX_PATH}}}\Z){OBJECT_PATH.pattern}").fullmatch
+"""Whether an object may have a path: a match, or None."""
 
 _CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT_PATH.pattern}))?/?")
 _SERVER_URL = re.compile(
@@ -82,11 +84,6 @@ def is_loopback(numeric: str) -> bool:
     """Whether an address reaches this machine alone."""
     address = parse_address(numeric)
     return address is not None and address.is_loopback
-
-
-def is_object_path(path: str) -> bool:
-    """Whether an object may have this path."""
-    return len(path) <= MAX_PATH and OBJECT_PATH.fullmatch(path) is not None
 
 
 def is_object_store(url: str) -> bool:
