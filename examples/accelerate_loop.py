@@ -4,12 +4,14 @@ Two islands on this machine:
 
     hf-diloco launch --islands 2 -- python examples/accelerate_loop.py
 
-Start an island of several ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
+Ctrl-C has each island save; with --resume at its end the command continues from there. Start an island of several
+ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -48,9 +50,15 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     folder = f"runs/accelerate_loop/island-{config.island}"
-    with OuterLoop(accelerator, model, optimizer, config, output_dir=folder) as outer:
-        num_batches = NUM_STEPS * accelerator.gradient_accumulation_steps
-        for batch in itertools.islice(loader, num_batches):
+    checkpoint = f"{folder}/checkpoint"
+    resume_from = checkpoint if "--resume" in sys.argv else None
+    if resume_from:
+        accelerator.load_state(resume_from)
+    with OuterLoop(
+        accelerator, model, optimizer, config, output_dir=folder, resume_from=resume_from, num_steps=NUM_STEPS
+    ) as outer:
+        begin, end = (step * accelerator.gradient_accumulation_steps for step in (outer.global_step, NUM_STEPS))
+        for batch in itertools.islice(accelerator.skip_first_batches(loader, begin), end - begin):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -62,8 +70,14 @@ def main() -> None:
                     f"island {config.island}: round {report.round}, loss {loss.item():.4f}, "
                     f"{report.bytes_sent / 1e6:.1f} MB sent in {report.seconds_exchanging:.2f} s"
                 )
+            if outer.should_stop():
+                accelerator.save_state(checkpoint)
+                outer.save_state(checkpoint)
+                return
         assert outer.on_boundary  # the model holds the outer parameters, equal on all islands
-        accelerator.print(f"island {config.island}: outer parameters {report.outer_hash if report else ''}")
+        accelerator.print(
+            f"island {config.island}: outer parameters {outer.report.outer_hash if outer.report else ''}"
+        )
 
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ class BarDisplay(LineDisplay):
         if progress.training_has_begun and island not in self._begun:
             self._begun.add(island)
             self._bars.reset(task)  # the time of loading, and of steps before a resume, says nothing about the rest
-        if progress.training_has_begun and progress.max_steps:
-            self._bars.update(task, total=progress.max_steps, completed=progress.step)
+        if progress.training_has_begun:
+            self._bars.update(task, total=progress.max_steps or None, completed=progress.step)
         state = progress.state if progress.training_has_begun else progress.message or progress.state
         self._unit = progress.noun or self._unit
         name = f"{self._unit} {island}"
@@ -175,6 +175,7 @@ def _figures(progress: IslandProgress) -> list[str]:
 
 def describe(progress: IslandProgress) -> str:
     """One line: `training, step 120/200, round 6, loss 4.312, 1,203 tokens/s`."""
-    steps = [f"step {progress.step}/{progress.max_steps}"] if progress.step else []
+    total = f"/{progress.max_steps}" if progress.max_steps else ""
+    steps = [f"step {progress.step}{total}"] if progress.step else []
     message = [progress.message] if progress.message not in ("", progress.state) else []
     return ", ".join([progress.state, *steps, *_figures(progress), *message])

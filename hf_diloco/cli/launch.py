@@ -319,9 +319,11 @@ class Launcher:
         running = [island for island in self._islands if island.running]
         if self._stop_by is not None or self._kill_by is not None or not running:
             return
-        starting = [island for island in running if not island.progress.training_has_begun]
+        starting = [island for island in running if not island.progress.can_save]
         if len(starting) == len(running):
-            self._end(f"{reason}training has not begun, ")
+            has_begun = any(island.progress.training_has_begun for island in running)
+            why = "these scripts do not ask should_stop(), " if has_begun else "training has not begun, "
+            self._end(f"{reason}{why}")
             return
         self._stop_by = time.monotonic() + self._grace
         for island in starting:

@@ -25,6 +25,7 @@ class Progress:
         unit: what is counted in the place of tokens, where that is something else.
         message: what the state alone does not say; may be empty.
         noun: what it is called, where it says so: island, or node.
+        can_stop: whether it ends with a checkpoint when it is asked to.
     """
 
     state: str = BEFORE_TRAINING
@@ -36,11 +37,17 @@ class Progress:
     unit: str = "tokens"
     message: str = ""
     noun: str = ""
+    can_stop: bool = True
 
     @property
     def training_has_begun(self) -> bool:
         """Whether it has something to save."""
         return self.state != BEFORE_TRAINING
+
+    @property
+    def can_save(self) -> bool:
+        """Whether it writes a checkpoint when it is asked to end."""
+        return self.training_has_begun and self.can_stop
 
     @property
     def is_ending(self) -> bool:
@@ -62,6 +69,7 @@ def read_progress(path: Path) -> Progress:
             unit=str(values.get("unit") or "tokens"),
             message=str(values.get("message") or ""),
             noun=str(values.get("noun") or ""),
+            can_stop=values.get("can_stop") is not False,
         )
     except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
         return Progress()

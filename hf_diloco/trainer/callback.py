@@ -171,8 +171,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
         needed = last_of_earlier_round if goes_back_with_others else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
-        # By a round that was still due, or took place meanwhile.
-        self.moved_at_end = state.global_step >= state.max_steps
+        self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
         if trainer is not None:
             finish = partial(self._finish, trainer._finalize_training)
             self._replaced.enter_context(replaced(trainer, "_finalize_training", finish))
@@ -262,6 +261,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     # Steps of the above
 
+    def _on_error(self) -> None:
+        """Tells the others at once: the process may live on, as in a notebook. One rank of several cannot do that."""
+        if self._need_session().island.size == 1 and not self._need_session().has_left:
+            self._need_session().abandon()
+            self._end()
+
     def _connect(self, folder: Path) -> BaseSession:
         if self._has_joined and not self._need_session().has_left:
             self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
@@ -348,8 +353,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _on_missed(self, state: TrainerState, error: MissedRoundError) -> None:
         if self._need_session().island.is_leader:
             logger.warning("%s", error)
-        self._need_record().write("missed", state.global_step, round=self._outer.round + 1, reason=str(error))
-        self._need_record().refuse(state.global_step, self._need_session().take_refused())
+        self._need_record().miss(state.global_step, self._need_session(), error)
 
     def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
         """The other islands have completed the last round, of which this one has the result: the final model."""
@@ -392,5 +396,5 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             examples * self.config.num_islands,
         )
         record = IslandRecord(folder_of(args) if session.island.is_leader else None)
-        record.start(state, session, shards, examples, tokens_per_step(self._facts, examples), resumed)
+        record.start(state.global_step, session, shards, examples, tokens_per_step(self._facts, examples), resumed)
         return record

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_diloco.config.base import choose_config
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import ConfigError, MissedRoundError
+from hf_diloco.errors import ConfigError, MissedRoundError, StopRequested
 from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
@@ -26,7 +26,10 @@ from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.round import SyncReport
+from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
+from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
+from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
 
 logger = logging.getLogger("hf_diloco")
@@ -46,7 +49,8 @@ class OuterLoop(HasOuterWeights):
         optimizer: the prepared optimizer.
         config: the outer loop's settings; default: `DiLoCoConfig()`.
         fingerprint: further facts that must be equal on all islands.
-        output_dir: where this island writes checkpoints, different on every island of a machine.
+        output_dir: where this island writes checkpoints and `metrics.jsonl`, different on every island of a machine.
+            Without it the record is in the launcher's folder, if `hf-diloco launch` started this process.
         resume_from: a folder that `save_state` wrote to; call `accelerator.load_state` first.
         num_steps: optimizer steps that the loop is to take; islands that give unequal numbers are refused.
         num_rounds: rounds that the run is to have, where islands come and go; see `is_over`. Default: as many as
@@ -59,7 +63,9 @@ class OuterLoop(HasOuterWeights):
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
+        global_step: optimizer steps taken, with those before a resume.
         report: the last round's figures, or None before the first.
+        stopped: the loop ends early because it was asked to, see `should_stop`.
     """
 
     NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
@@ -81,17 +87,25 @@ class OuterLoop(HasOuterWeights):
         self.config = choose_config(DiLoCoConfig, config, {}, "OuterLoop(..., DiLoCoConfig(sync_every=500))")
         _check_prepared(accelerator, model, optimizer)
         self.report: SyncReport | None = None
+        self.stopped = False
         self._accelerator = accelerator
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._facts: Facts = facts_given(fingerprint)
         self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
+        self._record_folder = Path(output_dir) if output_dir else launchers_folder()
         self._resume_from = Path(resume_from) if resume_from else None
         self._num_steps = _checked_count("num_steps", num_steps)
         self._num_rounds = _checked_count("num_rounds", num_rounds)
         if num_steps is not None and num_rounds is None:
             self._num_rounds = count_rounds(self.config, num_steps) or None
-        self._global_step = 0
+        self.global_step = 0
+        self._stop = StopFlag(launchers_stop_file())
+        self._heeds_stop = False
+        self._record = IslandRecord(None)
+        self._progress: Progress | None = None
+        self._speed = Speed()
+        self._seen = 0.0  # since the last step, of what `weight_by` counts
 
     def __enter__(self) -> OuterLoop:
         if self._session is not None:
@@ -99,7 +113,7 @@ class OuterLoop(HasOuterWeights):
         refuse(_settings_of(self._accelerator, self._optimizer), "loop")
         island = IslandGroup(timeout=self.config.longest_wait)
         shards = open_shards(self._model, self._optimizer, island.size)
-        self._session = open_session(self.config, island, folder=self._folder)
+        self._session = open_session(self.config, island, self._is_asked_to_stop, folder=self._folder)
         with self._leaving_on_error():
             self._begin(shards)
         return self
@@ -110,21 +124,31 @@ class OuterLoop(HasOuterWeights):
         session.num_rounds = self._num_rounds
         session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
-            self._global_step = read_index(self._resume_from).global_step
+            self.global_step = read_index(self._resume_from).global_step
+        if session.island.is_leader:
+            self._show_progress()
+        self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
         if session.is_due():  # the checkpoint was written when this round could not take place
             self._try_advance()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()
-        if kind is None and session.is_due(is_last=True):
+        if self._heeds_stop:
+            self._stop.uninstall()
+        finished = kind is None and not self.stopped
+        if finished and session.is_due(is_last=True):
             with self._leaving_on_error():
                 self._try_advance(is_last=True)
-        if kind is None and not session.outer.on_boundary:
+        if finished and not session.outer.on_boundary:
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
                 session.outer.steps,
             )
-        session.leave(finished=kind is None)
+        if kind is None:
+            self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
+            self._update_progress(state="done")
+        self._record.close()
+        session.leave(finished=finished)
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -132,6 +156,7 @@ class OuterLoop(HasOuterWeights):
         try:
             yield
         except BaseException:
+            self._record.close()
             if not self._need_session().has_left:
                 self._need_session().leave(finished=False)
             raise
@@ -169,13 +194,47 @@ class OuterLoop(HasOuterWeights):
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
         number = _checked(weight)
+        self._seen += number
         if not self._accelerator.sync_gradients:
             session.outer.add_weight(number)
             return None
-        self._global_step += 1
+        self.global_step += 1
         session.outer.count_step(number)
-        is_last = self._global_step == self._num_steps
-        return self._try_advance(is_last) if session.is_due(is_last) else None
+        rate = self._speed.count(1.0 if self.config.weight_by == "uniform" else self._seen)
+        self._seen = 0.0
+        if not session.is_due(is_last=self._has_taken_all):
+            self._update_progress(state="training", tokens_per_second=rate)
+            return None
+        self._update_progress(state="syncing", tokens_per_second=rate)
+        report = self._try_advance(is_last=self._has_taken_all)
+        self._update_progress(state="training")
+        return report
+
+    @property
+    def _has_taken_all(self) -> bool:
+        """Whether the last step was that of a loop of known length."""
+        return self.global_step == self._num_steps
+
+    def should_stop(self) -> bool:
+        """Whether this island was asked to end: by SIGTERM or Ctrl-C, also of `hf-diloco launch`.
+
+        Call it after each `step()`, on all ranks: all learn it after the same optimizer step. Where it is true, save,
+        and leave the loop. From the first call on the signals no longer end the process; a second Ctrl-C does.
+        """
+        session = self._need_session()
+        if session.has_left:
+            return self.stopped
+        if not self._heeds_stop:
+            self._heeds_stop = True
+            self._stop.install(session.island)
+            self._update_progress(can_stop=True)
+        if self._accelerator.sync_gradients and self._stop.agreed() and not self._has_taken_all:
+            self.stopped = True
+        return self.stopped
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether a wait for other islands is to end."""
+        return self._heeds_stop and self._stop.is_requested()
 
     @property
     def is_over(self) -> bool:
@@ -189,25 +248,49 @@ class OuterLoop(HasOuterWeights):
             CheckpointError: it cannot be written; on every rank. Training can go on.
         """
         session = self._need_session()
+        self._update_progress(state="saving")
         for report in session.settle():
             self._note(report)
-        save_state(session.outer, Path(folder), self._global_step, {"steps": self._global_step}, is_last=False)
+        save_state(session.outer, Path(folder), self.global_step, {"steps": self.global_step}, is_last=False)
+        self._record.write("save", self.global_step, path=str(folder))
+        self._speed.restart()
+        self._update_progress(state="training")
 
     def _try_advance(self, is_last: bool = False) -> SyncReport | None:
         try:
             reports = self._need_session().advance(is_last)
+        except StopRequested:
+            self.stopped = True
+            return None
         except MissedRoundError as error:
             logger.warning("%s", error)
+            self._record.miss(self.global_step, self._need_session(), error)
             return None
         for report in reports:
             self._note(report)
+        self._record.refuse(self.global_step, self._need_session().take_refused())
         return reports[-1] if reports else None
 
     def _note(self, report: SyncReport) -> None:
         self.report = report
+        self._record.sync(report, self.global_step)
         if self._accelerator.trackers:
-            names = ("round", "seconds_exchanging", "bytes_sent", "bytes_received", "pseudo_gradient_norm")
-            self._accelerator.log({f"diloco/{name}": getattr(report, name) for name in names}, step=self._global_step)
+            self._accelerator.log(self._record.take_for_trackers(), step=self.global_step)
+
+    def _show_progress(self) -> None:
+        """Opens the island's record, and has the launcher see how far the loop is."""
+        self._record = IslandRecord(self._record_folder)
+        if (folder := launchers_folder()) is not None:
+            unit = "steps" if self.config.weight_by == "uniform" else self.config.weight_by
+            self._progress = Progress(
+                folder, self._num_steps or 0, unit=unit, record=self._record_folder, noun="island", can_stop=False
+            )
+        self._speed.restart()
+        self._update_progress(state="training")
+
+    def _update_progress(self, **values: Any) -> None:
+        if self._progress is not None:
+            self._progress.update(step=self.global_step, round=self.round, **values)
 
 
 def _checked(weight: Any) -> float:

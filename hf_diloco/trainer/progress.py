@@ -1,7 +1,4 @@
-"""What an island leaves in its folder for the launcher, which reads it a few times a second: progress.json.
-
-The launcher leaves a file there too: `stop`, which asks for a checkpoint and an end.
-"""
+"""What an island leaves in its folder for the launcher, which reads it a few times a second: progress.json."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from hf_diloco.utils.redact import redact
 
 logger = logging.getLogger("hf_diloco")
 
-STOP_FILE = "stop"
 PROGRESS_FILE = "progress.json"
 SECONDS_BETWEEN_WRITES = 0.25
 _STEPS_OF_RATE = 20
+_URGENT = ("state", "message", "can_stop")
 
 
 def launchers_folder() -> Path | None:
@@ -43,6 +40,7 @@ class Progress:
         unit: what is counted.
         record: the folder of the island's record, if that is another.
         noun: what the island is called, where the launcher does not know it.
+        can_stop: whether it ends with a checkpoint when it is asked to.
     """
 
     def __init__(
@@ -53,6 +51,7 @@ class Progress:
         unit: str = "tokens",
         record: Path | None = None,
         noun: str = "",
+        can_stop: bool = True,
     ) -> None:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
@@ -68,14 +67,15 @@ class Progress:
             "unit": unit,
             "message": "",
             "noun": noun,
+            "can_stop": can_stop,
         }
         if record is not None:
             self._values["record"] = str(record.absolute())
 
     def update(self, **values: Any) -> None:
-        """Changes some values; a new state or message is written at once."""
+        """Changes some values; what is new of those that tell the launcher what to do is written at once."""
         values = redact(values)
-        urgent = any(self._values[key] != values.get(key, self._values[key]) for key in ("state", "message"))
+        urgent = any(self._values[key] != values.get(key, self._values[key]) for key in _URGENT)
         self._values.update(values)
         now = time.monotonic()
         if self._enabled and (urgent or now - self._written >= SECONDS_BETWEEN_WRITES):
@@ -84,6 +84,25 @@ class Progress:
             if problem and not self._is_failing:
                 logger.warning("%s: training goes on, and what is shown of it is out of date", problem)
             self._is_failing = bool(problem)
+
+
+class Speed:
+    """Of the last steps: what is counted, in a second. Begins with a pause's end."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, float]] = deque(maxlen=_STEPS_OF_RATE + 1)
+        self.restart()
+
+    def restart(self) -> None:
+        """A pause has ended, which is none of the speed."""
+        self._marks.clear()
+        self._marks.append((time.monotonic(), 0.0))
+
+    def count(self, amount: float) -> float:
+        """A step has ended, of this many tokens or the like; returns how many a second there were."""
+        self._marks.append((time.monotonic(), self._marks[-1][1] + amount))
+        (begun, before), (now, total) = self._marks[0], self._marks[-1]
+        return (total - before) / max(now - begun, 1e-9)
 
 
 class RunFilesCallback(TrainerCallback):
@@ -110,13 +129,13 @@ class RunFilesCallback(TrainerCallback):
         self._sync_every = sync_every
         self._tokens_per_step = tokens_per_step
         self._in_script = in_script
-        self._times: deque[float] = deque(maxlen=_STEPS_OF_RATE + 1)
+        self._speed = Speed()
         self._is_training = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training begins."""
         self._is_training = True
-        self._times.append(time.monotonic())
+        self._speed.restart()
         self._update(state, state="training", message="")
 
     def on_optimizer_step(
@@ -130,8 +149,7 @@ class RunFilesCallback(TrainerCallback):
         """Counts, and lets training end with an evaluation."""
         if not self._in_script and state.global_step >= state.max_steps:
             control.should_evaluate = True
-        self._times.append(time.monotonic())
-        rate = (len(self._times) - 1) * self._tokens_per_step / (self._times[-1] - self._times[0])
+        rate = self._speed.count(self._tokens_per_step)
         now = "evaluating" if control.should_evaluate else "saving" if control.should_save else "training"
         self._update(state, state=now, tokens_per_second=rate)
 
@@ -156,8 +174,7 @@ class RunFilesCallback(TrainerCallback):
             self._update(state, state="done")
 
     def _resume(self, state: TrainerState, now: str) -> None:
-        self._times.clear()  # the pause is none of the training rate
-        self._times.append(time.monotonic())
+        self._speed.restart()
         if self._is_training:  # a script may evaluate and save later, too
             self._update(state, state=now)
 

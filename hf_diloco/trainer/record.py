@@ -13,8 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerState
-
+from hf_diloco.errors import MissedRoundError
 from hf_diloco.inner.base import Shards
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
@@ -121,27 +120,27 @@ class IslandRecord(Record):
 
     def start(
         self,
-        state: TrainerState,
+        step: int,
         session: BaseSession,
         shards: Shards,
-        examples: int,
+        examples: int | None,
         tokens: int | None,
         resumed: bool,
     ) -> None:
         """Appends with what training begins.
 
         Args:
-            state: the Trainer's.
+            step: optimizer steps that it has taken.
             session: that the island has joined.
             shards: of its model.
-            examples: that it trains on in a step.
-            tokens: likewise; None if that is not known.
+            examples: that it trains on in a step; None if that is not known.
+            tokens: likewise.
             resumed: whether it goes on from a checkpoint.
         """
         config, size = session.config, session.island.size
         self.write(
             "start",
-            state.global_step,
+            step,
             island=config.island,
             num_islands=config.num_islands,
             num_ranks=size,
@@ -154,7 +153,7 @@ class IslandRecord(Record):
             outer_lr=config.outer_lr,
             outer_momentum=config.outer_momentum,
             chosen=session.chosen,
-            max_steps=state.max_steps,
+            max_steps=session.num_steps,
             examples_per_step=examples,
             tokens_per_step=tokens,
             resumed=resumed,
@@ -171,6 +170,11 @@ class IslandRecord(Record):
             self._sums[name] += event[name]
         self._for_trackers.update({f"diloco/{name}": event[name] for name in LOGGED if event[name] is not None})
         self.write("sync", step, **event)
+
+    def miss(self, step: int, session: BaseSession, error: MissedRoundError) -> None:
+        """Appends that a round could not take place, and whose contributions were refused."""
+        self.write("missed", step, round=session.outer.round + 1, reason=str(error))
+        self.refuse(step, session.take_refused())
 
     def refuse(self, step: int, refused: Mapping[int, str]) -> None:
         """Appends whose contributions were refused, with the reasons, if any were."""

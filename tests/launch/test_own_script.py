@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hf_diloco.report import load_run, summarise
 from tests.processes import Processes
 
 pytestmark = pytest.mark.distributed
 LAUNCH: list[str | os.PathLike[str]] = [sys.executable, "-m", "hf_diloco.cli", "launch", "--islands", "2"]
 SCRIPT = ["-m", "tests.programs.own_script"]
+LOOP = ["-m", "tests.programs.own_loop"]
+LOOPS_LAST = re.compile(r"stopped (\w+), round (\d+), weights (\[.*\])")
 LAST = re.compile(r"I am (\d) of 2, (\d+) threads, (\d) ranks, weights (-?[\d.]+)")
 
 
@@ -63,3 +66,42 @@ def test_an_error_of_the_script_is_shown(tmp_path: Path, processes: Processes) -
     output = processes.spawn(command).wait(expect=1).output
     assert "ValueError: these are no steps" in output
     assert re.search(r"island-[01]/log.txt", output), "of the one that failed first"
+
+
+def test_a_loop_shows_where_it_is_and_has_a_report(tmp_path: Path, processes: Processes) -> None:
+    command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out", "8"]
+    output = processes.spawn(command).wait().output
+    assert "done, step 8/8, round 2" in output
+    report = summarise(load_run(tmp_path / "runs" / LOOP[1]))
+    assert [(one.steps, one.num_rounds, one.ended) for one in report.islands] == [(8, 2, True)] * 2
+    assert (report.num_rounds_compared, report.mismatched_rounds) == (2, ())
+    assert report.bytes_sent
+
+
+def test_ctrl_c_has_a_loop_that_asks_save_and_go_on_from_there(tmp_path: Path, processes: Processes) -> None:
+    place: list[str | os.PathLike[str]] = ["--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out"]
+    launcher = processes.spawn([*LAUNCH, *place, "100000", "--asks"])
+    for island in "01":
+        launcher.wait_for(rf"island {island} .*training, step \d+/100000, round")
+    launcher.interrupt()
+    output = launcher.wait().output
+    assert "islands 0 and 1 finish the step and write a checkpoint" in output
+    stopped = LOOPS_LAST.findall(output)
+    assert [was_stopped for was_stopped, *_ in stopped] == ["True", "True"]
+    (round_,) = {int(number) for _, number, _ in stopped}
+
+    output = processes.spawn([*LAUNCH, *place, str(4 * (round_ + 3)), "--asks", "--resume"]).wait().output
+    assert len(re.findall(r"begins at step [1-9]", output)) == 2
+    ended = LOOPS_LAST.findall(output)
+    assert [(was_stopped, int(number)) for was_stopped, number, _ in ended] == [("False", round_ + 3)] * 2
+    assert len({weights for *_, weights in ended}) == 1
+
+
+def test_ctrl_c_ends_a_loop_that_does_not_ask_at_once(tmp_path: Path, processes: Processes) -> None:
+    command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out", "100000"]
+    launcher = processes.spawn(command)
+    for island in "01":
+        launcher.wait_for(rf"island {island} .*training, step \d+/100000")
+    launcher.interrupt()
+    output = launcher.wait(expect=130).output
+    assert "these scripts do not ask should_stop(), ending islands 0 and 1" in output

@@ -12,7 +12,7 @@ import time
 import torch.distributed as dist
 
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.base import StopFlag
+from hf_diloco.trainer.stop import StopFlag
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.report import load_run, summarise
 from tests.processes import Processes, find_free_port
 from tests.programs.mesh_loop import BATCH, LEARNING_RATE, compute_loss, train
 from tests.programs.trainer_island import Tokens, make_model
@@ -220,3 +222,65 @@ def test_two_islands_as_processes_with_equal_data_are_one_island(tmp_path: Path)
         theirs, hashes = torch.load(tmp_path / f"{island}.pt", weights_only=True)
         assert same_bits(theirs, weights)
         assert hashes == [report.outer_hash for report in reports]
+
+
+def test_a_signal_is_a_wish_from_the_first_question_on(tmp_path: Path) -> None:
+    outer, _ = make_loop(tmp_path, sync_every=4)
+    before = signal.getsignal(signal.SIGTERM)
+    with outer:
+        for step in range(1, 9):
+            outer.step()
+            if outer.should_stop():
+                break
+            if step == 6:
+                signal.raise_signal(signal.SIGTERM)
+        assert (step, outer.stopped) == (7, True)
+        outer.save_state(tmp_path / "checkpoint")
+    assert signal.getsignal(signal.SIGTERM) == before
+    index = read_index(tmp_path / "checkpoint")
+    assert (index.global_step, index.round, index.steps_since_sync) == (7, 1, 3)
+
+
+def test_a_wish_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model := torch.nn.Linear(3, 1), torch.optim.SGD(model.parameters()))
+    with OuterLoop(accelerator, model, optimizer, DiLoCoConfig(sync_every=2), num_steps=2) as outer:
+        outer.step()
+        assert not outer.should_stop()
+        signal.raise_signal(signal.SIGINT)
+        outer.step()
+        assert not outer.should_stop()
+    assert not outer.stopped
+    assert outer.on_boundary
+
+
+def test_a_wish_waits_for_the_end_of_accumulation(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model := torch.nn.Linear(3, 1), torch.optim.SGD(model.parameters()))
+    answers = []
+    with OuterLoop(accelerator, model, optimizer, DiLoCoConfig(sync_every=8)) as outer:
+        for number in range(4):
+            with accelerator.accumulate(model):
+                outer.step()
+            answers.append(outer.should_stop())
+            if number == 1:
+                signal.raise_signal(signal.SIGTERM)
+    assert answers == [False, False, False, True]
+
+
+def test_the_record_of_a_loop_is_that_of_a_trainer(tmp_path: Path) -> None:
+    outer, _ = make_loop(tmp_path, sync_every=2, weight_by="examples")
+    with outer:
+        for _ in range(4):
+            outer.step(weight=3)
+        outer.save_state(tmp_path / "checkpoint")
+    events = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0),
+        ("sync", 2),
+        ("sync", 4),
+        ("save", 4),
+        ("end", 4),
+    ]
+    (island,) = summarise(load_run(tmp_path)).islands
+    assert (island.steps, island.num_rounds, island.ended, island.on_boundary) == (4, 2, True, True)

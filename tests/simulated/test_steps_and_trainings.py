@@ -350,3 +350,22 @@ def test_a_second_training_that_ended_in_an_error_goes_on_in_its_own_place(tmp_p
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert (callback.round, trainer.state.global_step) == (2, 4)
     assert sorted(path.parent.name for path in (tmp_path / "store").rglob("run.json")) == ["store", "training-2"]
+
+
+def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(tmp_path: Path, free_port: int) -> None:
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
+
+    def other() -> None:
+        session = open_session(DiLoCoConfig(island=1, **common), IslandGroup())
+        session.join(shards_of(2), tmp_path / "other")
+        for _ in range(2):
+            session.outer.count_step()
+            session.outer.count_step()
+            session.sync()
+
+    with Beside(other) as failures:
+        callback = DiLoCoCallback(island=0, **common)
+        trainer = make_trainer(tmp_path / "run", callback, Interrupts(RuntimeError(), callback))
+        with pytest.raises(RuntimeError):
+            trainer.train()
+    assert isinstance(failures[0], IslandLostError), "long before sync_timeout"

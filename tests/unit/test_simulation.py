@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import Simulation
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
-from hf_diloco.trainer.progress import STOP_FILE
+from hf_diloco.trainer.stop import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import ROOT, Processes
 

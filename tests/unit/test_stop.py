@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.base import StopFlag
+from hf_diloco.trainer.stop import StopFlag
 from tests.distributed.torchrun import torchrun
 from tests.processes import run
 

@@ -179,7 +179,7 @@ def _prepare_folder(run: BaseRun) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
-    from hf_diloco.trainer.progress import STOP_FILE
+    from hf_diloco.trainer.stop import STOP_FILE
 
     folder = run.island_folder()
     try:

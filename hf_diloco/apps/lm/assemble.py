@@ -30,7 +30,8 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.optimizers import callbacks_of, make_optimizer
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
-from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback
+from hf_diloco.trainer.progress import Progress, RunFilesCallback
+from hf_diloco.trainer.stop import STOP_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments

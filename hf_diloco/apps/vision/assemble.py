@@ -27,7 +27,8 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
-from hf_diloco.trainer.progress import STOP_FILE, Progress, RunFilesCallback
+from hf_diloco.trainer.progress import Progress, RunFilesCallback
+from hf_diloco.trainer.stop import STOP_FILE
 
 LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 

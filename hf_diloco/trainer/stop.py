@@ -1,0 +1,115 @@
+"""A wish to end training early, on which all ranks of an island act after the same step."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.progress import launchers_folder
+
+STOP_FILE = "stop"
+"""In an island's folder: asks it for a checkpoint and an end."""
+
+
+def launchers_stop_file() -> Path | None:
+    """With which `hf-diloco launch -- COMMAND` asks the island of this process to end; None without one."""
+    folder = launchers_folder()
+    return folder and folder / STOP_FILE
+
+
+class StopFlag:
+    """Set by SIGTERM, SIGINT, `request` or a file; `agreed` turns true on all ranks of the island at the same step.
+
+    Signals reach the ranks at different times, but only a common step can be checkpointed. So the ranks reduce
+    their flags once a step, in the background of the next step: the answer is one step old and costs no time.
+
+    Args:
+        file: its existence asks for the end as well, also while the island waits for others.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._requested = threading.Event()
+        self._island: IslandGroup | None = None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._old_handlers: dict[int, Any] = {}
+        self._during: CodeType | None = None
+
+    def request(self, *_: Any) -> None:
+        """Asks for the end."""
+        self._requested.set()
+
+    def is_requested(self) -> bool:
+        """Whether this rank was asked, or the file is there."""
+        return self._requested.is_set() or (self._file is not None and self._file.exists())
+
+    def agreed(self) -> bool:
+        """Called once a step by every rank: whether to end now."""
+        assert self._island is not None
+        if self._island.size == 1:
+            return self.is_requested()
+        stop = False
+        if self._pending is not None:
+            work, flag = self._pending
+            work.wait()
+            stop = bool(flag.item())
+        flag = torch.tensor([int(self.is_requested())])
+        self._pending = (dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._island.group, async_op=True), flag)
+        return stop
+
+    def install(self, island: IslandGroup, during: Callable[..., Any] | None = None) -> None:
+        """From here on SIGTERM and SIGINT are wishes; a second SIGINT is obeyed at once.
+
+        Args:
+            island: the ranks that agree.
+            during: the function, running now, that ends early where one wishes. Once it has returned or raised,
+                signals are again what they were before, also if nobody calls `uninstall`.
+        """
+        self._island = island
+        if threading.current_thread() is threading.main_thread():
+            code = getattr(during, "__code__", None)
+            self._during = code if _is_running(code, inspect.currentframe()) else None
+            for number in (signal.SIGTERM, signal.SIGINT):
+                old = signal.signal(number, self._on_signal)
+                if old != self._on_signal:  # as it is where the last training ended in an error
+                    self._old_handlers[number] = old
+
+    def uninstall(self) -> None:
+        """Puts the old handlers back, ends the exchange of flags, and forgets the wish: it has been followed."""
+        self._put_back_handlers()
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
+        self._requested.clear()
+
+    def _put_back_handlers(self) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._old_handlers.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._during is not None and not _is_running(self._during, frame):
+            self._put_back_handlers()
+            signal.raise_signal(number)
+            return
+        if number == signal.SIGINT and self._requested.is_set():
+            raise KeyboardInterrupt
+        self.request()
+
+
+def _is_running(code: CodeType | None, frame: FrameType | None) -> bool:
+    """Whether a call of `code` is under way in `frame` or a caller of it."""
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
