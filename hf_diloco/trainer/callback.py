@@ -181,7 +181,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
-        if session.is_due():  # the checkpoint was written when this round could not take place; it still stands
+        if session.is_due(is_last=state.global_step >= state.max_steps):  # it could not take place before
             try:
                 self._run_round(state, control)
             except MissedRoundError as error:

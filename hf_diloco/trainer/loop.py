@@ -128,8 +128,8 @@ class OuterLoop(HasOuterWeights):
         if session.island.is_leader:
             self._show_progress()
         self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
-        if session.is_due():  # the checkpoint was written when this round could not take place
-            self._try_advance()
+        if session.is_due(is_last=self._has_taken_all):  # the checkpoint was written when it could not take place
+            self._try_advance(is_last=self._has_taken_all)
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         session = self._need_session()

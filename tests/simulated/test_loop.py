@@ -117,9 +117,8 @@ def make_loop(folder: Path, **config: Any) -> tuple[OuterLoop, torch.nn.Linear]:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    resume_from = config.pop("resume_from", None)
-    loop = OuterLoop(accelerator, model, optimizer, DiLoCoConfig(**config), output_dir=folder, resume_from=resume_from)
-    return loop, model
+    given = {name: config.pop(name) for name in ("resume_from", "num_steps") if name in config}
+    return OuterLoop(accelerator, model, optimizer, DiLoCoConfig(**config), output_dir=folder, **given), model
 
 
 def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -284,3 +283,31 @@ def test_the_record_of_a_loop_is_that_of_a_trainer(tmp_path: Path) -> None:
     ]
     (island,) = summarise(load_run(tmp_path)).islands
     assert (island.steps, island.num_rounds, island.ended, island.on_boundary) == (4, 2, True, True)
+
+
+STREAMING = {"num_fragments": 2, "fragment_patterns": ["weight", "bias"], "fragment_sync_delay": 1}
+
+
+@pytest.mark.parametrize("config", [STREAMING, {"method": "eager"}], ids=["streaming", "eager"])
+def test_last_rounds_that_could_not_take_place_do_so_when_the_run_is_resumed(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """And not after a step more."""
+    torch.manual_seed(0)
+    outer, model = make_loop(tmp_path, sync_every=4, **config)
+    with outer:
+        for _ in range(6):
+            model(torch.randn(8, 3)).square().mean().backward()
+            outer._optimizer.step()
+            outer._optimizer.zero_grad()
+            outer.step()
+        outer._accelerator.save_state(str(tmp_path / "last"))
+        outer.save_state(tmp_path / "last")
+    expected = model.weight.detach().clone()
+
+    again, model = make_loop(tmp_path, sync_every=4, num_steps=6, resume_from=tmp_path / "last", **config)
+    again._accelerator.load_state(str(tmp_path / "last"))
+    with again:
+        assert again.on_boundary
+        assert torch.equal(model.weight, expected)
+    assert torch.equal(model.weight, expected)
