@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from transformers import Trainer, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.inner import open_shards
+from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.report import load_run, summarise
+from hf_diloco.rounds.open import open_session
 from tests.processes import Processes, find_free_port
 from tests.programs.mesh_loop import BATCH, LEARNING_RATE, compute_loss, train
 from tests.programs.trainer_island import Tokens, make_model
@@ -311,3 +315,28 @@ def test_last_rounds_that_could_not_take_place_do_so_when_the_run_is_resumed(
         assert again.on_boundary
         assert torch.equal(model.weight, expected)
     assert torch.equal(model.weight, expected)
+
+
+def test_who_is_asked_to_stop_and_finds_that_another_has_stopped_already_saves(free_port: int, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
+    outer, _ = make_loop(tmp_path / "0", island=0, **common)
+    has_left = threading.Event()
+
+    def other() -> None:
+        session = open_session(DiLoCoConfig(island=1, **common), IslandGroup())
+        session.join(open_shards(torch.nn.Linear(3, 1), None), tmp_path / "1")
+        session.leave(finished=False)
+        has_left.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with outer:
+        outer.step()
+        assert not outer.should_stop()
+        assert has_left.wait(30)
+        signal.raise_signal(signal.SIGTERM)
+        assert outer.step() is None, "a round, of which the other island will not be"
+        assert outer.should_stop()
+        outer.save_state(tmp_path / "saved")
+    thread.join()
+    assert read_index(tmp_path / "saved").global_step == 2
