@@ -65,9 +65,7 @@ class Candidate:
     @property
     def num_seen(self) -> int | None:
         """Tokens, or images, of all islands."""
-        if self.unit == "tokens":
-            return self.report.num_tokens
-        return total(island.num_images for island in self.report.islands)
+        return self.report.num_tokens if self.unit == "tokens" else self.report.num_images
 
     @property
     def seconds(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from hf_diloco.report.read import IslandRun, Section
 from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
@@ -13,7 +13,10 @@ from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
-_SETTINGS = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}  # as recorded
+# as recorded
+_OF_START = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
+_OF_END = {"on_boundary", "steps_since_sync", "run_is_over"}
+_OF_EVALUATION = {"eval_loss", "eval_accuracy", "consensus_distance"}
 _Number = TypeVar("_Number", int, float)
 
 
@@ -53,56 +56,76 @@ class TimeSplit(BaseModel):
         return cls(**parts) if known else None
 
 
-class IslandReport(BaseModel):
-    """What one island did; None is what was not recorded. See `Report` for the meaning of the figures.
+class Figures(BaseModel):
+    """What is measured of an island and of a run alike; None is what was not recorded.
+
+    Attributes:
+        steps: optimizer steps; of a run, those of the furthest island.
+        num_rounds: rounds that stand.
+        eval_loss: of the outer weights, at `eval_step`; of a run the mean over the islands that evaluated them there.
+        eval_accuracy: likewise, in runs of image classifiers.
+        consensus_distance: how far all nodes were from their mean then.
+        tokens_per_second: over the whole training time, evaluation and saving included; of a run the sum over islands.
+        bytes_sent: payload of the rounds that stand, measured, all ranks.
+        bytes_repeated: sent in rounds that were done again after a resume; not in `bytes_sent`.
+        bytes_per_step_sync: what as many steps of data-parallel training would have sent: steps x 2(M-1)/M x
+            num_parameters x 4 bytes for each island (fp32 gradients, ring all-reduce, M islands).
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    num_islands: int | None = None
+    steps: int | None = None
+    max_steps: int | None = None
+    num_rounds: int
+    eval_loss: float | None = None
+    eval_step: int | None = None
+    eval_accuracy: float | None = None
+    consensus_distance: float | None = None
+    num_tokens: int | None = None
+    tokens_per_second: float | None = None
+    num_images: int | None = None
+    images_per_second: float | None = None
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+    bytes_repeated: int | None = None
+    bytes_per_step_sync: int | None = None
+    seconds: TimeSplit | None = None
+    sample: str | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def shares(self) -> TimeSplit | None:
+        """See `TimeSplit.shares`."""
+        return self.seconds.shares() if self.seconds else None
+
+
+class IslandReport(Figures):
+    """What one island did.
 
     Attributes:
         ended: whether its last section ended in order; False while it runs or when it was killed.
-        num_rounds: its rounds that stand.
         inner_eval_loss: a last evaluation that was taken off a boundary, thus of this island's own weights.
         on_boundary: whether its final weights are the outer ones.
         num_sections: times it started or resumed.
         run_is_over: the run's last round is complete, however many steps this island took.
         comes_and_goes: it may miss rounds, and catches up.
         noun: what it is called: a node where it averages with its neighbours.
-        eval_accuracy, consensus_distance: of the last evaluation, in runs of image classifiers; of the mean of all
-            nodes, and how far these are from it.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     island: int
-    num_islands: int | None
     num_ranks: int | None
     shards: str | None
     ended: bool
-    steps: int | None
-    max_steps: int | None
-    num_rounds: int
     train_loss: float | None
-    eval_loss: float | None
-    eval_step: int | None
     inner_eval_loss: float | None
     inner_eval_step: int | None
-    on_boundary: bool | None
-    steps_since_sync: int | None
-    num_tokens: int | None
-    tokens_per_second: float | None
-    bytes_sent: int | None
-    bytes_received: int | None
-    bytes_repeated: int | None
-    bytes_per_step_sync: int | None
-    seconds: TimeSplit | None
-    shares: TimeSplit | None
+    on_boundary: bool | None = None
+    steps_since_sync: int | None = None
     num_sections: int
-    run_is_over: bool
+    run_is_over: bool = False
     comes_and_goes: bool
     has_outer_loop: bool
-    sample: str | None
-    eval_accuracy: float | None = None
-    consensus_distance: float | None = None
-    num_images: int | None = None
-    images_per_second: float | None = None
     noun: Literal["island", "node"] = "island"
 
 
@@ -116,40 +139,33 @@ def summarise_island(island: IslandRun) -> IslandReport:
     outer, inner = _last_evaluations(island, steps if end else None)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
-    bytes_received = total(sync.bytes_received for sync in syncs) if syncs else nothing
     everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
-    seconds = TimeSplit.combined(_section_seconds(section) for section in island.sections)
     token_rate = _per_second(island.sections, "tokens_per_step")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
     sample = island.summary.get("sample")
     return IslandReport(
         island=island.island,
-        **start.model_dump(include=_SETTINGS),
+        **start.model_dump(include=_OF_START),
+        **(end[0].model_dump(include=_OF_END) if end else {}),
+        **(outer.model_dump(include=_OF_EVALUATION) if outer else {}),
         ended=bool(end),
         steps=steps,
         num_rounds=len(island.of(Sync)),
         train_loss=train_losses[-1] if train_losses else None,
-        eval_loss=outer.eval_loss if outer else None,
         eval_step=outer.step if outer else None,
         inner_eval_loss=inner.eval_loss if inner else None,
         inner_eval_step=inner.step if inner else None,
-        on_boundary=end[0].on_boundary if end else None,
-        steps_since_sync=end[0].steps_since_sync if end else None,
         num_tokens=_seen(island, "tokens_per_step", _number(island.summary, "num_tokens")),
         tokens_per_second=_number(island.summary, "tokens_per_second") if token_rate is None else token_rate,
-        bytes_sent=bytes_sent,
-        bytes_received=bytes_received,
-        bytes_repeated=None if everything is None or bytes_sent is None else everything - bytes_sent,
-        bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
-        seconds=seconds,
-        shares=seconds.shares() if seconds else None,
-        num_sections=len(island.sections),
-        run_is_over=bool(end) and end[0].run_is_over,
-        sample=sample if isinstance(sample, str) else None,
-        eval_accuracy=outer.eval_accuracy if outer else None,
-        consensus_distance=outer.consensus_distance if outer else None,
         num_images=_seen(island, "images_per_step"),
         images_per_second=_per_second([one for one in island.sections if one.start], "images_per_step"),
+        bytes_sent=bytes_sent,
+        bytes_received=total(sync.bytes_received for sync in syncs) if syncs else nothing,
+        bytes_repeated=None if everything is None or bytes_sent is None else everything - bytes_sent,
+        bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
+        seconds=TimeSplit.combined(_section_seconds(section) for section in island.sections),
+        num_sections=len(island.sections),
+        sample=sample if isinstance(sample, str) else None,
         noun="node" if start.method is not None else "island",
     )
 

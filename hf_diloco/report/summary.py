@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hf_diloco.report.island import NO_START, IslandReport, TimeSplit, summarise_island, total
+from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import METRICS, IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
@@ -19,6 +19,13 @@ _SETTINGS = {
     *("outer_method", "outer_lr", "outer_momentum"),
 }
 """What a report takes from the record of a start as it is."""
+
+_MEANS = ("eval_loss", "eval_accuracy", "consensus_distance")
+_SUMS = (
+    *("num_tokens", "tokens_per_second", "num_images", "images_per_second"),
+    *("bytes_sent", "bytes_received", "bytes_repeated", "bytes_per_step_sync"),
+)
+"""Of the islands' figures."""
 
 
 class RoundReport(BaseModel):
@@ -42,32 +49,20 @@ class RoundReport(BaseModel):
     hashes_equal: bool | None
 
 
-class Report(BaseModel):
+class Report(Figures):
     """What a run did; `model_dump_json()` is its JSON form, in which figures that were not measured are null.
 
     Attributes:
-        num_islands: islands in the run; None when no start was recorded.
         covers: the islands whose records the figures come from; sums run over these alone.
         num_fragments: parts of the model that are synchronised in turn, each every `sync_every` steps.
-        steps: optimizer steps of the furthest island.
-        eval_loss: of the outer weights, mean over the islands that evaluated them at `eval_step`.
         final_weights: what the islands hold at the end: "outer" on a synchronisation boundary, otherwise "inner".
-        tokens_per_second: sum over islands, over the whole training time, evaluation and saving included.
-        bytes_sent: payload of the rounds that stand, measured, all ranks.
-        bytes_repeated: sent in rounds that were done again after a resume; not in `bytes_sent`.
-        bytes_per_step_sync: what as many steps of data-parallel training would have sent: steps x 2(M-1)/M x
-            num_parameters x 4 bytes for each island (fp32 gradients, ring all-reduce, M islands).
         traffic_ratio: bytes_per_step_sync / bytes_sent.
         mismatched_rounds: rounds after which the islands' outer parameters differed; empty in a sound run.
         num_rounds_compared: rounds of which at least two islands' hashes are here.
         method, topology: of nodes that average with their neighbours; None where islands have rounds.
-        eval_accuracy, consensus_distance: as of the islands, at `eval_step`.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     name: str
-    num_islands: int | None
     covers: tuple[int, ...]
     missing_islands: tuple[int, ...]
     num_parameters: int | None
@@ -77,34 +72,17 @@ class Report(BaseModel):
     outer_method: str | None
     outer_lr: float | None
     outer_momentum: float | None
-    steps: int | None
-    max_steps: int | None
-    num_rounds: int
-    eval_loss: float | None
-    eval_step: int | None
     perplexity: float | None
     final_weights: Literal["outer", "inner"] | None
-    num_tokens: int | None
-    tokens_per_second: float | None
-    bytes_sent: int | None
-    bytes_received: int | None
-    bytes_repeated: int | None
-    bytes_per_step_sync: int | None
     traffic_ratio: float | None
-    seconds: TimeSplit | None
-    shares: TimeSplit | None
     mismatched_rounds: tuple[int, ...]
     num_rounds_compared: int
     model: str | None
-    sample: str | None
     warnings: tuple[str, ...]
     islands: tuple[IslandReport, ...]
     rounds: tuple[RoundReport, ...]
     method: str | None = None
     topology: str | None = None
-    eval_accuracy: float | None = None
-    consensus_distance: float | None = None
-    images_per_second: float | None = None
 
     @property
     def noun(self) -> str:
@@ -130,33 +108,27 @@ def summarise(run: Run, is_live: bool = False) -> Report:
     num_islands = max((i.num_islands for i in islands if i.num_islands is not None), default=None)
     missing = tuple(sorted(set(range(num_islands or 0)) - {island.island for island in islands}))
     eval_step = max((i.eval_step for i in islands if i.eval_step is not None), default=None)
-    eval_loss = _mean(i.eval_loss for i in islands if i.eval_step == eval_step)
-    bytes_sent = total(i.bytes_sent for i in islands)
-    per_step = total(i.bytes_per_step_sync for i in islands)
+    evaluated = [island for island in islands if island.eval_step == eval_step]
+    means: dict[str, Any] = {name: _mean(getattr(island, name) for island in evaluated) for name in _MEANS}
+    sums: dict[str, Any] = {name: total(getattr(island, name) for island in islands) for name in _SUMS}
+    per_step, sent = sums["bytes_per_step_sync"], sums["bytes_sent"]
     boundaries = {island.on_boundary for island in islands}
-    seconds = TimeSplit.combined(i.seconds for i in islands)
     return Report(
         name=run.name,
         num_islands=num_islands,
         covers=tuple(island.island for island in islands),
         missing_islands=missing,
         **start.model_dump(include=_SETTINGS),
+        **means,
+        **sums,
         num_fragments=start.num_fragments or 1,
         steps=max((i.steps for i in islands if i.steps is not None), default=None),
         num_rounds=max((r.round for r in rounds), default=0),
-        eval_loss=eval_loss,
         eval_step=eval_step,
-        perplexity=perplexity(eval_loss),
+        perplexity=perplexity(means["eval_loss"]),
         final_weights="inner" if False in boundaries else "outer" if boundaries == {True} else None,
-        num_tokens=total(i.num_tokens for i in islands),
-        tokens_per_second=total(i.tokens_per_second for i in islands),
-        bytes_sent=bytes_sent,
-        bytes_received=total(i.bytes_received for i in islands),
-        bytes_repeated=total(i.bytes_repeated for i in islands),
-        bytes_per_step_sync=per_step,
-        traffic_ratio=per_step / bytes_sent if per_step and bytes_sent else None,
-        seconds=seconds,
-        shares=seconds.shares() if seconds else None,
+        traffic_ratio=per_step / sent if per_step and sent else None,
+        seconds=TimeSplit.combined(i.seconds for i in islands),
         mismatched_rounds=tuple(r.round for r in rounds if r.hashes_equal is False),
         num_rounds_compared=sum(r.hashes_equal is not None for r in rounds),
         model=str(run.model) if run.model else None,
@@ -164,9 +136,6 @@ def summarise(run: Run, is_live: bool = False) -> Report:
         warnings=tuple(find_warnings(run, islands, missing, rounds, is_live)),
         islands=islands,
         rounds=rounds,
-        eval_accuracy=_mean(i.eval_accuracy for i in islands if i.eval_step == eval_step),
-        consensus_distance=_mean(i.consensus_distance for i in islands if i.eval_step == eval_step),
-        images_per_second=total(i.images_per_second for i in islands),
     )
 
 
