@@ -36,9 +36,9 @@ def run_of(folder: Path, *overrides: str) -> VisionRun:
 
 
 def simulate(run: VisionRun) -> int:
-    from hf_diloco.apps.vision.simulate import NodeSimulation
+    from hf_diloco.apps.vision.simulate import simulate_nodes
 
-    return NodeSimulation(run, run.gossip.num_nodes).run()
+    return simulate_nodes(run, run.gossip.num_nodes)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -96,14 +96,14 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
 
 def _simulate(run: BaseRun, num_islands: int) -> int:
     if isinstance(run, VisionRun):
-        from hf_diloco.apps.vision.simulate import NodeSimulation
+        from hf_diloco.apps.vision.simulate import simulate_nodes
 
-        return NodeSimulation(run, num_islands).run(is_command=True)
+        return simulate_nodes(run, num_islands, is_command=True)
     assert isinstance(run, RunFile)
     use_cache_without_hub(run.needs_hub)  # before transformers is imported
-    from hf_diloco.apps.lm.simulate import IslandSimulation
+    from hf_diloco.apps.lm.simulate import simulate_islands
 
-    return IslandSimulation(run).run(is_command=True)
+    return simulate_islands(run, is_command=True)
 
 
 # The end

@@ -9,23 +9,25 @@ import time
 from pathlib import Path
 
 from hf_diloco.apps.common.process import STOPPED
-from hf_diloco.apps.common.simulation import Simulation
-from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+from hf_diloco.apps.common.simulation import train_together
+from hf_diloco.apps.lm.runfile import load_run_file
+from hf_diloco.gossip.threads import Turns
 from hf_diloco.trainer.stop import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import ROOT, Processes
 
 
-class Beginning(Simulation[RunFile]):
-    """Islands that are interrupted before they have a folder; each then waits to be told."""
+def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path) -> None:
+    path = ROOT / "configs" / "quickstart.yaml"
+    runs = [load_run_file(path, [f"output={tmp_path}", f"diloco.island={island}"]) for island in range(2)]
 
-    def _train(self, number: int) -> int:
+    def train(number: int) -> int:
         if number == 0:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)  # which wakes it, as the kernel does at Ctrl-C
             time.sleep(0.1)  # the handler runs there
-        folder = self._runs[number].island_folder()
+        folder = runs[number].island_folder()
         folder.mkdir(parents=True)
         deadline = time.monotonic() + LONG
         while not (folder / STOP_FILE).exists():
@@ -33,15 +35,8 @@ class Beginning(Simulation[RunFile]):
             time.sleep(0.01)
         return STOPPED
 
-    def _leave(self, number: int) -> None:
-        pass
-
-
-def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path) -> None:
-    path = ROOT / "configs" / "quickstart.yaml"
-    runs = [load_run_file(path, [f"output={tmp_path}", f"diloco.island={island}"]) for island in range(2)]
     before = signal.getsignal(signal.SIGINT)
-    assert Beginning(runs).run() == STOPPED
+    assert train_together(runs, Turns(), train) == STOPPED
     assert signal.getsignal(signal.SIGINT) is before
 
 

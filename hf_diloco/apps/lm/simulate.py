@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from transformers import Trainer
 
 from hf_diloco.apps.common.process import STOPPED
-from hf_diloco.apps.common.simulation import LONGEST_WAIT, Simulation
+from hf_diloco.apps.common.simulation import LONGEST_WAIT, train_together
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.lm.train import train_island
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -55,41 +55,36 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
         DiLoCoError: the first error that an island met.
     """
     run = load_run_file(run_file, [*overrides, f"diloco.num_islands={num_islands}", "diloco.island=0"])
-    if IslandSimulation(run).run() == STOPPED:
+    if simulate_islands(run) == STOPPED:
         raise KeyboardInterrupt(f"stopped; checkpoints are in {run.folder}")
     return load_run(run.folder)
 
 
-class IslandSimulation(Simulation[RunFile]):
-    """The islands of a run, each with plain PyTorch: ZeRO and FSDP2 compute the same.
+def simulate_islands(run: RunFile, is_command: bool = False) -> int:
+    """Trains all islands of a run, each with plain PyTorch: ZeRO and FSDP2 compute the same.
 
-    Args:
-        run: the run file, with the number of islands.
+    For what it returns, and raises besides, see `train_together`.
 
     Raises:
         ConfigError: the run has no outer loop.
     """
+    if not run.diloco.enabled:
+        raise ConfigError("diloco.enabled: false, but a simulation is of islands that meet: set it to true")
+    run = run.model_copy(update={"deepspeed": None, "fsdp": None, "accelerate": None})
+    num_islands = run.diloco.num_islands
+    blocks = [run.diloco.model_copy(update={"island": island}) for island in range(num_islands)]
+    runs = [run.model_copy(update={"diloco": block}) for block in blocks]
+    network, store, turns = MemoryNetwork(num_islands, LONGEST_WAIT), ValueStore.in_memory(), Turns()
 
-    def __init__(self, run: RunFile) -> None:
-        if not run.diloco.enabled:
-            raise ConfigError("diloco.enabled: false, but a simulation is of islands that meet: set it to true")
-        run = run.model_copy(update={"deepspeed": None, "fsdp": None, "accelerate": None})
-        num_islands = run.diloco.num_islands
-        blocks = [run.diloco.model_copy(update={"island": island}) for island in range(num_islands)]
-        super().__init__([run.model_copy(update={"diloco": block}) for block in blocks])
-        self._network, self._store = MemoryNetwork(num_islands, LONGEST_WAIT), ValueStore.in_memory()
-
-    def _train(self, number: int) -> int:
-        run = self._runs[number]
-        settings = run.diloco.model_dump(exclude=_OF_A_NETWORK, exclude_unset=True)
+    def train(number: int) -> int:
+        settings = runs[number].diloco.model_dump(exclude=_OF_A_NETWORK, exclude_unset=True)
         config = DiLoCoConfig(**{**settings, "island": number, "rendezvous": _NOWHERE}).model_copy(
             update={"sync_timeout": LONGEST_WAIT, "exchange_timeout": LONGEST_WAIT}
         )
-        transport = MemoryTransport(self._network, self._store, number)
-        return train_island(run, config, functools.partial(_SimulatedCallback, self._turns, transport))
+        transport = MemoryTransport(network, store, number)
+        return train_island(runs[number], config, functools.partial(_SimulatedCallback, turns, transport))
 
-    def _leave(self, number: int) -> None:
-        self._stop()
+    return train_together(runs, turns, train, is_command=is_command)
 
 
 def _while_others_go_on(method: F) -> F:
