@@ -143,17 +143,8 @@ class Plan(StartPlan):
     run: BaseRun
 
 
-def make_plan(options: LaunchOptions) -> Plan:
-    """Checks everything that can be checked before a process starts.
-
-    Raises:
-        ConfigError: when the run file, an override or this machine does not fit.
-    """
-    return plan_islands(load_options(options), options)
-
-
-def plan_islands(run: BaseRun, options: LaunchOptions) -> Plan:
-    """As `make_plan`, of a run file that is read already.
+def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
+    """Checks everything that can be checked before a process starts; `run`: as `load_options` has read it.
 
     Raises:
         ConfigError: when the options or this machine do not fit.

@@ -6,7 +6,6 @@ At the end it says how it went: the report of a finished run, how to resume a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
@@ -14,12 +13,13 @@ from rich.text import Text
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.hub import use_cache_without_hub
+from hf_diloco.apps.common.preflight import check_all
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, StartPlan, load_options, make_plan, plan_islands
+from hf_diloco.cli.plan import LaunchOptions, Plan, StartPlan, load_options, make_plan
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 
@@ -31,23 +31,15 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
         DiLoCoError: when the run file, the options or this machine do not fit; nothing was started then.
     """
     out, err = terminal(sys.stdout), terminal(sys.stderr)
+    run = load_options(options)
     if dry_run:
-        run = load_options(options)
-        check_run(run, lambda: plan_islands(run, options))
-        print_commands(plan_islands(run, options), out)
+        check_all(run, lambda: make_plan(run, options))
+        print_commands(make_plan(run, options), out)
         return 0
-    plan = make_plan(options)
+    plan = make_plan(run, options)
     result = run_islands(plan, f"run {plan.folder}: {plan.describe()}", out, grace)
     print_ending(result, plan, options, out, err)
     return result.exit_code
-
-
-def check_run(run: BaseRun, *others: Callable[[], object]) -> None:
-    """Tries all that a run names, see `check_all`."""
-    use_cache_without_hub(run.needs_hub)
-    from hf_diloco.apps.common.preflight import check_all  # libraries that take seconds to load
-
-    check_all(run, *others)
 
 
 def run_islands(plan: StartPlan, summary: str, out: Console, grace: float) -> Result:
@@ -82,7 +74,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
     run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
     out = terminal(sys.stdout)
     if dry_run:
-        check_run(run)
+        check_all(run)
         what = f"{num_islands} {plural(run.unit, num_islands)}"
         out.print(f"this process would train {what} in {run.folder}", soft_wrap=True)
         return 0

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.preflight import check_all
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk
 from hf_diloco.cli.doctor.network import check_store
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, plan_islands
-from hf_diloco.cli.run import check_run
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
 
@@ -31,9 +31,8 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
         ConfigError: the run file, the options or what they name cannot be used; all problems at once.
     """
     run = load_options(options)
-    check_run(run, lambda: plan_islands(run, options))
-    plan = plan_islands(run, options)
-    return show_findings(run_checks(_checks(run, plan)), as_json)
+    check_all(run, lambda: make_plan(run, options))
+    return show_findings(run_checks(_checks(run, make_plan(run, options))), as_json)
 
 
 def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hf_diloco.cli.launch import Result
 from hf_diloco.cli.log import Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.cli.run import print_ending
 
 
@@ -36,7 +36,7 @@ def options(tmp_path: Path) -> LaunchOptions:
 
 @pytest.fixture
 def plan(options: LaunchOptions) -> Plan:
-    return make_plan(options)
+    return make_plan(load_options(options), options)
 
 
 def ending(plan: Plan, options: LaunchOptions, *outcomes: Outcome, **result: Any) -> tuple[int, str, str]:

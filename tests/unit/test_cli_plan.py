@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_diloco.cli import devices
-from hf_diloco.cli.plan import LaunchOptions, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.errors import ConfigError, DiLoCoError
 from tests.processes import ROOT
 
@@ -40,12 +40,16 @@ def run_file(folder: Path, **changes: object) -> Path:
     return path
 
 
+def planned(options: LaunchOptions) -> Plan:
+    return make_plan(load_options(options), options)
+
+
 def option(command: tuple[str, ...], name: str) -> str:
     return command[command.index(name) + 1]
 
 
 def test_all_islands_with_their_own_ports_and_one_rendezvous(folder: Path) -> None:
-    plan = make_plan(LaunchOptions(run_file(folder), ("training.max_steps=8",)))
+    plan = planned(LaunchOptions(run_file(folder), ("training.max_steps=8",)))
     assert [island.number for island in plan.islands] == [0, 1]
     assert plan.rendezvous is not None
     assert plan.rendezvous.startswith("tcp://127.0.0.1:")
@@ -67,7 +71,7 @@ def test_all_islands_with_their_own_ports_and_one_rendezvous(folder: Path) -> No
     [("zero2.json", 1, "DEEPSPEED"), ("zero2.json", 2, "DEEPSPEED"), (None, 1, "NO"), (None, 2, "MULTI_GPU")],
 )
 def test_accelerate_configuration(folder: Path, deepspeed: str | None, num_processes: int, kind: str) -> None:
-    plan = make_plan(LaunchOptions(run_file(folder, deepspeed=deepspeed, launch={"num_processes": num_processes})))
+    plan = planned(LaunchOptions(run_file(folder, deepspeed=deepspeed, launch={"num_processes": num_processes})))
     for island in plan.islands:
         path = Path(option(island.command, "--config_file"))
         assert path == island.folder / "accelerate.yaml"
@@ -79,11 +83,11 @@ def test_accelerate_configuration(folder: Path, deepspeed: str | None, num_proce
 def test_own_accelerate_configuration(folder: Path) -> None:
     (folder / "mine.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 3\n")
     own = run_file(folder, accelerate="mine.yaml", deepspeed="zero2.json", launch={"threads": 5})
-    island = make_plan(LaunchOptions(own)).islands[0]
+    island = planned(LaunchOptions(own)).islands[0]
     assert option(island.command, "--config_file") == str(folder / "mine.yaml")
     assert option(island.command, "--num_processes") == "3"
     assert not island.files
-    overridden = make_plan(LaunchOptions(own, ("launch.num_processes=2",))).islands[0]
+    overridden = planned(LaunchOptions(own, ("launch.num_processes=2",))).islands[0]
     assert option(overridden.command, "--num_processes") == "2"
 
 
@@ -99,13 +103,13 @@ def test_own_accelerate_configuration(folder: Path) -> None:
 def test_accelerate_configurations_that_cannot_work(folder: Path, text: str, message: str) -> None:
     (folder / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml", deepspeed="zero2.json")))
+        planned(LaunchOptions(run_file(folder, accelerate="mine.yaml", deepspeed="zero2.json")))
 
 
 def test_multi_cpu_is_refused(folder: Path) -> None:
     (folder / "mine.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     with pytest.raises(ConfigError, match="starts one process only"):
-        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml")))
+        planned(LaunchOptions(run_file(folder, accelerate="mine.yaml")))
 
 
 @pytest.mark.parametrize(
@@ -121,11 +125,11 @@ def test_multi_cpu_is_refused(folder: Path) -> None:
 def test_accelerate_configurations_that_do_not_go_with_fsdp2(folder: Path, text: str, message: str) -> None:
     (folder / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        make_plan(LaunchOptions(run_file(folder, accelerate="mine.yaml", fsdp={})))
+        planned(LaunchOptions(run_file(folder, accelerate="mine.yaml", fsdp={})))
 
 
 def test_fsdp2_needs_no_accelerate_configuration_of_its_own(folder: Path) -> None:
-    island = make_plan(LaunchOptions(run_file(folder, fsdp={}, launch={"num_processes": 2}))).islands[0]
+    island = planned(LaunchOptions(run_file(folder, fsdp={}, launch={"num_processes": 2}))).islands[0]
     assert yaml.safe_load(island.files[island.folder / "accelerate.yaml"])["distributed_type"] == "MULTI_GPU"
 
 
@@ -135,12 +139,12 @@ def test_replicas_that_cannot_be_sharded(folder: Path, num_processes: int) -> No
     with pytest.raises(
         ConfigError, match=f"fsdp.num_replicas: 2 replicas .*, but the island has {num_processes} ranks"
     ):
-        make_plan(LaunchOptions(file))
+        planned(LaunchOptions(file))
 
 
 def test_one_island_alone(folder: Path, free_port: int) -> None:
     url = f"tcp://10.1.2.3:{free_port}"
-    plan = make_plan(LaunchOptions(run_file(folder), island=1, rendezvous=url))
+    plan = planned(LaunchOptions(run_file(folder), island=1, rendezvous=url))
     assert [island.number for island in plan.islands] == [1]
     assert plan.islands[0].environment["HF_DILOCO_RENDEZVOUS"] == url
     assert f'diloco.rendezvous="{url}"' in plan.islands[0].command
@@ -148,11 +152,11 @@ def test_one_island_alone(folder: Path, free_port: int) -> None:
 
 def test_one_island_alone_needs_a_rendezvous_and_a_number_that_exists(folder: Path) -> None:
     with pytest.raises(ConfigError, match="2 islands need a place to meet"):
-        make_plan(LaunchOptions(run_file(folder), island=1))
+        planned(LaunchOptions(run_file(folder), island=1))
     with pytest.raises(ConfigError, match="island 2 does not exist"):
-        make_plan(LaunchOptions(run_file(folder), island=2, rendezvous="tcp://h:1"))
+        planned(LaunchOptions(run_file(folder), island=2, rendezvous="tcp://h:1"))
     with pytest.raises(ConfigError, match="--island NUMBER"):
-        make_plan(LaunchOptions(run_file(folder), ("diloco.island=1",)))
+        planned(LaunchOptions(run_file(folder), ("diloco.island=1",)))
 
 
 def test_environment_beats_the_file_and_the_command_line_both(
@@ -161,15 +165,15 @@ def test_environment_beats_the_file_and_the_command_line_both(
     monkeypatch.setenv("HF_DILOCO_NUM_ISLANDS", "3")
     monkeypatch.setenv("HF_DILOCO_ISLAND", "7")  # of another run: all islands of this one are started
     monkeypatch.setenv("HF_DILOCO_RENDEZVOUS", f"tcp://127.0.0.1:{free_port}")
-    plan = make_plan(LaunchOptions(run_file(folder)))
+    plan = planned(LaunchOptions(run_file(folder)))
     assert len(plan.islands) == 3
     assert plan.rendezvous == f"tcp://127.0.0.1:{free_port}"
-    assert len(make_plan(LaunchOptions(run_file(folder), num_islands=1)).islands) == 1
+    assert len(planned(LaunchOptions(run_file(folder), num_islands=1)).islands) == 1
 
 
 def test_shorthands_are_passed_on(folder: Path) -> None:
     options = LaunchOptions(run_file(folder), name="123", output=str(folder / "out"), resume="never", num_islands=1)
-    plan = make_plan(options)
+    plan = planned(options)
     assert plan.run.name == "123", "a name, not a number"
     assert plan.run.folder == folder / "out" / "123"
     assert 'launch.resume="never"' in plan.islands[0].command
@@ -192,8 +196,8 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
         taken.listen()
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="in use by another program"):
-            make_plan(LaunchOptions(run_file(folder), rendezvous=url))
-        make_plan(LaunchOptions(run_file(folder), rendezvous=url, island=1))  # island 0 listens there: as it should
+            planned(LaunchOptions(run_file(folder), rendezvous=url))
+        planned(LaunchOptions(run_file(folder), rendezvous=url, island=1))  # island 0 listens there: as it should
 
 
 @pytest.mark.parametrize(
@@ -211,18 +215,18 @@ def test_threads(
     monkeypatch.setattr(devices, "num_cores", lambda: 8)
     if environment:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    plan = make_plan(LaunchOptions(run_file(folder, launch=launch)))
+    plan = planned(LaunchOptions(run_file(folder, launch=launch)))
     assert plan.islands[0].environment["OMP_NUM_THREADS"] == threads
 
 
 def test_islands_share_out_the_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7")
-    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 2, "threads": 1})))
+    plan = planned(LaunchOptions(run_file(folder, launch={"num_processes": 2, "threads": 1})))
     assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in plan.islands] == ["4,5", "6,7"]
     assert "share" not in plan.crowding
     with pytest.raises(ConfigError, match="an island of 5 processes needs 5 CUDA devices, but this machine has 4"):
-        make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 5})))
-    on_cpu = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": 3, "use_cpu": True})))
+        planned(LaunchOptions(run_file(folder, launch={"num_processes": 5})))
+    on_cpu = planned(LaunchOptions(run_file(folder, launch={"num_processes": 3, "use_cpu": True})))
     assert "CUDA_VISIBLE_DEVICES" not in on_cpu.islands[0].environment
 
 
@@ -231,7 +235,7 @@ def test_islands_share_gpus_where_there_are_too_few(
     folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, num_processes: int, shares: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    plan = make_plan(LaunchOptions(run_file(folder, launch={"num_processes": num_processes, "threads": 1})))
+    plan = planned(LaunchOptions(run_file(folder, launch={"num_processes": num_processes, "threads": 1})))
     assert [island.environment["CUDA_VISIBLE_DEVICES"] for island in plan.islands] == shares
     assert f"2 islands share {num_processes} CUDA device" in plan.crowding
     assert "--island" in plan.crowding
@@ -240,7 +244,7 @@ def test_islands_share_gpus_where_there_are_too_few(
 
 def test_gpus_that_are_not_there(folder: Path) -> None:
     with pytest.raises(ConfigError, match="shows no CUDA device"):
-        make_plan(LaunchOptions(run_file(folder, launch={"use_cpu": False})))
+        planned(LaunchOptions(run_file(folder, launch={"use_cpu": False})))
 
 
 def test_nvidia_smi_is_asked_when_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,15 +277,15 @@ def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.Mon
 )
 def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):
-        make_plan(LaunchOptions(run_file(folder), (setting,)))
+        planned(LaunchOptions(run_file(folder), (setting,)))
 
 
 def test_the_folder_of_an_earlier_run_is_refused_before_anything_starts(folder: Path) -> None:
     (folder / "runs" / "tiny" / "island-1" / "checkpoint-4").mkdir(parents=True)
-    make_plan(LaunchOptions(run_file(folder)))
-    make_plan(LaunchOptions(run_file(folder), resume="never", island=0, rendezvous="tcp://127.0.0.1:1"))
+    planned(LaunchOptions(run_file(folder)))
+    planned(LaunchOptions(run_file(folder), resume="never", island=0, rendezvous="tcp://127.0.0.1:1"))
     with pytest.raises(ConfigError, match="island-1 holds checkpoints of an earlier run"):
-        make_plan(LaunchOptions(run_file(folder), resume="never"))
+        planned(LaunchOptions(run_file(folder), resume="never"))
 
 
 def test_a_checkpoint_of_other_data_is_refused_with_the_way_to_train_its_model(folder: Path) -> None:
@@ -291,7 +295,7 @@ def test_a_checkpoint_of_other_data_is_refused_with_the_way_to_train_its_model(f
     (old / "run.json").write_text(json.dumps({"seed": 42, "data": {"sequence_length": 64}}))
     message = r"data.sequence_length=64, here data.sequence_length=256: .* begin that run with it as model.path"
     with pytest.raises(ConfigError, match=message):
-        make_plan(LaunchOptions(run_file(folder), resume=f"{old}/island-0/checkpoint-4"))
+        planned(LaunchOptions(run_file(folder), resume=f"{old}/island-0/checkpoint-4"))
 
 
 def test_the_folder_of_a_run_of_another_kind_is_refused(folder: Path) -> None:
@@ -299,10 +303,10 @@ def test_the_folder_of_a_run_of_another_kind_is_refused(folder: Path) -> None:
     (folder / "runs" / "tiny").mkdir(parents=True)
     (folder / "runs" / "tiny" / "run.json").write_text(json.dumps({"name": "tiny", "gossip": {"num_nodes": 4}}))
     with pytest.raises(ConfigError, match="tiny holds a run of nodes, of another kind: choose another name"):
-        make_plan(LaunchOptions(run_file(folder)))
+        planned(LaunchOptions(run_file(folder)))
     for text in ('{"diloco": {"num_islands": 2}}', "[]", "not JSON"):
         (folder / "runs" / "tiny" / "run.json").write_text(text)
-        make_plan(LaunchOptions(run_file(folder)))
+        planned(LaunchOptions(run_file(folder)))
 
 
 @pytest.mark.parametrize(
@@ -317,14 +321,14 @@ def test_where_no_folder_can_be_made_nothing_starts(folder: Path, output: str, m
     (folder / "file").touch()
     (folder / "loop").symlink_to(folder / "loop")
     with pytest.raises(ConfigError, match=message.format(folder=folder)):
-        make_plan(LaunchOptions(run_file(folder, output=str(folder / output))))
+        planned(LaunchOptions(run_file(folder, output=str(folder / output))))
 
 
 def test_the_home_folder_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     (folder / "checkpoint-4").mkdir()
     (folder / "checkpoint-4" / "trainer_state.json").touch()
-    plan = make_plan(LaunchOptions(run_file(folder, output="~/runs", launch={"resume": "~/checkpoint-4"})))
+    plan = planned(LaunchOptions(run_file(folder, output="~/runs", launch={"resume": "~/checkpoint-4"})))
     assert plan.islands[0].folder == folder / "runs" / "tiny" / "island-0"
     file = run_file(folder, diloco={**RUN["diloco"], "identity_file": "~/key-{island}"})
     assert load_options(LaunchOptions(file)).meeting.identity_file == folder / "key-{island}"
@@ -334,13 +338,13 @@ def test_the_home_folder_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_an_address_of_another_machine_is_refused_before_anything_starts(folder: Path, address: str) -> None:
     """192.0.2.0/24 is kept for documentation."""
     settings = {**RUN["diloco"], "bind_address": "127.0.0.1"}
-    make_plan(LaunchOptions(run_file(folder, diloco=settings)))
+    planned(LaunchOptions(run_file(folder, diloco=settings)))
     with pytest.raises(ConfigError, match=f"bind_address: '{address}' is no address of this machine"):
-        make_plan(LaunchOptions(run_file(folder, diloco={**settings, "bind_address": address})))
+        planned(LaunchOptions(run_file(folder, diloco={**settings, "bind_address": address})))
 
 
 def test_an_option_of_a_wrong_type_is_told_once(folder: Path) -> None:
     settings = {"method": "overlap-local-sgd", "options": {"pull": [1]}}
     with pytest.raises(ConfigError) as caught:
-        make_plan(LaunchOptions(run_file(folder, diloco={**RUN["diloco"], **settings})))
+        planned(LaunchOptions(run_file(folder, diloco={**RUN["diloco"], **settings})))
     assert str(caught.value).endswith("diloco.options.pull: expected a number, text, true or false, got [1]")

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.hub import check_login
+from hf_diloco.apps.common.hub import check_login, use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.text import nearest
@@ -21,12 +21,12 @@ def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
     """Tries what the run file names: arguments of the Trainer, trackers, DeepSpeed's settings, model and data.
 
     Args:
-        run: the run file.
         others: what else to try, before all that; each raises `DiLoCoError`.
 
     Raises:
         ConfigError: naming every problem.
     """
+    use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     problems: dict[str, None] = {}
     for attempt in (*others, *_attempts(run)):
         try:
