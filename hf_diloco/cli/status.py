@@ -15,14 +15,13 @@ from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
 from hf_diloco.status.models import ROUND_COLUMNS, RunStatus, figures, island_columns, island_row, round_row
-from hf_diloco.status.observer import Observer, observe
+from hf_diloco.status.observer import TIMEOUT, Observer, observe
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils import text
 from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
-_TIMEOUT = 15.0  # seconds without an answer after which a person is told
 MAX_FAILURES = 3
 """Looks one after the other at a store that island 0 keeps, until that counts as gone."""
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
@@ -50,7 +49,7 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
     with contextlib.suppress(KeyboardInterrupt) if interval else contextlib.nullcontext():
         key = load_key(key_file)
         try:
-            observer = observe(url, key, num_rounds, _TIMEOUT)
+            observer = observe(url, key, num_rounds)
         except RendezvousError as error:
             if url == run or not url.startswith("tcp:"):
                 raise
@@ -173,7 +172,7 @@ def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, a
     """
     check_url(url, "store check")
     key = load_key(key_file)
-    store = ObjectStore(url, _TIMEOUT, read_only=not repair)
+    store = ObjectStore(url, TIMEOUT, read_only=not repair)
     report = check_store(store, key, is_deep)
     if repair:
         report = set_aside(store, report)
@@ -198,4 +197,4 @@ def _line(finding: Finding) -> str:
     size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
     line = f"{finding.kind} {finding.path}{size}: {finding.reason}"
     line += f"; moved to {finding.moved_to}" if finding.moved_to else ""
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return text.printable(line)

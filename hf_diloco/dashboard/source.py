@@ -16,7 +16,6 @@ from hf_diloco.status.observer import Observer, observe
 from hf_diloco.utils.urls import is_object_store
 
 PROGRESS = "progress.json"
-TIMEOUT = 15.0  # seconds without an answer after which the store counts as silent
 NUM_ROUNDS = 100  # of the last ones, read from a store
 
 Signature = frozenset[tuple[str, int, int]]
@@ -96,7 +95,7 @@ class Source:
         if self._url is None:
             return
         if self._observer is None:
-            self._observer = observe(self._url, self._key, NUM_ROUNDS, TIMEOUT)
+            self._observer = observe(self._url, self._key, NUM_ROUNDS)
         self._last = replace(self._last, status=self._observer.look())
 
 

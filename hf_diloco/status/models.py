@@ -48,18 +48,18 @@ class IslandStatus(_Status):
 
     island: int
     incarnation: int
-    host: str
-    pid: int | None
-    folder: str
-    phase: Phase | None
+    host: str = ""
+    pid: int | None = None
+    folder: str = ""
+    phase: Phase | None = None
     presence: Presence
     seconds_silent: float
-    round: int | None
+    round: int | None = None
     lag: int | None
-    steps: int | None
-    tokens_per_second: float | None
-    num_ranks: int | None
-    refuses: dict[str, str] = {}
+    steps: int | None = None
+    tokens_per_second: float | None = None
+    num_ranks: int | None = None
+    refuses: dict[str, str]
 
 
 class RoundStatus(_Status):

@@ -35,7 +35,10 @@ from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
 
+TIMEOUT = 15.0  # seconds without an answer after which the store counts as lost
 _ENDED = ("left", "finished")
+_OF_INCARNATION = {"host", "pid", "folder"}  # shown as they are
+_OF_HEARTBEAT = {"phase", "round", "steps", "tokens_per_second", "num_ranks"}
 _POLL_SECONDS = 0.5
 _USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
 _PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?)\.json")
@@ -184,17 +187,11 @@ class Observer:
         return IslandStatus(
             island=island,
             incarnation=number,
-            host=incarnation.host if incarnation else "",
-            pid=incarnation.pid if incarnation else None,
-            folder=incarnation.folder if incarnation else "",
-            phase=heartbeat.phase if heartbeat else None,
+            **(incarnation.model_dump(include=_OF_INCARNATION) if incarnation else {}),
+            **(heartbeat.model_dump(include=_OF_HEARTBEAT) if heartbeat else {}),
             presence=self._presence(life),
             seconds_silent=round(self._clock.now() - life.since, 1),
-            round=heartbeat.round if heartbeat else None,
             lag=max(0, newest_round - heartbeat.round) if heartbeat else None,
-            steps=heartbeat.steps if heartbeat else None,
-            tokens_per_second=heartbeat.tokens_per_second if heartbeat else None,
-            num_ranks=heartbeat.num_ranks if heartbeat else None,
             refuses=heartbeat.refused if heartbeat else {},
         )
 
@@ -328,13 +325,13 @@ class Observer:
             return None
 
 
-def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float) -> Observer:
+def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float = TIMEOUT) -> Observer:
     """Looks at the run whose islands meet somewhere: in an object store, or at tcp://HOST:PORT.
 
     Args:
         rendezvous: that was checked.
         key, num_rounds: see `Observer`.
-        timeout: seconds without an answer after which the store counts as lost.
+        timeout: see `TIMEOUT`.
 
     Raises:
         RendezvousError: it cannot be opened; or see `Observer`.

@@ -194,13 +194,9 @@ def _prepare_folder(run: BaseRun) -> None:
 
 def write_run_json(run: BaseRun) -> None:
     """Writes the resolved settings, less secrets, and the versions of everything that matters to the run folder."""
-    write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions()})
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python, this package and what it stands on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
-    return found | {package: installed_version(package) for package in _PACKAGES}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
+    versions |= {package: installed_version(package) for package in _PACKAGES}
+    write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions})
 
 
 def _set_up_logging() -> None:

@@ -158,19 +158,19 @@ def _print_plan(island: Island) -> None:
 
 
 def try_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str | None:
-    """As `write_sample`. What keeps the model from writing only costs the sample: it is trained and saved."""
+    """Text that the saved model continues the prompt with (prompt included), the same for the same seed.
+
+    It is shorter than asked for where the model has no more positions. What keeps the model from writing only costs
+    the sample: it is trained and saved.
+    """
     try:
-        return write_sample(model_folder, sample, seed)
+        return _write_sample(model_folder, sample, seed)
     except Exception as error:  # of whatever the model's code asks of the prompt
         logger.warning("the model writes no sample: %s: %s", type(error).__name__, error)
         return None
 
 
-def write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
-    """Text that the saved model continues the prompt with (prompt included), the same for the same seed.
-
-    It is shorter than asked for where the model has no more positions.
-    """
+def _write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
