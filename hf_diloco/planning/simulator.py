@@ -162,9 +162,6 @@ def least_sync_every(target: float, reached: Callable[[int], float], low: int, h
         reached: the utilisation with so many steps.
         low, high: numbers to look between.
     """
-    if low > high or reached(high) < target:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) >= target else (middle + 1, high)
-    return high
+    numbers = range(low, high + 1)
+    found = bisect_left(numbers, target, key=reached)
+    return numbers[found] if found < len(numbers) else None

@@ -6,7 +6,6 @@ import os
 import shlex
 import ssl
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import one_line
+from hf_diloco.utils.threads import call_within
 
 if TYPE_CHECKING:
     from hf_diloco.apps.common.base import PushBlock
@@ -75,12 +75,10 @@ def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
 
 def _try(url: str) -> str:
     """Why no server answers at `url`; empty if one does, whatever it says."""
-    found = [f"no answer in {SECONDS:g} s"]
-    # In a thread: looking up a name has no time limit of its own.
-    asking = threading.Thread(target=lambda: found.append(_ask(url)), daemon=True)
-    asking.start()
-    asking.join(SECONDS)
-    return found[-1]
+    try:
+        return call_within(SECONDS, lambda: _ask(url))  # looking up a name has no time limit of its own
+    except TimeoutError as error:
+        return str(error)
 
 
 def _ask(url: str) -> str:
