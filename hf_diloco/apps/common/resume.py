@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -29,6 +30,28 @@ if TYPE_CHECKING:
     from hf_diloco.trainer.progress import Progress
 
     AnyCallback: TypeAlias = DiLoCoCallback | GossipCallback | PlainCallback
+
+
+R = TypeVar("R", bound=BaseRun, covariant=True)
+C = TypeVar("C", bound="AnyCallback", covariant=True)
+D = TypeVar("D", covariant=True)
+
+
+@dataclass(frozen=True)
+class Assembled(Generic[R, C, D]):
+    """Everything that one rank of an island, or node, trains with.
+
+    Attributes:
+        checkpoint: where training goes on from; None: from the beginning.
+        speaks: whether it says what it does; of those in one process only the first.
+    """
+
+    run: R
+    trainer: Trainer
+    callback: C
+    data: D
+    checkpoint: Path | None
+    speaks: bool
 
 
 def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
@@ -59,14 +82,13 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
         ) from error
 
 
-def train_on(
-    run: BaseRun, trainer: Trainer, callback: AnyCallback, checkpoint: Path | None, progress: Progress, speaks: bool
-) -> bool:
-    """Trains from what `find_checkpoint` has found; returns whether to the end, and not until a stop on request.
+def train_on(assembled: Assembled[Any, AnyCallback, Any], progress: Progress) -> bool:
+    """Trains from where `find_checkpoint` says; returns whether to the end, and not until a stop on request.
 
     Raises:
         CheckpointError: the checkpoint's weights do not fit the model.
     """
+    run, trainer, callback, checkpoint = assembled.run, assembled.trainer, assembled.callback, assembled.checkpoint
     with loading(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.stopped:
@@ -74,7 +96,7 @@ def train_on(
         end = f"; checkpoint-{step} is in {folder}"
         if not (folder / f"checkpoint-{step}").is_dir():
             end = f", but its checkpoint could not be written; earlier ones are in {folder}"
-        if speaks:
+        if assembled.speaks:
             say(f"stopped at step {step} as asked{end}")
         progress.update(state="done", message=f"stopped on request at step {step}")
     return not callback.stopped

@@ -6,16 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.resume import Assembled, check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
 from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
@@ -40,21 +39,7 @@ ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 makes a new mode
 LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 
 
-@dataclass(frozen=True)
-class Island:
-    """Everything that one rank trains with.
-
-    Attributes:
-        checkpoint: where training goes on from; None: from the beginning.
-        speaks: whether it says what it does; of islands in one process only the first.
-    """
-
-    run: RunFile
-    trainer: Trainer
-    callback: DiLoCoCallback | PlainCallback
-    data: Datasets
-    checkpoint: Path | None
-    speaks: bool
+Island: TypeAlias = Assembled[RunFile, "DiLoCoCallback | PlainCallback", Datasets]
 
 
 def assemble(
@@ -95,7 +80,7 @@ def assemble(
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
     if not speaks:
         trainer.remove_callback(PrinterCallback)
-    return Island(run, trainer, callback, data, checkpoint, speaks)
+    return Assembled(run, trainer, callback, data, checkpoint, speaks)
 
 
 def _model(

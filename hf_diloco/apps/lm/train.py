@@ -79,9 +79,7 @@ def _train(island: Island, progress: Progress) -> int:
     if is_leader() and island.speaks:
         _print_plan(island)
     try:
-        ended = train_on(
-            island.run, island.trainer, island.callback, island.checkpoint, progress, speaks=island.speaks
-        )
+        ended = train_on(island, progress)
     except ValidationError as error:  # by which DeepSpeed refuses its configuration
         raise ConfigError(f"deepspeed: {error}") from error
     if not ended:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerContro
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.resume import Assembled, check_world, find_checkpoint, leader_first, one_step, step_of
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model
@@ -33,19 +32,7 @@ from hf_diloco.trainer.stop import STOP_FILE
 LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 
 
-@dataclass(frozen=True)
-class VisionNode:
-    """Everything that one rank of a node trains with.
-
-    Attributes:
-        checkpoint: where training goes on from; None: from the beginning.
-    """
-
-    run: VisionRun
-    trainer: Trainer
-    callback: GossipCallback
-    data: ImageData
-    checkpoint: Path | None
+VisionNode: TypeAlias = Assembled[VisionRun, GossipCallback, ImageData]
 
 
 def assemble(
@@ -62,8 +49,10 @@ def assemble(
     Raises:
         DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
     """
-    quiet = {"disable_tqdm": True} if node is not None and config.node else {}  # of nodes in a process the first shows
-    args = training_arguments(run, remove_unused_columns=False, label_names=["labels"], **quiet)
+    speaks = node is None or config.node == 0
+    args = training_arguments(
+        run, remove_unused_columns=False, label_names=["labels"], **({} if speaks else {"disable_tqdm": True})
+    )
     check_world(args)
     args.learning_rate = scaled_learning_rate(run.schedule, args, config.num_nodes)
     progress.update(message="preparing the data")
@@ -99,7 +88,7 @@ def assemble(
         optimizers=(optimizer, drops(run.schedule, optimizer, args.get_warmup_steps(run.max_steps))),
         callbacks=[callback, files, _Epochs(data.train)],
     )
-    return VisionNode(run, trainer, callback, data, checkpoint)
+    return Assembled(run, trainer, callback, data, checkpoint, speaks)
 
 
 def _training_data(

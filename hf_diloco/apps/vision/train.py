@@ -55,23 +55,23 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
 
         whole = assemble(run, config, progress, node)
         try:
-            return _train(whole, progress, speaks=node is None or config.node == 0)
+            return _train(whole, progress)
         finally:
             whole.callback.node.close()
 
 
-def _train(node: VisionNode, progress: Progress, speaks: bool) -> int:
+def _train(node: VisionNode, progress: Progress) -> int:
     from hf_diloco.apps.common.resume import train_on
 
-    if speaks:
+    if node.speaks:
         _print_plan(node)
-    if not train_on(node.run, node.trainer, node.callback, node.checkpoint, progress, speaks):
+    if not train_on(node, progress):
         return STOPPED
-    _finish(node, progress, speaks)
+    _finish(node, progress)
     return 0
 
 
-def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
+def _finish(node: VisionNode, progress: Progress) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
     from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
@@ -91,7 +91,7 @@ def _finish(node: VisionNode, progress: Progress, speaks: bool) -> None:
     write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
     if config.node == 0:
         write_card_and_publish(run, describe_training(run), progress)
-    if speaks:
+    if node.speaks:
         nodes = node.callback.nodes_in_mean
         what = f"the mean of {len(nodes)} nodes" if len(nodes) > 1 else f"node {config.node}"
         say(f"{what}: accuracy {accuracy:.2%}, loss {loss:.4f}")
