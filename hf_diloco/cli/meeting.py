@@ -203,7 +203,7 @@ def dashboard(
 
     from hf_diloco.cli.status import check_url
     from hf_diloco.dashboard.server import Dashboard
-    from hf_diloco.dashboard.source import open_source
+    from hf_diloco.dashboard.source import Source
     from hf_diloco.store.credentials import load_key
     from hf_diloco.utils.extras import need
 
@@ -212,7 +212,7 @@ def dashboard(
         check_url(run, "dashboard", may_be_tcp=True)
     if prometheus:
         need("--prometheus", "prometheus_client")
-    source = open_source(run, load_key(key_file))
+    source = Source(run, load_key(key_file))
     with open_listener(listen, "its readers", allow_public_address) as listener:
         is_local = is_loopback(listener.getsockname()[0])
         if not is_local:

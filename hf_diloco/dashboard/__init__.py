@@ -1,5 +1,5 @@
 """The live page of a run, served over HTTP. It only reads, and imports no torch.
 
-source = open_source("runs/quickstart", key=b"")          # a run folder, or where its islands meet
+source = Source("runs/quickstart", key=b"")               # a run folder, or where its islands meet
 app = Dashboard(source, interval=5, is_local=True).app()  # an aiohttp application
 """

@@ -50,19 +50,32 @@ class Look:
 
 
 class Source:
-    """Looks at a run as often as it is asked. For one thread at a time.
+    """Looks at a run as often as it is asked, and at once: at its folder, the store where its islands meet, or both.
+
+    For one thread at a time.
 
     Args:
-        folder: the run folder; None to look at the store alone.
-        url: where the islands meet; None if nothing can be seen there.
+        where: a run folder, or where islands meet.
         key: the run's; empty for none.
+
+    Raises:
+        ConfigError: the folder is no run folder.
+        RendezvousError: there is no run in the store, or it has another key.
+        StoreError: the store does not answer.
     """
 
-    def __init__(self, folder: Path | None, url: str | None, key: bytes) -> None:
-        self._folder, self._url, self._key = folder, url, key
+    def __init__(self, where: str, key: bytes) -> None:
+        is_store = "://" in where
+        self._folder = None if is_store else Path(where)
+        self._url = where if is_store else None
+        self._key = key
         self._observer: Observer | None = None
         self._signature: Signature = frozenset()
-        self._last = Look(folder.resolve().name if folder else url or "")
+        self._last = Look(where)
+        if is_store:
+            self.read_store()
+        else:
+            self.read_folder()
 
     def look(self) -> Look:
         """What is there now. What cannot be read any more is as it was, and named among the problems."""
@@ -97,23 +110,6 @@ class Source:
         if self._observer is None:
             self._observer = observe(self._url, self._key, NUM_ROUNDS)
         self._last = replace(self._last, status=self._observer.look())
-
-
-def open_source(where: str, key: bytes) -> Source:
-    """Looks for the first time at a run folder, or at the place where islands meet, which must be readable.
-
-    Raises:
-        ConfigError: the folder is no run folder.
-        RendezvousError: there is no run in the store, or it has another key.
-        StoreError: the store does not answer.
-    """
-    if "://" in where:
-        source = Source(None, where, key)
-        source.read_store()
-    else:
-        source = Source(Path(where), None, key)
-        source.read_folder()
-    return source
 
 
 def _now(path: Path) -> Now | None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from hf_diloco.cli.main import app
 from hf_diloco.dashboard import server
 from hf_diloco.dashboard.server import Dashboard
-from hf_diloco.dashboard.source import Look, Source, open_source
+from hf_diloco.dashboard.source import Look, Source
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.clocks import AT_ONCE, LONG
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_heartbeats")
 
 @contextmanager
 def shown(where: Path | str, interval: float = 0, is_local: bool = True, has_metrics: bool = False) -> Iterator[str]:
-    source = open_source(str(where), key=b"")
+    source = Source(str(where), key=b"")
     with serving_app(Dashboard(source, interval, is_local, has_metrics).app()) as address:
         yield address
 
@@ -178,12 +178,12 @@ def test_a_folder_whose_islands_meet_in_a_store_shows_both(tmp_path: Path) -> No
     meeting.island(0).train(4).leave()
     folder = write_run(tmp_path / "demo")
     (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
-    source = open_source(str(folder), key=b"")
+    source = Source(str(folder), key=b"")
     look = source.look()
     assert look.report is not None
     assert look.status is not None
     assert (look.report.num_rounds, look.status.round, look.problems) == (2, 2, ())
-    other_key = Source(folder, None, key=b"another key of a run").look()
+    other_key = Source(str(folder), key=b"another key of a run").look()
     assert other_key.report is not None
     assert "another key" in other_key.problems[0]
 
@@ -227,13 +227,16 @@ def test_a_look_that_takes_long_is_not_taken_all_the_time(monkeypatch: pytest.Mo
     now, looks = [0.0], []
 
     class Slow(Source):
+        def __init__(self) -> None:
+            pass
+
         def look(self) -> Look:
             now[0] += 11.0
             looks.append(now[0])
             return Look("run")
 
     monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    dashboard = Dashboard(Slow(None, None, b""), interval=5.0, is_local=True)
+    dashboard = Dashboard(Slow(), interval=5.0, is_local=True)
 
     async def ask() -> None:
         for _ in range(10):
