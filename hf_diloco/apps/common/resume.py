@@ -6,18 +6,19 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.process import say
-from hf_diloco.errors import CheckpointError, UnsupportedError
+from hf_diloco.apps.common.process import STOPPED, say
+from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=BaseRun, covariant=True)
 C = TypeVar("C", bound="AnyCallback", covariant=True)
 D = TypeVar("D", covariant=True)
+A = TypeVar("A", bound="Assembled[Any, Any, Any]")
 
 
 @dataclass(frozen=True)
@@ -82,24 +84,38 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
         ) from error
 
 
-def train_on(assembled: Assembled[Any, AnyCallback, Any], progress: Progress) -> bool:
-    """Trains from where `find_checkpoint` says; returns whether to the end, and not until a stop on request.
+def train_on(
+    assembled: A, progress: Progress, print_plan: Callable[[A], object], finish: Callable[[A, Progress], object]
+) -> int:
+    """Trains from where `find_checkpoint` says; returns the exit code.
+
+    Args:
+        print_plan: says what is about to happen, where `assembled` speaks.
+        finish: called when training has come to its end, and not to a stop on request.
 
     Raises:
         CheckpointError: the checkpoint's weights do not fit the model.
+        ConfigError: DeepSpeed refuses its configuration.
     """
-    run, trainer, callback, checkpoint = assembled.run, assembled.trainer, assembled.callback, assembled.checkpoint
-    with loading(checkpoint):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if callback.stopped:
-        step, folder = trainer.state.global_step, run.island_folder()
-        end = f"; checkpoint-{step} is in {folder}"
-        if not (folder / f"checkpoint-{step}").is_dir():
-            end = f", but its checkpoint could not be written; earlier ones are in {folder}"
-        if assembled.speaks:
-            say(f"stopped at step {step} as asked{end}")
-        progress.update(state="done", message=f"stopped on request at step {step}")
-    return not callback.stopped
+    run, trainer, checkpoint = assembled.run, assembled.trainer, assembled.checkpoint
+    if assembled.speaks:
+        print_plan(assembled)
+    try:
+        with loading(checkpoint):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except ValidationError as error:  # by which DeepSpeed refuses its configuration
+        raise ConfigError(f"deepspeed: {error}") from error
+    if not assembled.callback.stopped:
+        finish(assembled, progress)
+        return 0
+    step, folder = trainer.state.global_step, run.island_folder()
+    end = f"; checkpoint-{step} is in {folder}"
+    if not (folder / f"checkpoint-{step}").is_dir():
+        end = f", but its checkpoint could not be written; earlier ones are in {folder}"
+    if assembled.speaks:
+        say(f"stopped at step {step} as asked{end}")
+    progress.update(state="done", message=f"stopped on request at step {step}")
+    return STOPPED
 
 
 def step_of(checkpoint: Path) -> int:

@@ -9,16 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
 from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
-from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
+from hf_diloco.apps.common.process import last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
 from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import ConfigError
 from hf_diloco.methods.outer import find_method
 from hf_diloco.report.island import IslandReport
 from hf_diloco.utils.text import plural
@@ -68,24 +65,10 @@ def train_island(
     with prepared(run) as progress:
         if config is not None and config.meets_in_store:
             _check_store(config)
+        from hf_diloco.apps.common.resume import train_on
         from hf_diloco.apps.lm.assemble import assemble
 
-        return _train(assemble(run, config, progress, simulated), progress)
-
-
-def _train(island: Island, progress: Progress) -> int:
-    from hf_diloco.apps.common.resume import train_on
-
-    if is_leader() and island.speaks:
-        _print_plan(island)
-    try:
-        ended = train_on(island, progress)
-    except ValidationError as error:  # by which DeepSpeed refuses its configuration
-        raise ConfigError(f"deepspeed: {error}") from error
-    if not ended:
-        return STOPPED
-    _finish(island, progress)
-    return 0
+        return train_on(assemble(run, config, progress, simulated), progress, _print_plan, _finish)
 
 
 def _finish(island: Island, progress: Progress) -> None:

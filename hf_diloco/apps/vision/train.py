@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.apps.common.load import parse_command_line
 from hf_diloco.apps.common.model_card import Training
-from hf_diloco.apps.common.process import STOPPED, last_evaluation, prepared, run_and_exit, say
+from hf_diloco.apps.common.process import last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config.base import need_number
 from hf_diloco.gossip.config import GossipConfig
@@ -51,24 +51,14 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
     with prepared(run, "images") as progress:
+        from hf_diloco.apps.common.resume import train_on
         from hf_diloco.apps.vision.assemble import assemble
 
-        whole = assemble(run, config, progress, node)
+        assembled = assemble(run, config, progress, node)
         try:
-            return _train(whole, progress)
+            return train_on(assembled, progress, _print_plan, _finish)
         finally:
-            whole.callback.node.close()
-
-
-def _train(node: VisionNode, progress: Progress) -> int:
-    from hf_diloco.apps.common.resume import train_on
-
-    if node.speaks:
-        _print_plan(node)
-    if not train_on(node, progress):
-        return STOPPED
-    _finish(node, progress)
-    return 0
+            assembled.callback.node.close()
 
 
 def _finish(node: VisionNode, progress: Progress) -> None:
