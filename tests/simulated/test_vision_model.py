@@ -196,7 +196,7 @@ def test_a_checkpoint_gets_a_new_head_and_keeps_its_preprocessing(
             rtol=0,
         )
     else:
-        assert images.normalization.std == (1.0, 1.0, 1.0)
+        assert images.evaluation.normalization.std == (1.0, 1.0, 1.0)
 
 
 @needs_auto_processor
@@ -204,7 +204,7 @@ def test_grey_digits_for_a_colour_checkpoint_of_another_size(tmp_path: Path) -> 
     path = save(tmp_path, ResNetConfig(**RESNET), ViTImageProcessorPil(size={"height": 64, "width": 64}))
     model, images = build(ImageModelBlock(path=path), DIGITS.model_copy(update={"image_size": 32}))
     assert (images.image_size, images.num_channels, model.config.num_labels) == (32, 3, 10)
-    assert images.normalization.mean == (0.5, 0.5, 0.5)  # the checkpoint's
+    assert images.evaluation.normalization.mean == (0.5, 0.5, 0.5)  # the checkpoint's
     raw = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
     assert images.processor(raw, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
 

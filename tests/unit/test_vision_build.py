@@ -53,7 +53,7 @@ def test_nodes_share_all_but_their_examples() -> None:
         assert node.share_sizes == [404] * 4
         assert len(node.train) == sum(node.label_counts) == 404
         assert node.label_counts == np.bincount(node.train.labels, minlength=10).tolist()
-        assert node.normalization == first.normalization
+        assert node.evaluation.normalization == first.evaluation.normalization
         assert node.eval_hash == first.eval_hash
         assert torch.equal(whole(node.evaluation)["pixel_values"], whole(first.evaluation)["pixel_values"])
         mine = {row.numpy().tobytes() for row in whole(node.train)["pixel_values"]}
@@ -68,7 +68,9 @@ def test_normalisation_is_of_the_whole_training_set() -> None:
     assert pixels.dtype == torch.float64
     assert pixels.mean().item() == pytest.approx(0, abs=1e-5)
     assert pixels.std(correction=0).item() == pytest.approx(1, abs=1e-5)
-    assert build(ImageDataBlock(), node=2, num_nodes=5, seed=9).normalization == data.normalization
+    assert (
+        build(ImageDataBlock(), node=2, num_nodes=5, seed=9).evaluation.normalization == data.evaluation.normalization
+    )
 
 
 def test_each_channel_has_its_own_mean_and_deviation() -> None:
@@ -181,7 +183,7 @@ def test_pixels_that_do_not_fit_are_decoded_when_read(tmp_path: Path, monkeypatc
         assert isinstance(one.evaluation.images, StoredImages)
         assert isinstance(other.evaluation.images, DecodedImages)
         assert isinstance(other.train.images, StoredImages)  # a share fits
-        assert one.normalization == other.normalization
+        assert one.evaluation.normalization == other.evaluation.normalization
         assert one.eval_hash == other.eval_hash
         for name in ("train", "evaluation"):
             ours, theirs = whole(getattr(one, name)), whole(getattr(other, name))
@@ -232,8 +234,8 @@ def build_preprocessing() -> Any:
 def test_fashion_mnist_has_its_known_mean_and_deviation(shared_data: Path) -> None:
     data = ImageDataBlock(source="idx", path=str(shared_data / "fashion_mnist"), shares="dirichlet")
     node = build_images(data, RESNET, 3, 8, 0)
-    assert node.normalization.mean == pytest.approx([0.2860], abs=5e-5)  # as widely published
-    assert node.normalization.std == pytest.approx([0.3530], abs=5e-5)
+    assert node.evaluation.normalization.mean == pytest.approx([0.2860], abs=5e-5)  # as widely published
+    assert node.evaluation.normalization.std == pytest.approx([0.3530], abs=5e-5)
     assert node.share_sizes == [7500] * 8
     assert max(node.label_counts) > 1500  # of 750 if alike
     assert (len(node.evaluation), node.image_size, node.num_channels) == (10_000, 28, 1)

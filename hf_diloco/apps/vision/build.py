@@ -68,11 +68,6 @@ class ImageData:
     processor: BaseImageProcessor
     eval_hash: str
 
-    @property
-    def normalization(self) -> Normalization:
-        """Mean and standard deviation of each channel, the same on all nodes."""
-        return self.evaluation.normalization
-
 
 def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_nodes: int, seed: int) -> ImageData:
     """Opens, splits, resizes, normalises and shares.
