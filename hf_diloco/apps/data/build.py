@@ -5,12 +5,11 @@ The islands' shares are disjoint, and none has text that is held out to evaluate
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -201,11 +200,7 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
         f"and keeps one document in {num_islands}; more files save reading",
         stacklevel=2,
     )
-    return documents.filter(functools.partial(_is_mine, island, num_islands), with_indices=True)
-
-
-def _is_mine(island: int, num_islands: int, _row: Any, index: int) -> bool:
-    return index % num_islands == island
+    return documents.filter(lambda _, index: index % num_islands == island, with_indices=True)
 
 
 def files_of_island(files: list[str], island: int, num_islands: int) -> list[str]:
@@ -225,8 +220,4 @@ def is_held_out(text: str | None, fraction: float) -> bool:
 
 def without_held_out(documents: Documents, fraction: float) -> Documents:
     """A stream without its evaluation documents."""
-    return documents.filter(functools.partial(_is_training, fraction), input_columns="text")
-
-
-def _is_training(fraction: float, text: str | None) -> bool:
-    return not is_held_out(text, fraction)
+    return documents.filter(lambda text: not is_held_out(text, fraction), input_columns="text")
