@@ -94,7 +94,7 @@ class IslandPlan:
 
 
 @dataclass(frozen=True)
-class StartPlan:
+class Plan:
     """What will be started here.
 
     Attributes:
@@ -136,13 +136,6 @@ class StartPlan:
         return f"{who}{remark}{meeting}; full logs in {self.folder}/island-*/log.txt"
 
 
-@dataclass(frozen=True)
-class Plan(StartPlan):
-    """That of a run file, with all overrides."""
-
-    run: BaseRun
-
-
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     """Checks everything that can be checked before a process starts; `run`: as `load_options` has read it.
 
@@ -176,7 +169,7 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
         islands.append(IslandPlan(number, folder, tuple(command), environment, files, run.unit))
     crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads), shares)
     survives = run.meeting.survives_losses
-    return Plan(run.folder, run.meeting.num_islands, tuple(islands), rendezvous, survives, crowding, run)
+    return Plan(run.folder, run.meeting.num_islands, tuple(islands), rendezvous, survives, crowding)
 
 
 def island_environment(

@@ -19,7 +19,7 @@ from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, StartPlan, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 
@@ -38,11 +38,11 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
         return 0
     plan = make_plan(run, options)
     result = run_islands(plan, f"run {plan.folder}: {plan.describe()}", out, grace)
-    print_ending(result, plan, options, out, err)
+    print_ending(result, run, options, out, err)
     return result.exit_code
 
 
-def run_islands(plan: StartPlan, summary: str, out: Console, grace: float) -> Result:
+def run_islands(plan: Plan, summary: str, out: Console, grace: float) -> Result:
     """Starts islands, shows them on `out` below `summary`, and returns when all have ended; see `Launcher`."""
     display = make_display(out, [island.number for island in plan.islands], plan.unit)
     launcher = Launcher(plan.islands, display, grace, plan.way_back)
@@ -51,7 +51,7 @@ def run_islands(plan: StartPlan, summary: str, out: Console, grace: float) -> Re
     return launcher.run()
 
 
-def print_commands(plan: StartPlan, out: Console) -> None:
+def print_commands(plan: Plan, out: Console) -> None:
     """Prints what would be started, as lines for a shell."""
     for island in plan.islands:
         out.out(f"# {island.unit} {island.number}", highlight=False)
@@ -101,15 +101,15 @@ def _simulate(run: BaseRun, num_islands: int) -> int:
 # The end
 
 
-def print_ending(result: Result, plan: Plan, options: LaunchOptions, out: Console, err: Console) -> None:
+def print_ending(result: Result, run: BaseRun, options: LaunchOptions, out: Console, err: Console) -> None:
     """Prints the end of a run: results on `out`, failures on `err`."""
     if result.exit_code == FINISHED:
         out.print()
-        _print_report(plan.run, out)
+        _print_report(run, out)
         return
     print_failures(result, err)
-    if any(plan.run.folder.glob("island-*/checkpoint-*")):
-        _say(out, "to continue from the last checkpoint: ", (options.resume_command(plan.run), "bold"))
+    if any(run.folder.glob("island-*/checkpoint-*")):
+        _say(out, "to continue from the last checkpoint: ", (options.resume_command(run), "bold"))
     elif not result.failed:
         _say(out, "there is no checkpoint yet: the same command begins anew")
 

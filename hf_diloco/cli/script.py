@@ -17,7 +17,7 @@ from pathlib import Path
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
-from hf_diloco.cli.plan import IslandPlan, StartPlan, island_environment
+from hf_diloco.cli.plan import IslandPlan, Plan, island_environment
 from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -42,7 +42,7 @@ _LAUNCHERS = {
 meet: each island needs another."""
 
 
-def run_script(plan: StartPlan, *, grace: float, dry_run: bool) -> int:
+def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`."""
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
@@ -63,7 +63,7 @@ def plan_script(
     rendezvous: str | None = None,
     name: str | None = None,
     output: str | None = None,
-) -> StartPlan:
+) -> Plan:
     """Checks what can be checked before a process starts.
 
     Args:
@@ -95,7 +95,7 @@ def plan_script(
         islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads), shares)
     meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
-    return StartPlan(folder, total, tuple(islands), config.rendezvous, meets_in_store, crowding)
+    return Plan(folder, total, tuple(islands), config.rendezvous, meets_in_store, crowding)
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:

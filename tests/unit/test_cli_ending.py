@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.cli.launch import Result
 from hf_diloco.cli.log import Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.cli.run import print_ending
 
 
@@ -35,21 +36,21 @@ def options(tmp_path: Path) -> LaunchOptions:
 
 
 @pytest.fixture
-def plan(options: LaunchOptions) -> Plan:
-    return make_plan(load_options(options), options)
+def run(options: LaunchOptions) -> BaseRun:
+    return load_options(options)
 
 
-def ending(plan: Plan, options: LaunchOptions, *outcomes: Outcome, **result: Any) -> tuple[int, str, str]:
+def ending(run: BaseRun, options: LaunchOptions, *outcomes: Outcome, **result: Any) -> tuple[int, str, str]:
     islands = [EndedIsland(number, outcome) for number, outcome in enumerate(outcomes)]
     ended = Result(cast("Any", islands), **result)
     out, err = (Console(file=io.StringIO(), width=60) for _ in range(2))
-    print_ending(ended, plan, options, out, err)
+    print_ending(ended, run, options, out, err)
     return ended.exit_code, cast("io.StringIO", out.file).getvalue(), cast("io.StringIO", err.file).getvalue()
 
 
-def test_what_was_killed_is_named_first_and_equal_reasons_once(plan: Plan, options: LaunchOptions) -> None:
+def test_what_was_killed_is_named_first_and_equal_reasons_once(run: BaseRun, options: LaunchOptions) -> None:
     lost = Outcome(1, "error: island 1 was lost")
-    code, out, err = ending(plan, options, lost, Outcome(-9, "step 4"), lost, failed=[0, 2, 1], forced=True)
+    code, out, err = ending(run, options, lost, Outcome(-9, "step 4"), lost, failed=[0, 2, 1], forced=True)
     assert code == 1
     assert out == ""
     assert err.splitlines()[::2] == [
@@ -58,21 +59,19 @@ def test_what_was_killed_is_named_first_and_equal_reasons_once(plan: Plan, optio
         "error: island 2 then failed (exit code 1): island 1 was lost",
     ]
     oom = Outcome(1, "torch.OutOfMemoryError: CUDA out of memory")
-    assert (
-        "error: island 2 failed for the same reason" in ending(plan, options, Outcome(0), oom, oom, failed=[1, 2])[2]
-    )
+    assert "error: island 2 failed for the same reason" in ending(run, options, Outcome(0), oom, oom, failed=[1, 2])[2]
 
 
-def test_a_stopped_run_says_how_to_go_on(plan: Plan, options: LaunchOptions) -> None:
+def test_a_stopped_run_says_how_to_go_on(run: BaseRun, options: LaunchOptions) -> None:
     stopped = [Outcome(3)] * 3
-    assert ending(plan, options, *stopped)[:2] == (3, "there is no checkpoint yet: the same command begins anew\n")
-    (plan.run.island_folder(0) / "checkpoint-2").mkdir(parents=True)
-    code, out, _ = ending(plan, options, *stopped)
+    assert ending(run, options, *stopped)[:2] == (3, "there is no checkpoint yet: the same command begins anew\n")
+    (run.island_folder(0) / "checkpoint-2").mkdir(parents=True)
+    code, out, _ = ending(run, options, *stopped)
     assert (code, out) == (3, f"to continue from the last checkpoint: hf-diloco launch {options.run_file}\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143), (None, 1)])
 def test_the_exit_code_of_a_run_that_was_ended(
-    plan: Plan, options: LaunchOptions, number: int | None, code: int
+    run: BaseRun, options: LaunchOptions, number: int | None, code: int
 ) -> None:
-    assert ending(plan, options, Outcome(-15), Outcome(3), Outcome(0), forced=True, signal=number)[0] == code
+    assert ending(run, options, Outcome(-15), Outcome(3), Outcome(0), forced=True, signal=number)[0] == code

@@ -173,11 +173,11 @@ def test_environment_beats_the_file_and_the_command_line_both(
 
 def test_shorthands_are_passed_on(folder: Path) -> None:
     options = LaunchOptions(run_file(folder), name="123", output=str(folder / "out"), resume="never", num_islands=1)
-    plan = planned(options)
-    assert plan.run.name == "123", "a name, not a number"
-    assert plan.run.folder == folder / "out" / "123"
+    run, plan = load_options(options), planned(options)
+    assert run.name == "123", "a name, not a number"
+    assert run.folder == folder / "out" / "123"
     assert 'launch.resume="never"' in plan.islands[0].command
-    assert options.resume_command(plan.run) == (
+    assert options.resume_command(run) == (
         f"hf-diloco launch {folder}/tiny.yaml --num-islands 1 --name 123 --output {folder}/out --resume auto"
     )
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.main import app
-from hf_diloco.cli.plan import StartPlan
+from hf_diloco.cli.plan import Plan
 from hf_diloco.cli.script import plan_script
 from hf_diloco.config.base import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*command: str, **options: Any) -> StartPlan:
+def plan(*command: str, **options: Any) -> Plan:
     return plan_script(command, **options)
 
 
