@@ -153,16 +153,19 @@ def free_ports(num_ports: int) -> list[int]:
     taken by any connection of the machine before its user comes to listen.
     """
     candidates = random.sample(_PORTS, len(_PORTS))
-    return list(islice(filter(_is_free, candidates), num_ports))
+    free = (port for port in candidates if bind_error("127.0.0.1", port, reuse=False) is None)
+    return list(islice(free, num_ports))
 
 
-def _is_free(port: int) -> bool:
+def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
+    """Why this machine cannot listen there, if so; `reuse`: even while old connections to the port time out."""
     with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+            listener.bind((host, port))
+        except OSError as error:
+            return error
+    return None
 
 
 def check_port_is_free(rendezvous: str) -> None:
@@ -174,16 +177,12 @@ def check_port_is_free(rendezvous: str) -> None:
         ConfigError: when it is in use.
     """
     host, port = split_tcp_url(rendezvous)
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "
-                "another port, or leave the rendezvous out when all islands run here"
-            ) from None
+    error = bind_error(host, port)
+    if error is not None and error.errno == errno.EADDRINUSE:
+        raise ConfigError(
+            f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "
+            "another port, or leave the rendezvous out when all islands run here"
+        )
 
 
 def check_own_address(address: str | None) -> None:

@@ -177,14 +177,15 @@ def report(
     from hf_diloco.report import load_run, print_report, summarise, write_html
 
     loaded = load_run(run)
+    figures = summarise(loaded)
     if html:
         page = file or run / "report.html"
-        write_html(loaded, page)
+        write_html(loaded, page, figures)
         typer.echo(f"wrote {page}", err=as_json)
     if as_json:
-        typer.echo(summarise(loaded).model_dump_json(indent=2))
+        typer.echo(figures.model_dump_json(indent=2))
     elif not html:
-        print_report(summarise(loaded))
+        print_report(figures)
 
 
 def compare(

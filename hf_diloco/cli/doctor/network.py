@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from hf_diloco.cli.devices import bind_error
 from hf_diloco.cli.doctor import Finding, judge
 from hf_diloco.errors import ConfigError, DiLoCoError, RendezvousError
 from hf_diloco.planning.quantities import bit_rate, duration
@@ -119,18 +120,15 @@ def check_interfaces() -> Iterator[Finding]:
 
 def check_port(port: int) -> Iterator[Finding]:
     """Whether this machine may listen on a port."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            remedies = {
-                errno.EADDRINUSE: "choose another port, or end the program that listens there (ss -ltnp)",
-                errno.EACCES: "choose a port from 1024 on",
-            }
-            remedy = remedies.get(error.errno or 0, "choose another port")
-            yield Finding("port", "problem", f"{port} cannot be listened on ({error.strerror})", remedy)
-            return
+    error = bind_error("", port)
+    if error is not None:
+        remedies = {
+            errno.EADDRINUSE: "choose another port, or end the program that listens there (ss -ltnp)",
+            errno.EACCES: "choose a port from 1024 on",
+        }
+        remedy = remedies.get(error.errno or 0, "choose another port")
+        yield Finding("port", "problem", f"{port} cannot be listened on ({error.strerror})", remedy)
+        return
     yield Finding("port", "ok", f"{port} is free; whether a firewall lets others in, --peer shows from there")
 
 
