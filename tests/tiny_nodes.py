@@ -36,7 +36,7 @@ def run_of(folder: Path, *overrides: str) -> VisionRun:
 
 
 def simulate(run: VisionRun) -> int:
-    from hf_diloco.apps.vision.simulate import simulate_nodes
+    from hf_diloco.apps.vision.train import simulate_nodes
 
     return simulate_nodes(run, run.gossip.num_nodes)
 

@@ -88,7 +88,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
 
 def _simulate(run: BaseRun, num_islands: int) -> int:
     if isinstance(run, VisionRun):
-        from hf_diloco.apps.vision.simulate import simulate_nodes
+        from hf_diloco.apps.vision.train import simulate_nodes
 
         return simulate_nodes(run, num_islands, is_command=True)
     assert isinstance(run, RunFile)
