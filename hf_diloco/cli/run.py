@@ -16,6 +16,7 @@ from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.preflight import check_all
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.apps.vision.train import simulate_nodes
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
@@ -88,8 +89,6 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
 
 def _simulate(run: BaseRun, num_islands: int) -> int:
     if isinstance(run, VisionRun):
-        from hf_diloco.apps.vision.train import simulate_nodes
-
         return simulate_nodes(run, num_islands, is_command=True)
     assert isinstance(run, RunFile)
     use_cache_without_hub(run.needs_hub)  # before transformers is imported
