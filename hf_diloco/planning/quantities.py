@@ -35,7 +35,7 @@ def parse_rate(text: str, option: str) -> float:
     value, unit = _split(text)
     ending = next((ending for ending in _RATE_ENDINGS if unit.endswith(ending) and len(unit) - len(ending) < 2), None)
     factor = _RATES.get(unit[: len(unit) - len(ending)].lower()) if ending is not None else None
-    if factor is None or not 1 <= value * factor <= 1e15:
+    if factor is None or not 1e3 <= value * factor <= 1e15:  # 200 alone is a forgotten M
         raise ConfigError(f"{option} {text}: give bits a second, as 200M, 10G or 1.5Gbit/s (bits, not bytes)")
     return value * factor
 

@@ -38,6 +38,9 @@ from hf_diloco.transport.base import Traffic
 
 logger = logging.getLogger("hf_diloco")
 
+_SAME_DATA = 0.9999
+"""Cosine above which islands have learnt the same, but for the rounding of a payload."""
+
 
 class RoundPassed(DiLoCoError):
     """A round under way takes place without what this island has for it."""
@@ -249,6 +252,13 @@ class Rounds(ABC):
         if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
+        if plan.number == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
+            logger.warning(
+                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on the "
+                "same data in the same order. Give each island its own share (docs/data.md)",
+                self.config.island,
+                cosine,
+            )
         return SyncReport(
             round=plan.number,
             participants=list(weights),

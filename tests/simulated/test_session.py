@@ -139,7 +139,9 @@ def test_the_codec_is_ready_before_the_first_round(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("num_islands", [2, 4])
 @pytest.mark.parametrize("payload", ["fp32", "bf16", "fp16"])
-def test_islands_with_equal_data_are_one_island_bit_for_bit(num_islands: int, payload: str, tmp_path: Path) -> None:
+def test_islands_with_equal_data_are_one_island_bit_for_bit(
+    num_islands: int, payload: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Powers of two, so that the average of equal values is exact; two islands send 16 bits only once."""
     if payload != "fp32" and num_islands > 2:
         num_islands = 2
@@ -150,6 +152,7 @@ def test_islands_with_equal_data_are_one_island_bit_for_bit(num_islands: int, pa
         assert [report.outer_hash for report in several[0].reports] == [report.outer_hash for report in one.reports]
         assert all(report.cosine == pytest.approx(1, abs=1e-5) for report in several[0].reports)
     assert all(torch.equal(other.weights, several[0].weights) for other in several)
+    assert caplog.text.count("they seem to train on the same data") == num_islands, "once an island"
 
 
 def test_one_island_with_a_smaller_lr_is_lookahead(tmp_path: Path) -> None:
@@ -176,7 +179,7 @@ def test_all_islands_hold_the_same_bits_after_every_round(num_islands: int, payl
     assert all(torch.equal(other.weights, trained[0].weights) for other in trained)
 
 
-def test_what_a_round_reports(tmp_path: Path) -> None:
+def test_what_a_round_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, 2, sync_every=2, payload="bf16")
     trained = train(run, lambda island: batches(island, 6))
     num_parameters = trained[0].weights.numel()
@@ -191,6 +194,7 @@ def test_what_a_round_reports(tmp_path: Path) -> None:
             assert report.pseudo_gradient_norm > 0
             seconds = (report.seconds_computing, report.seconds_waiting, report.seconds_exchanging)
             assert all(0 <= value < 60 for value in (*seconds, report.seconds_applying))
+    assert "same data" not in caplog.text
 
 
 def test_norm_and_cosine_of_known_pseudo_gradients(tmp_path: Path) -> None:

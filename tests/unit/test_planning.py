@@ -235,7 +235,7 @@ def test_what_is_no_quantity() -> None:
     for text in ("", "b", "-1b", "0", "1x", "nan", "1e99"):
         with pytest.raises(ConfigError, match="--params"):
             parse_count(text, "--params")
-    for text in ("", "200MB", "fast", "0", "-5M", "10MM"):
+    for text in ("", "200MB", "fast", "0", "200", "-5M", "10MM"):
         with pytest.raises(ConfigError, match="--bandwidth"):
             parse_rate(text, "--bandwidth")
     for text in ("80", "ms", "-1s", "1 day", "inf s"):
