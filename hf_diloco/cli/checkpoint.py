@@ -77,6 +77,10 @@ def export(
     from hf_diloco.utils.extras import keep_deepspeed_quiet
 
     keep_deepspeed_quiet()  # transformers imports it
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it would report all that was trained under ZeRO-3 as missing
+    logging.disable_progress_bar()
     found, index = find_checkpoint(checkpoint)
     write(found, index, folder, like)
     write_card_of_checkpoint(folder, index)

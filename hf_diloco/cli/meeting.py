@@ -309,7 +309,8 @@ def url_of(listener: socket.socket) -> str:
 
 def _problem(address: str, readers: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"the port of {address} is in use: choose another, or end the program that has it"
+        host, _, port = address.rpartition(":")
+        return f"port {port} on {host} is in use: choose another, or end the program that has it"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{address} is no address of this machine: give the one by which {readers} reach it"
     return f"cannot listen at {address}: {error.strerror or error}"

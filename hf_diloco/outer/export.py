@@ -27,6 +27,8 @@ def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
     Raises:
         CheckpointError: there is none.
     """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}: give a checkpoint-N, or the folder of an island or a run")
     if (path / "diloco").is_dir() or path.name.startswith("checkpoint-"):
         return path, read_index(path)
     found = complete_checkpoints(path) or complete_checkpoints(path / "island-0")

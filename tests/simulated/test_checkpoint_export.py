@@ -36,6 +36,7 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path) -> None:
     assert str(tmp_path / "run" / "checkpoint-6") in "".join(table.split())
     made = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")])
     assert "(round 2, step 6)" in " ".join(made.output.split())
+    assert "Loading weights" not in made.output
     card = ModelCard.load(tmp_path / "model" / "README.md")
     assert card.data.tags == ["hf-diloco", "diloco"]
     assert "on 1 island." in card.text
@@ -53,6 +54,9 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path) -> None:
     assert found.name == "checkpoint-4"  # 6 is not whole any more
     with pytest.raises(CheckpointError, match=r"no whole checkpoint with outer state: name checkpoint-N"):
         find_checkpoint(tmp_path)
+    for absent in ("runs/absent", "run/checkpoint-5"):
+        with pytest.raises(CheckpointError, match=f"there is no folder .*{absent}"):
+            find_checkpoint(tmp_path / absent)
 
 
 def test_adapters_become_a_folder_of_peft(tmp_path: Path) -> None:

@@ -213,6 +213,8 @@ def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL, "quickstart.yaml")
     with pytest.raises(ConfigError, match=r"no such file \(did you mean .*quickstart.yaml\?\)"):
         load_run_file(tmp_path / "quikstart.yaml")
+    with pytest.raises(ConfigError, match="is a folder: give a run file"):
+        load_run_file(tmp_path)
 
 
 def test_broken_deepspeed_file(tmp_path: Path) -> None:

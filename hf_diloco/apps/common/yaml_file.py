@@ -104,6 +104,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_neighbours(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder: give a run file, as run.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
     try:
