@@ -254,8 +254,8 @@ class Rounds(ABC):
             cosine = cosine_to_others(dot, own.square, square, share)
         if plan.number == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
             logger.warning(
-                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on the "
-                "same data in the same order. Give each island its own share (docs/data.md)",
+                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
+                "the same data in the same order. Give each island its own share (docs/data.md)",
                 self.config.island,
                 cosine,
             )
