@@ -127,9 +127,11 @@ def test_resumed_equals_uninterrupted(run_file: Path, streaming: str) -> None:
     assert losses(resumed, "eval") == whole_eval
 
 
-def test_a_finished_run_is_only_evaluated_again(run_file: Path) -> None:
-    for _ in range(2):
+def test_a_finished_run_is_only_evaluated_again(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for has_ended in (False, True):
         assert start(run_file, "sample=null") == 0
+        said = capsys.readouterr().out
+        assert ("checkpoint-6 is of its last step. For a new run give another --name" in said) == has_ended
     folder = island_folder(run_file)
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6]
     assert read_json(folder / "summary.json")["eval_loss"] == losses(folder, "eval")[0][1]
