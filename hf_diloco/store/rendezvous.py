@@ -174,8 +174,8 @@ def find_store(config: Place, notes: WaitNotes | None = None) -> None:
                     f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
                     f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
                 ) from None
-        if wait:
-            wait.look([0])
+            if wait:
+                wait.look([0], str(error.strerror or error))
         time.sleep(_RETRY_SECONDS)
 
 

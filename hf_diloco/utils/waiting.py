@@ -84,11 +84,12 @@ class Wait:
         self._suffix = suffix
         self._begun = notes.clock.now()
 
-    def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int]) -> None:
+    def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int], why: str = "") -> None:
         """Says for whom this waits, if it is time to.
 
         Args:
             missing: numbers of those who are waited for, or words; called only when something is said.
+            why: what keeps them away, where that is known.
         """
 
         def text() -> str:
@@ -96,7 +97,7 @@ class Wait:
             names = found if isinstance(found, str) else self._notes.names(found)
             waited = self._notes.clock.now() - self._begun
             limit = "" if self._limit == float("inf") else f" of {self._limit:,.0f} s"
-            return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit})"
+            return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit}{why and f'; {why}'})"
 
         self._notes.say(self._begun, text)
 

@@ -112,7 +112,7 @@ def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: py
     with pytest.raises(RendezvousError):
         meet(config, Credentials(), is_host=False, who="island 1", silent_for=1.0, notes=WaitNotes(1, first=0))
     mine = [message for message in caplog.messages if url in message]  # not those of other tests' threads
-    assert mine == [f"island 1: waiting for island 0 at {url} (0 s of 0 s)"]
+    assert mine == [f"island 1: waiting for island 0 at {url} (0 s of 0 s; Connection refused)"]
 
 
 @pytest.fixture
