@@ -22,7 +22,8 @@ BIN = Path(sys.executable).parent
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "num_cores", lambda: 8)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
@@ -107,6 +108,13 @@ def test_a_port_for_all_islands_is_refused() -> None:
     assert plan(*command).islands[0].command[1:] == command[1:]
     with pytest.raises(ConfigError, match=r"--master_port=29500: .*leave it out"):
         plan(*command, num_islands=2)
+
+
+def test_threads_that_wait_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert plan("python", "mine.py").islands[0].environment["GOMP_SPINCOUNT"] == expected
 
 
 def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
