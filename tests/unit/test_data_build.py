@@ -156,6 +156,12 @@ class TestFiles:
         for streaming in (False, True):
             assert list(texts(open_files([str(tmp_path / "a.jsonl")], "body", streaming))) == ["one", "two"]
 
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_a_csv_file(self, tmp_path: Path, streaming: bool) -> None:
+        (tmp_path / "a.csv").write_text('id,body\n1,"one, two\nthree"\n2,NA\n3,\n')
+        found = list(texts(open_files([str(tmp_path / "a.csv")], "body", streaming)))
+        assert found == ["one, two\nthree", "NA"]
+
     def test_mixed_formats(self) -> None:
         with pytest.raises(ConfigError, match=r"one format .* got \.jsonl, \.txt"):
             open_files(["a.jsonl.gz", "b.txt"])

@@ -51,7 +51,7 @@ class DataBlock(Block):
         description="sources hub and c4: the split to evaluate on (c4: validation); null: a held-out part of split",
     )
     files: list[str] = Field(
-        [], description="source files: globs of .json, .jsonl, .txt or .parquet files, also compressed"
+        [], description="source files: globs of .json, .jsonl, .csv, .txt or .parquet files, also compressed"
     )
     eval_files: list[str] = Field([], description="globs of files to evaluate on; empty: a held-out part of the data")
     text_column: str = Field("text", description="sources c4, hub and files: the column that holds the text")
@@ -94,6 +94,7 @@ C4 = "allenai/c4"
 
 # reader of `datasets`, and its options, by the end of the file's name
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {"keep_default_na": False}),  # a text may be "None" or "NA"
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
@@ -147,7 +148,7 @@ def open_evaluation(data: DataBlock) -> list[Documents]:
 
 
 def open_files(files: Sequence[str], text_column: str = "text", streaming: bool = False) -> Documents:
-    """Files of one format (.json, .jsonl, .parquet or .txt, also compressed) as one dataset.
+    """Files of one format (.csv, .json, .jsonl, .parquet or .txt, also compressed) as one dataset.
 
     Raises:
         ConfigError: for an unknown or mixed format, an unreadable file, or a missing column.
