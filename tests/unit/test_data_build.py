@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
-from hf_diloco.apps.data.sources import DataBlock, alternate, open_files, read_first, texts
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_files, read_first, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
@@ -155,6 +156,14 @@ class TestFiles:
         )
         for streaming in (False, True):
             assert list(texts(open_files([str(tmp_path / "a.jsonl")], "body", streaming))) == ["one", "two"]
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_what_datasets_has_saved_to_disk(self, tmp_path: Path, streaming: bool) -> None:
+        Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+        data = DataBlock(source="hub", path=str(tmp_path / "saved"), streaming=streaming)
+        assert list(texts(open_documents(data))) == ["one", "two"]
+        with pytest.raises(ConfigError, match="no split 'validation'"):
+            open_documents(data.model_copy(update={"split": "validation"}))
 
     @pytest.mark.parametrize("streaming", [False, True])
     def test_a_csv_file(self, tmp_path: Path, streaming: bool) -> None:

@@ -96,6 +96,10 @@ def test_wrong(config: dict[str, Any], message: str, tokenizer: PreTrainedTokeni
 def test_no_such_checkpoint(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: cannot load"):
         build_model(ModelBlock(path=str(tmp_path)), tokenizer, 16, seed=1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    with pytest.raises(ConfigError, match="is the folder of a run: name its model"):
+        build_model(ModelBlock(path=str(tmp_path)), tokenizer, 16, seed=1)
 
 
 @pytest.mark.parametrize(("prompt", "written"), [("a few", True), ("words " * 20, False)])

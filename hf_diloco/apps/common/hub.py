@@ -64,6 +64,9 @@ def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the Hub, the file system or the file's format
+        model = Path(path) / "model"
+        if (model / "config.json").is_file():
+            raise ConfigError(f"{setting}: {path} is the folder of a run: name its model, {model}") from error
         said = f"{setting}: cannot load {path!r}: {type(error).__name__}: {one_line(error)}"
         if os.environ.get(_OFFLINE) and not Path(path).exists():
             said += (

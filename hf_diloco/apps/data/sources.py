@@ -207,6 +207,11 @@ def _format(file: str) -> str:
 
 def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
     path = C4 if data.source == "c4" else str(data.path)
+    if (Path(path) / "state.json").is_file():  # one split, as `Dataset.save_to_disk` writes it
+        if split != "train":
+            raise ConfigError(f"data: {path} holds one dataset and no split {split!r}: leave split and eval_split out")
+        files = sorted(map(str, Path(path).glob("*.arrow")))
+        return _load("arrow", data.text_column, streaming, data_files={"train": files}, split="train")
     return _load(path, data.text_column, streaming, name=data.name, split=split)
 
 
