@@ -92,7 +92,7 @@ def make_optimizer(
         if setting not in accepted:
             raise ConfigError(
                 f"{setting}: method {method.name} has no such setting{nearest(setting, accepted)}; it has "
-                f"{', '.join(accepted) or 'none'}"
+                f"{', '.join(accepted) or 'none'} (null leaves out what a run file sets)"
             )
         _check_kind(setting, value, accepted[setting].annotation)
     make: Any = method
