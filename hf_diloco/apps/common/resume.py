@@ -100,11 +100,11 @@ def train_on(
     run, trainer, checkpoint = assembled.run, assembled.trainer, assembled.checkpoint
     if assembled.speaks:
         print_plan(assembled)
-    if assembled.speaks and checkpoint is not None and step_of(checkpoint) >= trainer.args.max_steps:
-        say(
-            f"the run has ended: {checkpoint} is of its last step. For a new run give another --name; to train on, a "
-            "greater training.max_steps"
-        )
+        if checkpoint is not None and step_of(checkpoint) >= trainer.args.max_steps:
+            say(
+                f"the run has ended: {checkpoint} is of its last step. For a new run give another --name; to train "
+                "on, a greater training.max_steps"
+            )
     try:
         with loading(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
