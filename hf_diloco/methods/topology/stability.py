@@ -36,6 +36,7 @@ Matrices = NDArray[np.inexact[Any]]
 
 _MOMENTA = (*np.linspace(0, 1, 64, endpoint=False).tolist(), 0.999)  # looked at before bisection
 _BISECTIONS = 30
+_ROUNDING = 1e-6  # of what bisection finds, in thousandths
 
 SAFE_OMEGA = 0.5
 """Momentum that is averaged up to this share is stable on every symmetric graph that does not change."""
@@ -135,8 +136,8 @@ def _largest_below(topology: Topology, beta: float, omega: float) -> float | Non
 
 
 def floor_digits(beta: float) -> str:
-    """A largest momentum in three digits, rounded down: what it says is stable."""
-    return f"{math.floor(1000 * beta) / 1000:.3f}"
+    """The first momentum that is not stable, in three digits below it: what they say is stable."""
+    return f"{math.floor(1000 * beta - _ROUNDING) / 1000:.3f}"
 
 
 def _stability(topology: Topology, omega: float) -> Callable[[float], bool]:
