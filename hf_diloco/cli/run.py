@@ -107,6 +107,8 @@ def print_ending(result: Result, run: BaseRun, options: LaunchOptions, out: Cons
         _print_report(run, out)
         return
     print_failures(result, err)
+    if result.failed and not any(island.progress.step for island in result.islands):
+        return  # before training: the same command would fail again
     if any(run.folder.glob("island-*/checkpoint-*")):
         _say(out, "to continue from the last checkpoint: ", (options.resume_command(run), "bold"))
     elif not result.failed:

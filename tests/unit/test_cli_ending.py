@@ -15,6 +15,7 @@ from hf_diloco.cli.launch import Result
 from hf_diloco.cli.log import Outcome
 from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.cli.run import print_ending
+from hf_diloco.report.progress import Progress
 
 
 @dataclass
@@ -22,6 +23,7 @@ class EndedIsland:
     number: int
     outcome: Outcome
     log_path: Path = field(default=Path("log.txt"))
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def name(self) -> str:
@@ -40,8 +42,11 @@ def run(options: LaunchOptions) -> BaseRun:
     return load_options(options)
 
 
-def ending(run: BaseRun, options: LaunchOptions, *outcomes: Outcome, **result: Any) -> tuple[int, str, str]:
-    islands = [EndedIsland(number, outcome) for number, outcome in enumerate(outcomes)]
+def ending(
+    run: BaseRun, options: LaunchOptions, *outcomes: Outcome, step: int = 0, **result: Any
+) -> tuple[int, str, str]:
+    progress = Progress("failed", step)
+    islands = [EndedIsland(number, outcome, progress=progress) for number, outcome in enumerate(outcomes)]
     ended = Result(cast("Any", islands), **result)
     out, err = (Console(file=io.StringIO(), width=60) for _ in range(2))
     print_ending(ended, run, options, out, err)
@@ -68,6 +73,14 @@ def test_a_stopped_run_says_how_to_go_on(run: BaseRun, options: LaunchOptions) -
     (run.island_folder(0) / "checkpoint-2").mkdir(parents=True)
     code, out, _ = ending(run, options, *stopped)
     assert (code, out) == (3, f"to continue from the last checkpoint: hf-diloco launch {options.run_file}\n")
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_what_failed_before_training_is_not_to_be_continued(run: BaseRun, options: LaunchOptions, step: int) -> None:
+    (run.island_folder(0) / "checkpoint-2").mkdir(parents=True)
+    wrong = [Outcome(1, "error: unknown setting")] * 3
+    _, out, _ = ending(run, options, *wrong, failed=[0, 1, 2], step=step)
+    assert ("to continue from the last checkpoint" in out) == (step > 0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143), (None, 1)])
