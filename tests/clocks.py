@@ -7,11 +7,20 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from hf_diloco.utils.clock import Clock
 
 LONG = 60.0  # seconds a test waits for what should come: the machine may be busy
 AT_ONCE = 25.0  # seconds within which a busy machine does what must not wait for LONG
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Returns once it is met."""
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {LONG} s"
+        time.sleep(0.005)
 
 
 class StillClock(Clock):

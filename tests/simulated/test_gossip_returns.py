@@ -16,7 +16,7 @@ from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.published import Published
 from hf_diloco.methods.topology import Topology, make_topology
-from tests.clocks import LONG
+from tests.clocks import LONG, wait_until
 from tests.gossip_meshes import join
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
@@ -30,13 +30,6 @@ LEAVER = 1
 @pytest.fixture
 def store() -> KeptStore:
     return KeptStore()
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {LONG} s"
-        time.sleep(0.005)
 
 
 def taken(published: Published, node: int) -> torch.Tensor | None:
@@ -103,18 +96,18 @@ class Swarm:
         """Returns when the neighbours know that a node was lost so many times."""
         lost = f"node {LEAVER} was lost"
         for node in self.near:
-            until(lambda node=node: self.count(node, lost) == num_losses, f"node {node} notices")  # type: ignore[misc]
+            wait_until(lambda node=node: self.count(node, lost) == num_losses, f"node {node} notices")  # type: ignore[misc]
 
     def await_steps(self) -> None:
         """Returns when all others have taken further steps: nobody keeps them."""
         before = dict(self.steps)
-        until(lambda: all(self.steps[node] > before[node] + 3 for node in self.others), "the others go on")
+        wait_until(lambda: all(self.steps[node] > before[node] + 3 for node in self.others), "the others go on")
 
     def ask_for_average(self) -> None:
         self._num_averages += 1
 
     def await_average(self, members: list[int]) -> None:
-        until(lambda: all(len(self.averaged[node]) == self._num_averages for node in self.others), "the average")
+        wait_until(lambda: all(len(self.averaged[node]) == self._num_averages for node in self.others), "the average")
         assert {self.averaged[node][-1] for node in self.others} == {tuple(members)}
 
     def check_entry(self, x: torch.Tensor, step: int) -> None:
@@ -135,7 +128,7 @@ class Swarm:
         published.publish(torch.full((SIZE,), mark).view(torch.uint8))
         for node in self.near:
             before = max(0, self.steps[node] - 1)  # it may have yet to publish what it has counted
-            until(lambda node=node: self.last_seen(node) == mark, f"node {node} takes")  # type: ignore[misc]
+            wait_until(lambda node=node: self.last_seen(node) == mark, f"node {node} takes")  # type: ignore[misc]
             theirs = taken(published, node)
             assert theirs is not None
             assert any(torch.equal(theirs, self.offered[node, s]) for s in range(before, self.steps[node] + 1))
@@ -247,12 +240,12 @@ def test_who_returns_while_others_wait_in_an_average_is_waited_for_there(
         if node == LEAVER:
             neighbours.close()
             has_left.set()
-            until(have_come(3, 4), "the others wait")
+            wait_until(have_come(3, 4), "the others wait")
             neighbours = join(store, topology, node)
             neighbours.published()
             neighbours.enter(torch.empty(SIZE))
             has_returned.set()
-            until(have_come(0, 2), "its neighbours wait for it, too")
+            wait_until(have_come(0, 2), "its neighbours wait for it, too")
             time.sleep(0.5)  # its step takes longer than a suspect is waited for
         elif node in topology.neighbours(LEAVER):
             has_left.wait(LONG)
@@ -261,7 +254,7 @@ def test_who_returns_while_others_wait_in_an_average_is_waited_for_there(
                 neighbours.offer(torch.zeros(SIZE), 0)
                 return has_returned.is_set()
 
-            until(let_in, "it returns")
+            wait_until(let_in, "it returns")
         else:
             has_left.wait(LONG)
         neighbours.average(torch.zeros(SIZE))
@@ -301,7 +294,7 @@ def test_who_loses_a_link_on_its_way_back_is_taken_by_that_neighbour_when_it_is_
         neighbours, published = swarm.join()
         published.drop(0)
         neighbours.enter(torch.empty(SIZE))
-        until(lambda: swarm.count(2, "node 1 has returned"), "the other neighbour lets it in")
+        wait_until(lambda: swarm.count(2, "node 1 has returned"), "the other neighbour lets it in")
         neighbours.close()
         neighbours, published = swarm.join()
         neighbours.enter(torch.empty(SIZE))
@@ -342,7 +335,7 @@ def test_a_node_that_all_have_given_up_ends(store: KeptStore, monkeypatch: pytes
         both.wait(LONG)
         if node == LEAVER:
             with pytest.raises(IslandLostError, match="given up node 1, which took too long"):
-                until(lambda: neighbours.offer(torch.zeros(SIZE), 0), "it is told")
+                wait_until(lambda: neighbours.offer(torch.zeros(SIZE), 0), "it is told")
         else:
             assert published.pull(LEAVER)[0] is None
             neighbours.offer(torch.zeros(SIZE), 0)

@@ -407,10 +407,12 @@ def test_islands_of_fixed_membership_seal_all_that_goes_over_tcp(
     key_file.chmod(0o600)
     url = f"tcp://{LOCALHOST}:{find_free_port()}"
     wire = Wire(monkeypatch)
+    transports = []  # they last until both islands are done: the other one's store is island 0's
 
     def run(island: int) -> torch.Tensor:
         config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, key_file=key_file, join_timeout=LONG)
         transport, values = MeshTransport(config, is_leader=True), torch.full((5000,), float(island))
+        transports.append(transport)
         all_gather = AllGather(transport.store, island, 2)
         Members(transport.store.log, island).enter(may_return=False)
         assert all_gather.share("topic", {"island": island}, LONG) == [{"island": 0}, {"island": 1}]

@@ -597,7 +597,7 @@ def test_a_call_has_its_time() -> None:
 
 
 def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
-    return DiLoCoConfig(**{"num_islands": 2, "island": island, "rendezvous": url, "join_timeout": 0.5, **more})
+    return DiLoCoConfig(**{"num_islands": 2, "island": island, "rendezvous": url, "join_timeout": LONG, **more})
 
 
 def connect(config: DiLoCoConfig, is_host: bool) -> Rendezvous:
@@ -636,7 +636,7 @@ def test_both_ends_meet(free_port: int) -> None:
 
     def run(island: int) -> str:
         time.sleep(0.5 * (1 - island))  # island 1 knocks before anybody is there
-        store, _, address, _ = connect(settings_for(url, island, join_timeout=10), is_host=island == 0)
+        store, _, address, _ = connect(settings_for(url, island), is_host=island == 0)
         opened.append(store)
         store.set(str(island), address)
         return store.get(str(1 - island)).decode()
@@ -689,7 +689,7 @@ def test_a_host_that_is_another_machine_is_told() -> None:
 def test_a_host_without_an_address_is_told(is_host: bool) -> None:
     url = "tcp://no-such-host.invalid:29400"
     with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*([Cc]orrect it|Check the rendezvous)"):
-        connect(settings_for(url, 0 if is_host else 1), is_host=is_host)
+        connect(settings_for(url, 0 if is_host else 1, join_timeout=0.5), is_host=is_host)
 
 
 def test_a_name_service_that_is_not_there_yet_is_waited_for(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +704,7 @@ def test_a_name_service_that_is_not_there_yet_is_waited_for(free_port: int, monk
         return connect_to(*args, **named)
 
     monkeypatch.setattr(socket, "create_connection", connect_later)
-    island = connect(settings_for(url, 1, join_timeout=LONG), is_host=False)
+    island = connect(settings_for(url, 1), is_host=False)
     host.store.set("a", b"x")
     assert island.store.get("a") == b"x"
 
@@ -714,7 +714,7 @@ def test_nobody_there_is_told_in_time(free_port: int) -> None:
     with pytest.raises(
         RendezvousError, match=rf"nobody answers at tcp://127.0.0.1:{free_port} after 0.5 s \(join_timeout\)"
     ):
-        connect(settings_for(f"tcp://127.0.0.1:{free_port}"), is_host=False)
+        connect(settings_for(f"tcp://127.0.0.1:{free_port}", join_timeout=0.5), is_host=False)
     assert 0.5 <= time.monotonic() - started < AT_ONCE
 
 
@@ -722,7 +722,7 @@ def test_a_machine_that_cannot_be_reached_is_told_in_time() -> None:
     """A documentation address: nobody answers, or a proxy of this network does."""
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody answers at|is not the rendezvous"):
-        connect(settings_for("tcp://198.51.100.1:29400"), is_host=False)
+        connect(settings_for("tcp://198.51.100.1:29400", join_timeout=0.5), is_host=False)
     assert time.monotonic() - started < AT_ONCE
 
 
@@ -736,7 +736,7 @@ def answer_http(connection: socket.socket) -> None:
 def test_something_else_on_the_port_is_told(listener: Callable[..., str], behave: Callable[..., object]) -> None:
     started = time.monotonic()
     with pytest.raises(RendezvousError, match=r"is not the rendezvous of a run .*choose another port"):
-        connect(settings_for(listener(behave)), is_host=False)
+        connect(settings_for(listener(behave), join_timeout=0.5), is_host=False)
     assert time.monotonic() - started < AT_ONCE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import re
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,13 @@ from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.tcp_store import meet
+from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
-from tests.clocks import StillClock
+from tests.clocks import LONG, StillClock, wait_until
 from tests.fixed_runs import convene, offer_of, unanimity, vote
+from tests.islands import run_islands
 
 
 @pytest.fixture
@@ -78,8 +79,9 @@ def test_short_waits_are_silent_and_many_rounds_share_one_line(
 
 def test_a_call_that_blocks_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
     with WaitNotes(0, first=0.05).begin(float("inf"), "lane0").blocking("islands 1, 2 to connect"):
-        time.sleep(0.3)
-    assert caplog.messages == ["island 0: lane0: waiting for islands 1, 2 to connect (0 s)"]
+        wait_until(lambda: caplog.messages, "it is said")
+    (said,) = caplog.messages
+    assert re.fullmatch(r"island 0: lane0: waiting for islands 1, 2 to connect \(\d+ s\)", said)
 
 
 # Through what waits
@@ -108,11 +110,19 @@ def test_a_round_says_who_is_late_for_it_and_for_its_vote(clock: StillClock, cap
 
 def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: pytest.LogCaptureFixture) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
-    config = DiLoCoConfig(num_islands=2, island=1, rendezvous=url, join_timeout=0.3)
-    with pytest.raises(RendezvousError):
-        meet(config, Credentials(), is_host=False, who="island 1", silent_for=1.0, notes=WaitNotes(1, first=0))
-    mine = [message for message in caplog.messages if url in message]  # not those of other tests' threads
-    assert mine == [f"island 1: waiting for island 0 at {url} (0 s of 0 s; Connection refused)"]
+
+    def mine() -> list[str]:
+        return [message for message in caplog.messages if url in message]  # not those of other tests' threads
+
+    def run(island: int) -> Rendezvous:
+        config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, join_timeout=LONG)
+        if island == 0:
+            wait_until(mine, "island 1 says for whom it waits")
+        return meet(config, Credentials(), island == 0, f"island {island}", LONG, WaitNotes(island, first=0))
+
+    run_islands(2, run, 3 * LONG)
+    (said,) = mine()
+    assert re.fullmatch(rf"island 1: waiting for island 0 at {url} \(\d+ s of 60 s; Connection refused\)", said)
 
 
 @pytest.fixture

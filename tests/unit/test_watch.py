@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -109,9 +110,17 @@ def test_of_more_questions_than_may_wait_each_is_answered_at_once(
     monkeypatch.setattr(changes, name, most)
     before = look(store, ["a"])
     found: list[Sight] = []
+    is_there = threading.Event()
+    await_change = changes.Changes._await_change
+
+    def note(*args: Any) -> Any:
+        is_there.set()
+        return await_change(*args)
+
+    monkeypatch.setattr(changes.Changes, "_await_change", note)
     thread = threading.Thread(target=lambda: found.append(look(store, ["a"], before, 29.0)))
     thread.start()
-    time.sleep(0.2)
+    assert is_there.wait(AT_ONCE)
     begun = time.monotonic()
     assert look(store, ["a"], before, 29.0).objects == look(store, ["a"], awaited=PLAN).objects == {}
     assert time.monotonic() - begun < AT_ONCE

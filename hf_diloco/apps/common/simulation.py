@@ -75,7 +75,8 @@ def train_together(
             thread.start()
         try:
             for thread in threads:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(_ASK_SECONDS)  # Python sees a signal that another thread was woken for only then
         finally:
             all_ended.set()
     if errors:
@@ -92,9 +93,9 @@ def _signal_handlers(stop: Callable[[], None], is_command: bool) -> Iterator[Non
         if is_command and not is_first:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)  # no thread that computes would hear an exception
+        is_first = False
         if is_command:
             print(_STOPPING, file=sys.stderr, flush=True)
-        is_first = False
         stop()
 
     is_main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
