@@ -179,6 +179,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def compiled_averages() -> None:
+    """For nodes with short timeouts: in a fresh checkout Numba takes seconds for what they average with."""
+    import torch
+
+    from hf_diloco.gossip.averages import mix_
+
+    vector = torch.zeros(8)
+    for num_neighbours in (1, 2, 3):
+        mix_(torch.empty(8), vector, [(0.25, vector)] * num_neighbours)
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on."""

@@ -167,6 +167,7 @@ def test_a_node_that_dies_in_the_middle_of_a_transfer_holds_up_nobody(store: Kep
         check_survivors(nodes, victim, tmp_path, "its connection broke")
 
 
+@pytest.mark.usefixtures("compiled_averages")
 def test_a_stopped_node_is_given_up_and_nobody_else(store: KeptStore, tmp_path: Path) -> None:
     """Those who wait for it keep others waiting, who must not take that for a loss."""
     victim = 2

@@ -38,7 +38,7 @@ from tests.processes import find_free_port
 from tests.small_model import Linear
 from tests.tcp_stores import KeptStore
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "compiled_averages")
 
 LOCALHOST = "127.0.0.1"
 SIZE = 64

@@ -37,7 +37,7 @@ from tests.gossip_meshes import LOCALHOST, join, talk_together
 from tests.islands import run_islands, try_islands
 from tests.tcp_stores import KeptStore
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "compiled_averages")
 
 SHORT = 3.0  # where somebody is late
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from tests.gossip_meshes import members_of
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "compiled_averages")
 
 LOCALHOST = "127.0.0.1"
 SHORT = 3.0
