@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 
-def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60) -> list[T | BaseException]:
+def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 100) -> list[T | BaseException]:
     """Runs `call(island)` in one thread an island; returns what each returned or raised, in order.
 
     Raises:
@@ -20,7 +20,7 @@ def try_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60)
     return [outcomes[island] for island in range(num_islands)]
 
 
-def run_islands(num_islands: int, call: Callable[[int], T], timeout: float = 60) -> list[T]:
+def run_islands(num_islands: int, call: Callable[[int], T], timeout: float = 100) -> list[T]:
     """As `try_islands`, but raises if an island did: what was raised first, as others may have failed for its sake."""
     outcomes = _run(num_islands, call, timeout)
     for outcome in outcomes.values():

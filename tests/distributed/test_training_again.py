@@ -15,6 +15,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
+from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.processes import Processes
 from tests.programs.trainer_island import make_model
@@ -53,9 +54,10 @@ class Island:
         self.session: BaseSession | None = None
         self.waits, self.should_stop = threading.Event(), False
 
-    def open(self) -> BaseSession:
+    def open(self, **settings: Any) -> BaseSession:
         self.waits.clear()
-        self.session = open_session(self._config, IslandGroup(), self._is_stopping, self.session, self._folder)
+        config = self._config.model_copy(update=settings)
+        self.session = open_session(config, IslandGroup(), self._is_stopping, self.session, self._folder)
         return self.session
 
     def train(self, finishes: bool) -> str:
@@ -72,13 +74,13 @@ class Island:
 
 
 def test_an_island_that_is_back_first_waits_for_island_0(tmp_path: Path, free_port: int) -> None:
-    islands = [Island(number, tmp_path, free_port, join_timeout=30) for number in range(2)]
+    islands = [Island(number, tmp_path, free_port, join_timeout=LONG) for number in range(2)]
     run_islands(2, lambda number: islands[number].train(finishes=False))
     islands[1].waits.clear()
 
     def island_main(number: int) -> str:
         if number == 0:
-            assert islands[1].waits.wait(30)
+            assert islands[1].waits.wait(LONG)
         return islands[number].train(finishes=True)
 
     assert len(set(run_islands(2, island_main))) == 1
@@ -87,12 +89,12 @@ def test_an_island_that_is_back_first_waits_for_island_0(tmp_path: Path, free_po
 def test_a_wait_for_island_0_ends_by_a_stop_or_in_time_and_can_be_taken_up_again(
     tmp_path: Path, free_port: int
 ) -> None:
-    islands = [Island(number, tmp_path, free_port, join_timeout=1.0 if number else 30) for number in range(2)]
+    islands = [Island(number, tmp_path, free_port, join_timeout=LONG) for number in range(2)]
     run_islands(2, lambda number: islands[number].train(finishes=False))
     islands[1].should_stop = True
     with pytest.raises(StopRequested):
         islands[1].open()
     islands[1].should_stop = False
     with pytest.raises(RendezvousError, match="island 0 has not begun another training at tcp://"):
-        islands[1].open()
+        islands[1].open(join_timeout=1.0)
     assert len(set(run_islands(2, lambda number: islands[number].train(finishes=True)))) == 1

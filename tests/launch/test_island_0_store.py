@@ -130,7 +130,8 @@ def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
     if is_revoked:
         listed[stranger] = [public[1], f"{public[2]} until 1"]
     with Processes() as processes:
-        run = Run(tmp_path, processes, identity_file=tmp_path / "island-{island}.pem", identities=listed, **secrets)
+        identities = {"identity_file": tmp_path / "island-{island}.pem", "identities": listed}
+        run = Run(tmp_path, processes, **identities, **secrets, exchange_timeout=60.0)  # none of the two is lost
         run.jobs.append(run.launch(0))
         run.jobs[0].wait_for("tcp://127.0.0.1")
         its_own = {"identity_file": files[2], "identities": {**listed, stranger: public[2]}}

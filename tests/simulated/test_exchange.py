@@ -661,12 +661,10 @@ def count_open() -> tuple[int, int]:
 
 def assert_nothing_left_open(before: tuple[int, int]) -> None:
     """No more files and threads than before, once those that are ending have ended; what earlier tests left may go."""
-    deadline = time.monotonic() + 10
-    while any(now > then for now, then in zip(count_open(), before, strict=True)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + AT_ONCE
+    while (left := count_open()) and any(now > then for now, then in zip(left, before, strict=True)):
+        assert time.monotonic() < deadline, f"files and threads: {left}, before: {before}"
         time.sleep(0.05)
-    files, threads = count_open()
-    assert files <= before[0]
-    assert threads <= before[1]
 
 
 def test_a_failure_that_somebody_holds_holds_no_connection(small_chunks: None) -> None:
@@ -702,7 +700,8 @@ def test_who_waits_for_one_that_hangs_in_an_exchange_says_so(caplog: pytest.LogC
 
     class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            has_said.set()
+            if "exchange: waiting" in record.getMessage():  # and not what another test has left behind
+                has_said.set()
 
     def run(island: int) -> torch.Tensor:
         watch = None if island else lambda: notes.watch(30, "exchange", [1])

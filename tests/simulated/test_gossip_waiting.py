@@ -20,7 +20,7 @@ from tests.tcp_stores import KeptStore
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOCALHOST = "127.0.0.1"
-SHORT = 1.0
+SHORT = 2.0
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def store() -> KeptStore:
 def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
     client = store.client()
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
-    notes = WaitNotes(node, "node", first=0.2)
+    notes = WaitNotes(node, "node", first=0.2, every=0.2)
     topology = make_topology("ring", 2)
     return MeshNeighbours(
         client, topology, node, LOCALHOST, members_of(client, node), notes=notes, **{**timeouts, **settings}
