@@ -172,11 +172,11 @@ def test_a_stopped_node_is_given_up_and_nobody_else(store: KeptStore, tmp_path: 
     """Those who wait for it keep others waiting, who must not take that for a loss."""
     victim = 2
     with Processes() as processes:
-        settings = {"methods": [("dsgd", {})], "steps": 40, "size": 1000, "pause": 0.05, "exchange_timeout": 4}
+        settings = {"methods": [("dsgd", {})], "steps": 40, "size": 1000, "pause": 0.05, "exchange_timeout": 8}
         nodes = start(processes, store, tmp_path, "ring", 6, **settings)
         nodes[victim].wait_for("step 10$")
         os.kill(nodes[victim].pid, signal.SIGSTOP)
-        check_survivors(nodes, victim, tmp_path, "it did not come within 4 s")
+        check_survivors(nodes, victim, tmp_path, "it did not come within 8 s")
         os.kill(nodes[victim].pid, signal.SIGCONT)
         output = nodes[victim].wait(expect=1).output
         assert "IslandLostError: all neighbours of node 2 are lost" in output
