@@ -285,7 +285,7 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
     def common(island: int) -> Path | None:
         def share(topic: str, record: dict[str, Any]) -> list[dict[str, Any]]:
             posted.setdefault(topic, {})[island] = record
-            barrier.wait(10)
+            barrier.wait(60)
             return [posted[topic][number] for number in range(2)]
 
         return find_common(tmp_path / str(island), IslandGroup(), share)

@@ -139,7 +139,7 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
                 time.sleep(0.2)  # until the round's thread has had its turn, on a busy machine too
                 has_trained.set()
             if number == 3 and island == 1:
-                assert has_trained.wait(timeout=20)
+                assert has_trained.wait(timeout=60)
             hidden = max([hidden, *(report.seconds_hidden for report in ended)])
         session.leave(finished=True)
         return hidden

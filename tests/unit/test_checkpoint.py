@@ -48,9 +48,9 @@ class ThreadIsland(IslandGroup):
 
     def gather(self, item: Any) -> list[Any]:
         self._slots[self.rank] = json.dumps(item)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         items = [json.loads(slot) for slot in self._slots]
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return items
 
     def from_leader(self, item: Any) -> Any:

@@ -46,12 +46,13 @@ WRITER = """
 import sys
 from hf_diloco.store.objects import ObjectStore
 store = ObjectStore(sys.argv[1])
-print("begins", flush=True)
 count = 0
 while True:
     store.put("state.bin", bytes([count % 256]) * (1 << 20))
     store.put("small.json", bytes([count % 256]) * 1000)
     store.create(f"created/{count}", bytes([count % 256]) * 1000)
+    if count == 0:
+        print("has begun", flush=True)
     count += 1
 """
 
@@ -235,7 +236,7 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
     with Processes() as processes:
         writers = [processes.spawn([sys.executable, "-c", WRITER, url]) for url in urls]
         for writer in writers:
-            writer.wait_for("begins")
+            writer.wait_for("has begun")
             time.sleep(random.uniform(0.05, 0.2))
             writer.kill()
             writer.wait(expect=-9)

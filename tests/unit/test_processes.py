@@ -127,5 +127,5 @@ with Processes() as processes:
         parent = processes.spawn([sys.executable, "-c", program])
         child = psutil.Process(int(parent.wait_for(r"child (\d+)")[1]))
         parent.terminate()
-        parent.wait(20, expect=143)
+        parent.wait(60, expect=143)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
