@@ -101,7 +101,7 @@ class S3Server:
         assert self._process is not None
         seen = len(self._process.output.splitlines())
         self._process.popen.send_signal(number)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while answer not in self._process.output.splitlines()[seen:]:
             assert time.monotonic() < deadline, self._process.output
             time.sleep(0.01)

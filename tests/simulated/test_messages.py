@@ -238,7 +238,7 @@ def test_who_waits_for_a_message_and_closes_leaves_nothing_open() -> None:
     before = count_open()
     for _ in range(5):
         meet(2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + AT_ONCE
     most = [
         count + 4 for count in before
     ]  # what other tests have left may come and go; five meetings would leave more

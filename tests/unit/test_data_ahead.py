@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_diloco.apps.data.stream import read_ahead
+from tests.clocks import wait_until
 
 
 def threads() -> list[threading.Thread]:
@@ -19,10 +20,7 @@ def threads() -> list[threading.Thread]:
 
 
 def wait_until_no_thread() -> None:
-    deadline = time.monotonic() + 10
-    while threads():
-        assert time.monotonic() < deadline, "the thread lives on"
-        time.sleep(0.01)
+    wait_until(lambda: not threads(), "the thread ends")
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 100])
@@ -41,11 +39,9 @@ def test_reads_so_many_ahead_and_no_more() -> None:
 
     ahead = read_ahead(items(), 3)
     assert next(ahead) == 0
-    deadline = time.monotonic() + 10
-    while len(made) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(made) >= 4, "the one taken, three that are ready")
     time.sleep(0.2)
-    assert len(made) == 4, "the one taken, three that are ready"
+    assert len(made) == 4
     del ahead
     wait_until_no_thread()
 
