@@ -20,6 +20,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": -3.0}, "training.learning_rate: input should be greater than 0, got -3.0"),
     ({"learning_rate": 0}, "should be greater than 0"),
     ({"learning_rate": float("nan")}, "should be a finite number, got nan"),
+    ({"adam_beta1": float("nan")}, "training.adam_beta1: input should be a finite number, got nan"),
     ({"learning_rate": float("inf")}, "training.learning_rate: input should be a finite number, got inf"),
     ({"learning_rat": 1e-3}, "unknown setting training.learning_rat=0.001 (did you mean learning_rate?)"),
     ({"bf16": 1}, "training.bf16: input should be a valid boolean, got 1"),

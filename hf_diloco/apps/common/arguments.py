@@ -52,10 +52,11 @@ _NOT_NEGATIVE = (
     "neftune_noise_alpha",
 )
 _RANGES: dict[str, Any] = {
-    **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE, allow_inf_nan=False)),
-    **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE, allow_inf_nan=False)),
+    **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE)),
+    **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE)),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
+_CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
 
@@ -159,7 +160,7 @@ def _try_settings(args: TrainingArguments) -> None:
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),  # transformers 5.15
         )
 
 
@@ -265,7 +266,7 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
     if key.endswith("_kwargs") and isinstance(value, str) and not value.startswith("{"):
         return f"{name}: expected a block of `key: value` lines, got {value!r}"
     kind: Any = Annotated[types[key], _RANGES[key]] if key in _RANGES else types[key]
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=_CONFIG)
     try:
         adapter.validate_python(value, strict=True)
     except ValidationError as error:
