@@ -46,7 +46,7 @@ class MuonAdamW(Optimizer):
 
     Raises:
         ConfigError: a setting is out of its range, or `adamw` names none of the model's parameters.
-        UnsupportedError: the model has no matrix in a hidden layer, or torch is older than 2.9.
+        UnsupportedError: the model has no matrix in a hidden layer.
     """
 
     def __init__(
@@ -63,9 +63,6 @@ class MuonAdamW(Optimizer):
         adjust_lr: str = "match_rms_adamw",
         adamw: Collection[str] = (),
     ) -> None:
-        kind: Any = getattr(torch.optim, "Muon", None)
-        if kind is None:
-            raise UnsupportedError(f"torch {torch.__version__} has no Muon: install 2.9 or later")
         matrices, tables, vectors = split(model, adamw)
         if not matrices:
             raise UnsupportedError(
@@ -77,7 +74,7 @@ class MuonAdamW(Optimizer):
         ]
         filled = [group for group in others if group["params"]]
         try:
-            muon: Optimizer = kind(
+            muon: Optimizer = torch.optim.Muon(
                 [{"params": matrices, "name": "muon"}],
                 lr=lr if muon_lr is None else muon_lr,
                 weight_decay=weight_decay,

@@ -27,8 +27,6 @@ from tests.fixed_runs import Run
 from tests.islands import run_islands
 from tests.programs.trainer_island import Tokens, make_model
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs PyTorch 2.9 or later")
-
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "muon_lr": 2e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 SLOWMO: dict[str, Any] = {"method": "slowmo", "sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.6}
 

@@ -11,12 +11,7 @@ import importlib
 import socket
 from typing import Any
 
-import torch
-from packaging.version import Version
 from torch.distributed import TCPStore
-
-_LIBUV_LISTENS = Version("2.8")
-"""PyTorch whose default kind of store takes a socket that listens already; another kind always did."""
 
 
 class IslandStore(TCPStore):
@@ -35,8 +30,6 @@ class IslandStore(TCPStore):
             listener = _listen(host_name, port)
             if listener is not None:
                 kwargs["master_listen_fd"] = listener.detach()
-                if Version(torch.__version__) < _LIBUV_LISTENS:
-                    kwargs["use_libuv"] = False
         super().__init__(host_name, port, world_size, is_master, *args, **kwargs)
 
 
