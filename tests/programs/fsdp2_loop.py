@@ -110,7 +110,7 @@ def main() -> None:
         accelerator, model, optimizer, config, output_dir=settings["folder"], resume_from=resume_from
     ) as outer:
         for batch in loader:
-            accelerator.backward(compute_loss(model(input_ids=batch["input_ids"]), batch["labels"]))
+            accelerator.backward(compute_loss(model(input_ids=batch["input_ids"], use_cache=False), batch["labels"]))
             optimizer.step()
             optimizer.zero_grad()
             if report := outer.step(weight=settings.get("batch", 4)):
