@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+import pydantic
 import pytest
 import yaml
+from packaging.version import Version
 
 from hf_diloco import errors
 from hf_diloco.apps.common.yaml_file import read_yaml
@@ -102,6 +104,7 @@ def test_training_blocks_are_trainings_arguments(tmp_path: Path) -> None:
 RUN_FILE_PAGES = pytest.mark.parametrize("page", list(run_file_tables.PAGES), ids=lambda page: page.stem)
 
 
+@pytest.mark.skipif(Version(pydantic.VERSION) < Version("2.11"), reason="pydantic writes 0.0 where later ones write 0")
 @RUN_FILE_PAGES
 def test_run_file_tables_are_the_schema(page: Path) -> None:
     assert page.read_text() == run_file_tables.with_tables(page), "run: python -m scripts.site.run_file_tables"
