@@ -181,8 +181,10 @@ class BrokenStore:
         self.num_in_vain = 0
         self._thread = threading.get_ident()
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)
+        if not callable(operation):
+            return operation
 
         def run(*args: Any) -> Any:
             if self.is_down or self.fails(name, *args):

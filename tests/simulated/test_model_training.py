@@ -218,7 +218,7 @@ def test_a_position_in_other_data_is_no_place_to_go_on_from(run_file: Path, else
 
 def test_a_stream_goes_on_with_longer_sequences_and_another_seed(run_file: Path) -> None:
     """Its position is one of documents and tokens."""
-    stream = ["data.streaming=true", "data.num_eval_sequences=2"]
+    stream = ["data.streaming=true", "data.num_eval_sequences=1"]  # of text that Python brings: each version other
     assert start(run_file, "training.max_steps=4", *stream) == 0
     assert start(run_file, *stream, "data.sequence_length=64", "seed=7") == 0
     assert [step for step, _ in losses(island_folder(run_file))] == [1, 2, 3, 4, 5, 6]
