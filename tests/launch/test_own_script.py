@@ -101,7 +101,7 @@ def test_ctrl_c_ends_a_loop_that_does_not_ask_at_once(tmp_path: Path, processes:
     command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out", "100000"]
     launcher = processes.spawn(command)
     for island in "01":
-        launcher.wait_for(rf"island {island} .*training, step \d+/100000")
+        launcher.wait_for(rf"island {island} .*training")
     launcher.interrupt()
     output = launcher.wait(expect=130).output
     assert "these scripts do not ask should_stop(), ending islands 0 and 1" in output
