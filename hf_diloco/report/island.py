@@ -13,7 +13,7 @@ from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
 LARGEST = 1e18  # a number beyond it is no count, rate or loss
-# as recorded
+# What a report takes from records as it is.
 _OF_START = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
 _OF_END = {"on_boundary", "steps_since_sync", "run_is_over"}
 _OF_EVALUATION = {"eval_loss", "eval_accuracy", "consensus_distance"}

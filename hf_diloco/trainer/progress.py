@@ -87,7 +87,7 @@ class Progress:
 
 
 class Speed:
-    """Of the last steps: what is counted, in a second. Begins with a pause's end."""
+    """How many tokens, or whatever is counted, the last steps took a second. Time counts from when it is made."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=_STEPS_OF_RATE + 1)

@@ -5,11 +5,12 @@ The islands' shares are disjoint, and none has text that is held out to evaluate
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -200,7 +201,12 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
         f"and keeps one document in {num_islands}; more files save reading",
         stacklevel=2,
     )
-    return documents.filter(lambda _, index: index % num_islands == island, with_indices=True)
+    # No lambda: workers that are not forked get it pickled.
+    return documents.filter(functools.partial(_is_mine, island, num_islands), with_indices=True)
+
+
+def _is_mine(island: int, num_islands: int, _row: Any, index: int) -> bool:
+    return index % num_islands == island
 
 
 def files_of_island(files: list[str], island: int, num_islands: int) -> list[str]:
@@ -220,4 +226,8 @@ def is_held_out(text: str | None, fraction: float) -> bool:
 
 def without_held_out(documents: Documents, fraction: float) -> Documents:
     """A stream without its evaluation documents."""
-    return documents.filter(lambda text: not is_held_out(text, fraction), input_columns="text")
+    return documents.filter(functools.partial(_is_training, fraction), input_columns="text")
+
+
+def _is_training(fraction: float, text: str | None) -> bool:
+    return not is_held_out(text, fraction)
