@@ -160,7 +160,7 @@ def _try_settings(args: TrainingArguments) -> None:
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),  # transformers 5.15
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),  # transformers >= 5.15
         )
 
 

@@ -65,7 +65,7 @@ def train_island(
     with prepared(run) as progress:
         if config is not None and config.meets_in_store:
             _check_store(config)
-        from hf_diloco.apps.common.resume import train_on
+        from hf_diloco.apps.common.training import train_on
         from hf_diloco.apps.lm.assemble import assemble
 
         return train_on(assemble(run, config, progress, simulated), progress, _print_plan, _finish)

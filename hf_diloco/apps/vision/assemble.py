@@ -15,7 +15,8 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerContro
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
-from hf_diloco.apps.common.resume import Assembled, check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.training import Assembled
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model

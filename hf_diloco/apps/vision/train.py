@@ -51,7 +51,7 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
     """
     with prepared(run, "images") as progress:
-        from hf_diloco.apps.common.resume import train_on
+        from hf_diloco.apps.common.training import train_on
         from hf_diloco.apps.vision.assemble import assemble
 
         assembled = assemble(run, config, progress, node)
