@@ -220,7 +220,8 @@ def _failures_of_rank(numbered: list[tuple[int, str]]) -> list[_Failure]:
             where = ""
             if line.startswith(_TRACEBACK):
                 while place < len(lines) and lines[place].startswith((" ", "\t")):
-                    where = lines[place].strip() if lines[place].startswith("    ") else where
+                    if lines[place].startswith("    ") and lines[place].strip(" ~^"):  # which underline it
+                        where = lines[place].strip()
                     place += 1
                 place += 1
             end = _end_of_text(lines, place)

@@ -108,6 +108,7 @@ ASSERTION = """\
 Traceback (most recent call last):
   File "train.py", line 5, in <module>
     assert loss < 10
+           ^^^^^^^^^
 AssertionError
 """
 DESTRUCTOR = """\
