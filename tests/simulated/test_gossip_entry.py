@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from hf_diloco import GossipCallback
 from hf_diloco.errors import DuplicateIslandError, FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
-from hf_diloco.gossip.mesh.entry import MAX_ROUNDS
+from hf_diloco.gossip.mesh.entry import MAX_ROUNDS, decide
 from hf_diloco.gossip.mesh.joining import Discovery, Greetings
 from hf_diloco.gossip.mesh.store import Board, entry_prefix, greeting_key, lost_key
 from hf_diloco.gossip.neighbours import Neighbours
@@ -186,16 +188,14 @@ def test_who_stops_while_a_node_enters_is_given_up_and_nobody_else(caplog: pytes
             ring.end_at(step + 4)
             return ring.go_on(neighbours, step)
         if node == stops:
-            board, number = ring.board(), 1
+            board, prefix, steps = ring.board(), entry_prefix(enters, 2), itertools.count(3)
 
             def stop() -> None:
-                nonlocal number
-                decision = board.read(f"entry/{enters}/2/{number}/decision")
-                if decision and decision["is_on"]:
+                """At the step at which it would give, asked as it asks itself: it stops at no other."""
+                step, proposal = next(steps), board.read(f"{prefix}/proposal") or {"step": math.inf}
+                if proposal["step"] <= step and decide(board, prefix, proposal["round"], node, is_on=False):
                     has_stopped.set()
                     time.sleep(3 * seconds)
-                elif decision:
-                    number += 1
 
             with pytest.raises(IslandLostError, match="Start node 3 again, alone"):
                 ring.go_on(neighbours, 3, 0.2, stop)

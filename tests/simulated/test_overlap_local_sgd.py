@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError
+from hf_diloco.membership.round_records import Attempt
 from hf_diloco.methods.outer import Groups, make_method
 from hf_diloco.outer.schedule import count_rounds
-from tests.clocks import FastClock
+from hf_diloco.store.objects import ObjectStore
+from tests.clocks import FastClock, wait_until
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES
 from tests.small_model import batches, take_step
@@ -187,7 +190,8 @@ def test_who_is_late_by_more_than_a_period_is_left_behind(
 
 
 def test_who_is_late_by_less_than_a_period_delays_nobody(tmp_path: Path) -> None:
-    first, late = Streams(tmp_path, 2, **OVERLAP, min_islands=1, grace=200.0).join_all()
+    meeting = Streams(tmp_path, 2, **OVERLAP, min_islands=1, grace=200.0)
+    first, late = meeting.join_all()
     has_trained = threading.Event()
 
     def slow() -> None:
@@ -199,6 +203,8 @@ def test_who_is_late_by_less_than_a_period_delays_nobody(tmp_path: Path) -> None
     first.stream(7)  # three steps into the period, without a wait
     has_trained.set()
     thread.join(30)
+    offers = partial(ObjectStore(meeting.url).list, f"{Attempt(1, 0).path}/offers")
+    wait_until(lambda: len(offers()) == 2, "the late one's offer, which it makes behind its training")
     run_islands(2, lambda which: (first, late)[which].stream(4).settle())
     assert first.reports[0].participants == [0, 1]
 
