@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from hf_diloco import __version__
 from hf_diloco.cli import meeting, planning
-from hf_diloco.cli.arguments import Overrides, RunFileArgument, group
+from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, group
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.estimate import estimate
@@ -21,6 +22,9 @@ from hf_diloco.cli.init import init
 from hf_diloco.cli.topology import topology
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
+
+if TYPE_CHECKING:
+    from hf_diloco.report.compare import Candidate
 
 _ANY_WIDTH = 1000
 
@@ -159,7 +163,7 @@ def report(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="where --html goes (default: RUN/report.html)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for programs.")] = False,
+    as_json: AsJson = False,
     html: Annotated[bool, typer.Option("--html", help="Write a page with plots of loss and traffic.")] = False,
 ) -> None:
     """Show what a run did: loss, speed, bytes exchanged, time spent waiting; also while it goes on.
@@ -195,6 +199,7 @@ def compare(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: loss against tokens, time and bytes.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs: loss, tokens, time, bytes sent, time spent waiting; also while they go on.
 
@@ -203,14 +208,27 @@ def compare(
     [cyan]hf-diloco compare runs/first runs/second[/cyan]
 
     [cyan]hf-diloco compare runs/first runs/second --html comparison.html[/cyan]
+
+    [cyan]hf-diloco compare runs/first runs/second --json | jq '.[] | {name, eval_loss}'[/cyan]
     """
+    from hf_diloco.report.compare import load_candidates, write_comparison
+
+    found = load_candidates(runs)
+    if as_json:
+        typer.echo(json.dumps([entry.as_dict() for entry in found], indent=2))
+    else:
+        _print_comparison(found)
+    if html is not None:
+        typer.echo(f"wrote {write_comparison(found, html)}", err=as_json)
+
+
+def _print_comparison(found: Sequence[Candidate]) -> None:
     from rich.text import Text
 
     from hf_diloco.cli.display import terminal
-    from hf_diloco.report.compare import COLUMNS, load_candidates, row, write_comparison
+    from hf_diloco.report.compare import COLUMNS, row
     from hf_diloco.utils.tables import empty_table
 
-    found = load_candidates(runs)
     table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
     for entry in found:
         table.add_row(*map(Text, row(entry)))
@@ -218,8 +236,6 @@ def compare(
     wanted = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
     console.width = max(console.width, wanted)  # in a narrower terminal lines are broken, not figures left out
     console.print(table)
-    if html is not None:
-        typer.echo(f"wrote {write_comparison(found, html)}")
 
 
 def config_schema(

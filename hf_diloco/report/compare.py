@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.report.figures import (
@@ -61,6 +61,10 @@ class Candidate:
     def training(self) -> Points:
         """Training loss by step: the mean over the islands."""
         return means((record.step, record.loss) for island in self.run.islands for record in island.of(Train))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: the run's report under the name that tells it apart, and how long the slowest one trained."""
+        return {**self.report.model_dump(mode="json"), "name": self.name, "seconds_training": self.seconds}
 
     @property
     def num_seen(self) -> int | None:

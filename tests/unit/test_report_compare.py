@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_diloco.cli.main import app
 from hf_diloco.errors import ConfigError
 from hf_diloco.report.compare import Candidate, load_candidates, plots, row, write_comparison
 from tests.processes import run
@@ -111,3 +114,16 @@ def test_the_command(tmp_path: Path) -> None:
     output = run([*PROGRAM, *folders, "--html", tmp_path / "page.html"], env={"COLUMNS": 60}).output
     assert re.search(r"^second +— +2 +4 +2\.0794 +800 +10 s +80 +16\.0 kB +", output, re.MULTILINE)
     assert (tmp_path / "page.html").is_file()
+
+
+def test_the_command_for_programs(tmp_path: Path) -> None:
+    """Its notes do not stand between the figures."""
+    folders = [write_run(tmp_path / name / "run") for name in ("first", "second")]
+    command = ["compare", *map(str, folders), "--json", "--html", str(tmp_path / "page.html")]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert [Path(entry["name"]).parent.name for entry in found] == ["first", "second"]
+    for entry in found:
+        assert entry["eval_loss"] == EVAL_LOSS
+        assert (entry["seconds_training"], entry["num_tokens"], entry["bytes_sent"]) == (10.0, 800, 16000)
+    assert "page.html" in done.stderr
