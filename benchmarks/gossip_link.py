@@ -193,11 +193,8 @@ def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, V
     orders.get("joined")
     rendezvous = f"tcp://{Links.address(0)}:{PORT}"
     config = GossipConfig(num_nodes=num_nodes, node=number, rendezvous=rendezvous, join_timeout=TIMEOUT)
-    node = make(
-        number,
-        num_nodes,
-        meet(config, Credentials(), is_host=not number, who=f"node {number}", silent_for=TIMEOUT).store,
-    )
+    size = {"num_nodes": num_nodes}
+    node = make(number, num_nodes, meet(config, Credentials(), not number, f"node {number}", size, TIMEOUT).store)
     orders.set(f"ready/{number}", "")
     for count in itertools.count():
         order = json.loads(orders.get(f"order/{count}"))

@@ -31,7 +31,7 @@ class Port:
 
     def enter(self, island: int, credentials: Credentials) -> Rendezvous:
         """Island 0 keeps the store for as long as somebody of this process has what this returns to it."""
-        return meet(self.config(), credentials, island == 0, f"island {island}", LONG)
+        return meet(self.config(), credentials, island == 0, f"island {island}", {"num_islands": 2}, LONG)
 
     @property
     def bare(self) -> ObjectStore:

@@ -84,7 +84,10 @@ def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tup
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    store, key, address, end_store = meet(config, credentials, is_host, f"node {config.node}", SILENT_SECONDS, notes)
+    size = {"num_nodes": config.num_nodes}
+    store, key, address, end_store = meet(
+        config, credentials, is_host, f"node {config.node}", size, SILENT_SECONDS, notes
+    )
     ending.callback(end_store)  # which frees its port
     if not credentials.key:
         warn_if_exposed(address)

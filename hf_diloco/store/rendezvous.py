@@ -23,6 +23,7 @@ GONE_SECONDS = 1.0
 """How long nobody may listen at the port until who keeps the store counts as gone."""
 _RUN = "run"
 _RETRY_SECONDS = 0.2
+_START_SECONDS = 1.0  # that a thread may take to begin
 _ELSEWHERE = "192.0.2.1"  # an address of nobody, RFC 5737
 
 
@@ -217,7 +218,14 @@ class StoreHost:
         self._over = asyncio.Event()
         self._serving = Serving(app, listener)
         self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, before it is known that the thread has begun: it would keep the port
+            deadline = time.monotonic() + _START_SECONDS
+            while not self._thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.close()
+            raise
         if folder:
             logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
 

@@ -13,13 +13,15 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
 from hf_diloco.sealing.identity import Roster
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.log import RunLog
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, RUN_PATH, Seal
@@ -29,9 +31,18 @@ from hf_diloco.utils.waiting import WaitNotes
 MARK_SECONDS = 20.0
 """How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
 _GREETING_SECONDS = 20.0
-_VERSION = 4
 _NO_RUN = "-"  # what seals the mark
 _POLL_SECONDS = 0.05
+
+
+class _Mark(Record):
+    """What names a run, and what those who come must have like whoever keeps the store."""
+
+    version: Literal[5]
+    run: str
+    size: dict[str, int]
+    encrypt: bool
+    identities: dict[str, list[str]]
 
 
 class Rendezvous(NamedTuple):
@@ -55,6 +66,7 @@ def meet(
     credentials: Credentials,
     is_host: bool,
     who: str,
+    size: Mapping[str, int],
     silent_for: float,
     notes: WaitNotes | None = None,
 ) -> Rendezvous:
@@ -65,13 +77,14 @@ def meet(
         credentials: this island's.
         is_host: this process keeps the store, and begins the run; others wait until it does.
         who: this island, for messages.
+        size: how many take part, by the setting that says so.
         silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
         notes: say for whom this waits; default: nothing is said.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic
             would cross a public network; the run there has another key, or none, or this process has none; or another
-            `encrypt`, or other identities.
+            `encrypt`, other identities, or another size.
     """
     assert config.rendezvous is not None
     host = StoreHost(config) if is_host else None
@@ -79,7 +92,10 @@ def meet(
         if host is None:
             find_store(config, notes)
         store = _open(config, silent_for)
-        run = _begin_run(store, credentials) if is_host else _find_run(store, credentials, config.rendezvous, who)
+        if is_host:
+            run = _begin_run(store, credentials, size)
+        else:
+            run = _find_run(store, credentials, config.rendezvous, who, size)
     except BaseException:
         if host:
             host.close()
@@ -120,27 +136,30 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
         ) from None
 
 
-def _begin_run(store: ObjectStore, credentials: Credentials) -> str:
+def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, int]) -> str:
     run, seal = secrets.token_hex(16), credentials.seal(_NO_RUN)
-    mark = {"version": _VERSION, "run": run, "encrypt": credentials.encrypt, "identities": seal.identities}
-    store.put(MEETING, seal.wrap(MEETING, mark))
+    mark = _Mark(version=5, run=run, size=dict(size), encrypt=credentials.encrypt, identities=seal.identities)
+    store.put(MEETING, seal.wrap(MEETING, mark.model_dump()))
     return run
 
 
-def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who: str) -> str:
+def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who: str, size: Mapping[str, int]) -> str:
     there = f"the run at {rendezvous}"
     found = _await_mark(store, there, who)
-    mark = _open_mark(found, credentials, there, who)
-    run, encrypt, identities = mark.get("run"), mark.get("encrypt"), mark.get("identities")
-    if mark.get("version") != _VERSION or not isinstance(run, str) or not isinstance(identities, dict):
-        raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all")
-    if credentials.key and encrypt is not credentials.encrypt:
+    try:
+        mark = _Mark.model_validate(_open_mark(found, credentials, there, who))
+    except ValidationError:
+        raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all") from None
+    if mark.size != size:  # each would wait for others than the other does
+        mine, theirs = (f"{name}={value}" for one in (size, mark.size) for name, value in one.items())
+        raise RendezvousError(f"{who} has {mine}, and {there} {theirs}: set the same on all")
+    if credentials.key and mark.encrypt is not credentials.encrypt:
         raise RendezvousError(
-            f"{who} has encrypt={credentials.encrypt}, and {there} encrypt={encrypt}: set the same on all"
+            f"{who} has encrypt={credentials.encrypt}, and {there} encrypt={mark.encrypt}: set the same on all"
         )
-    if credentials.signer or identities:
-        _check_identities(credentials, found, identities, who, there)
-    return run
+    if credentials.signer or mark.identities:
+        _check_identities(credentials, found, mark.identities, who, there)
+    return mark.run
 
 
 def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:

@@ -71,7 +71,13 @@ class MeshTransport(Transport):
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
         credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
         self.store, self._key, self._address, self._end = meet(
-            config, credentials, is_host, f"island {config.island}", SILENT_SECONDS, self._notes
+            config,
+            credentials,
+            is_host,
+            f"island {config.island}",
+            {"num_islands": config.num_islands},
+            SILENT_SECONDS,
+            self._notes,
         )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)

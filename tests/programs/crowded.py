@@ -31,7 +31,7 @@ connected, go_on = threading.Barrier(3), threading.Event()
 
 def island(number: int) -> None:
     config = DiLoCoConfig(island=number, num_islands=2, rendezvous=f"tcp://127.0.0.1:{sys.argv[1]}")
-    store, _, address, _ = meet(config, Credentials(), number == 0, f"island {number}", 60.0)
+    store, _, address, _ = meet(config, Credentials(), number == 0, f"island {number}", {"num_islands": 2}, 60.0)
     mesh = MeshExchange(Lane(store, "lane", number, 2, address, 60))
     connected.wait(60)
     go_on.wait(120)

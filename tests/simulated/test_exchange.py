@@ -27,6 +27,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.torch_store import RecordStore, ValueStore
 from hf_diloco.transport import base, memory, transfers
 from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
+from hf_diloco.transport.connections import PROBE_TAG
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import LossNotes
@@ -371,7 +372,7 @@ def test_a_mesh_of_n_sends_twice_n_minus_1_of_n(small_chunks: None, num_islands:
 
 
 class CountingGroup:
-    """Stands between a mesh and its Gloo group, and counts what is really handed over."""
+    """Stands between a mesh and its Gloo group, and counts the values that are really handed over."""
 
     def __init__(self, group: object) -> None:
         self.group = group
@@ -382,7 +383,8 @@ class CountingGroup:
         return self.group.send(tensors, peer, tag)  # type: ignore[attr-defined]
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> object:
-        self.received += sum(tensor.nbytes for tensor in tensors if tensor.dtype != torch.int64)
+        if tag != PROBE_TAG:  # of an island that is late
+            self.received += sum(tensor.nbytes for tensor in tensors if tensor.dtype != torch.int64)
         return self.group.recv(tensors, peer, tag)  # type: ignore[attr-defined]
 
 
@@ -560,7 +562,7 @@ def test_an_exchange_as_a_whole_has_a_deadline(small_chunks: None) -> None:
 def test_who_gives_up_lets_go_of_all_and_says_for_whose_sake(small_chunks: None) -> None:
     """Island 1 hangs; island 0 gives up on it; island 2, whom nothing ails, learns both as soon as it comes."""
     store = HashStore()
-    timeouts = [0.3, LONG, LONG]
+    timeouts = [3.0, LONG, LONG]  # also to connect
     gave_up, done = threading.Event(), threading.Event()
     held: list[IslandLostError] = []  # as a session holds it while a checkpoint is written
 

@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
-from hf_diloco.errors import DuplicateIslandError, FingerprintError, IslandLostError
+from hf_diloco.errors import DuplicateIslandError, FingerprintError, IslandLostError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.entry import MAX_ROUNDS, decide
@@ -35,7 +35,7 @@ from hf_diloco.utils.threads import call_within
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import join, members_of, talk_together
-from tests.islands import try_islands
+from tests.islands import run_islands, try_islands
 from tests.processes import find_free_port
 from tests.small_model import Linear
 from tests.tcp_stores import KeptStore
@@ -163,6 +163,22 @@ def test_a_node_whose_training_ended_in_an_error_returns_in_the_same_process() -
             "node 2 was lost (its connection broke)",
             "node 2 has returned",
         ]
+
+
+def test_whoever_counts_other_nodes_is_refused_and_delays_nobody() -> None:
+    url = f"tcp://{LOCALHOST}:{find_free_port()}"
+
+    def meet(node: int, num_nodes: int) -> NodeNeighbours:
+        config = GossipConfig(num_nodes=num_nodes, node=node, rendezvous=url, join_timeout=LONG)
+        return open_node(config, make_topology("ring", num_nodes), IslandGroup())
+
+    def run(node: int) -> None:
+        if node == 1:
+            with pytest.raises(RendezvousError, match=f"node 1 has num_nodes=3, and the run at {url} num_nodes=2"):
+                meet(node, num_nodes=3)
+        meet(node, num_nodes=2).close()
+
+    run_islands(2, run)
 
 
 def lost_by(news: list[str]) -> list[str]:

@@ -151,7 +151,7 @@ def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp
     model, optimizer = accelerator.prepare(layer := torch.nn.Linear(2, 2), torch.optim.SGD(layer.parameters()))
     config = DiLoCoConfig(island=0, **common)
     loops = [OuterLoop(accelerator, model, optimizer, config, output_dir=tmp_path / name) for name in "abc"]
-    with pytest.raises(TimeoutError), interrupted_after(1.0), loops[0]:
+    with pytest.raises(Interrupted), interrupted_after(1.0), loops[0]:
         pytest.fail("island 1 is not there")
 
     def other() -> None:
@@ -169,12 +169,16 @@ def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp
     assert not failures
 
 
+class Interrupted(BaseException):
+    """As `KeyboardInterrupt`, which would end all tests."""
+
+
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in what this thread does, as Ctrl-C raises `KeyboardInterrupt`."""
+    """Raises `Interrupted` in what this thread does."""
 
     def interrupt(*_: object) -> None:
-        raise TimeoutError
+        raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)

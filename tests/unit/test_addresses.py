@@ -75,6 +75,7 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
             Credentials(),
             is_host=True,
             who="island 0",
+            size={"num_islands": 1},
             silent_for=1.0,
         )
 

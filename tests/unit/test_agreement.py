@@ -601,7 +601,8 @@ def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
 
 
 def connect(config: DiLoCoConfig, is_host: bool) -> Rendezvous:
-    return meet(config, Credentials(), is_host, f"island {config.island}", LONG)
+    size = {"num_islands": config.num_islands}
+    return meet(config, Credentials(), is_host, f"island {config.island}", size, LONG)
 
 
 @pytest.fixture
@@ -707,6 +708,19 @@ def test_a_name_service_that_is_not_there_yet_is_waited_for(free_port: int, monk
     island = connect(settings_for(url, 1), is_host=False)
     host.store.set("a", b"x")
     assert island.store.get("a") == b"x"
+
+
+@pytest.mark.parametrize("num_islands", [1, 3])
+def test_whoever_counts_other_islands_is_refused(free_port: int, num_islands: int) -> None:
+    """Else each would wait for others than the other does. Whoever comes with the right number is let in."""
+    url = f"tcp://127.0.0.1:{free_port}"
+    host = connect(settings_for(url, 0), is_host=True)
+    config = settings_for(url, num_islands=num_islands, island=num_islands - 1)
+    told = f"island {config.island} has num_islands={num_islands}, and the run at {url} num_islands=2: set the same"
+    with pytest.raises(RendezvousError, match=told):
+        connect(config, is_host=False)
+    connect(settings_for(url, 1), is_host=False).store.set("there", b"")
+    assert host.store.check(["there"])
 
 
 def test_nobody_there_is_told_in_time(free_port: int) -> None:

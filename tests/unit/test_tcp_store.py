@@ -226,7 +226,7 @@ def test_a_run_that_begins_between_two_questions_is_met(port: Port, monkeypatch:
         def get(self, path: str, limit: int) -> bytes | None:
             found = super().get(path, limit)
             if path == MEETING and found is None:
-                tcp_store._begin_run(port.bare, held(KEY))
+                tcp_store._begin_run(port.bare, held(KEY), {"num_islands": 2})
                 port.bare.put("run.json", b"{}")
             return found
 
@@ -236,6 +236,21 @@ def test_a_run_that_begins_between_two_questions_is_met(port: Port, monkeypatch:
         assert port.enter(1, held(KEY)).key
     finally:
         host.close()
+
+
+def test_a_host_that_is_interrupted_while_it_opens_keeps_no_port(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_then_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "hf-diloco-store":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as replaced:
+        replaced.setattr(threading.Thread, "start", start_then_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            StoreHost(port.config())
+    StoreHost(port.config()).close()
 
 
 def test_a_run_that_does_not_begin_is_told(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:

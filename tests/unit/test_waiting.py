@@ -118,7 +118,8 @@ def test_who_waits_for_the_rendezvous_to_open_says_so(free_port: int, caplog: py
         config = DiLoCoConfig(num_islands=2, island=island, rendezvous=url, join_timeout=LONG)
         if island == 0:
             wait_until(mine, "island 1 says for whom it waits")
-        return meet(config, Credentials(), island == 0, f"island {island}", LONG, WaitNotes(island, first=0))
+        size, notes = {"num_islands": 2}, WaitNotes(island, first=0)
+        return meet(config, Credentials(), island == 0, f"island {island}", size, LONG, notes)
 
     run_islands(2, run, 3 * LONG)
     (said,) = mine()
