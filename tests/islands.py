@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -48,3 +50,42 @@ def _run(num_islands: int, call: Callable[[int], T], timeout: float) -> dict[int
     unfinished = [island for island in range(num_islands) if island not in outcomes]
     assert not unfinished, f"islands {unfinished} still run after {timeout} s; the others: {outcomes}"
     return outcomes
+
+
+class Beside:
+    """Runs `call` in a thread; its end waits for it and yields what it raised."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._failures: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._failures.append(error)
+
+        self._thread = threading.Thread(target=guarded, daemon=True)
+
+    def __enter__(self) -> list[BaseException]:
+        self._thread.start()
+        return self._failures
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def interrupted_after(seconds: float, error: type[BaseException] = TimeoutError) -> Iterator[None]:
+    """Raises `error` in what this thread does, as Ctrl-C raises `KeyboardInterrupt`."""
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

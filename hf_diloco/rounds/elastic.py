@@ -343,22 +343,26 @@ class ElasticSession(BaseSession):
 
     def leave(self, finished: bool) -> None:
         """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
-        self._is_closing = not finished
-        self.settle()
-        self._is_closing = False
-        if not finished and self._is_training and self.outer.steps:
-            try:
-                self.rounds.publish_and_leave()
-            except DiLoCoError as error:
-                logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
         self.has_left, self.has_finished = True, finished
-        self.close()
-        if finished:
-            self._note_missing_rounds()
-        if self.members is not None:
-            self.members.leave("finished" if finished else "left")
-        if self._host is not None:
-            self._end_store(self._host, finished)
+        self._is_closing = not finished
+        try:
+            self.settle()
+            self._is_closing = False
+            if not finished and self._is_training and self.outer.steps:
+                self.rounds.publish_and_leave()
+        except DiLoCoError as error:
+            logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
+        except BaseException:
+            self._is_closing = True  # one interrupts the wait: there is to be no other
+            raise
+        finally:
+            self.close()
+            if finished:
+                self._note_missing_rounds()
+            if self.members is not None:
+                self.members.leave("finished" if finished else "left")
+            if self._host is not None:
+                self._end_store(self._host, finished)
 
     def abandon(self) -> None:
         self._is_training = False  # so that `leave` makes no offer

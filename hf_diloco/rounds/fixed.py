@@ -257,9 +257,6 @@ class FixedSession(BaseSession):
     def leave(self, finished: bool) -> None:
         """Says goodbye: nobody will wait for this island, and island 0 stays until all have said so."""
 
-        self._is_closing = not finished
-        self.settle()
-
         def farewell() -> None:
             try:
                 if self._unanimity:
@@ -274,9 +271,13 @@ class FixedSession(BaseSession):
             except DiLoCoError as error:
                 logger.info("left without the others' goodbye: %s", error)
 
-        self.island.on_leader(farewell)
         self.has_left, self.has_finished = True, finished
-        self.close()
+        self._is_closing = not finished
+        try:
+            self.settle()
+            self.island.on_leader(farewell)
+        finally:  # also where one interrupts the wait for the others
+            self.close()
 
     def close(self) -> None:
         if self.members:

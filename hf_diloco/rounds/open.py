@@ -100,8 +100,7 @@ def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:
     if session is not None and all(has_it):
         session.abandon()
     elif session is not None:
-        session.close()
-        session.has_left = True
+        session.hang_up()
 
 
 def _open_elastic(

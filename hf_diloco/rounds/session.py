@@ -287,6 +287,13 @@ class BaseSession(ABC):
         """As `leave`, where the model may hold anything by now: nothing of it is offered."""
         self.leave(finished=False)
 
+    def hang_up(self) -> None:
+        """As `abandon`, by this rank alone: it waits for no other of its island."""
+        if self.members:
+            self.members.leave("left")
+        self.has_left = True
+        self.close()
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of all connections."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_diloco.config.base import choose_config
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import ConfigError, MissedRoundError, StopRequested
+from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError, StopRequested
 from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
@@ -101,7 +101,7 @@ class OuterLoop(HasOuterWeights):
             self._num_rounds = count_rounds(self.config, num_steps) or None
         self.global_step = 0
         self._stop = StopFlag(launchers_stop_file())
-        self._heeds_stop = False
+        self._heeds_stop = self._has_failed_together = False
         self._record = IslandRecord(None)
         self._progress: Progress | None = None
         self._speed = Speed()
@@ -131,34 +131,49 @@ class OuterLoop(HasOuterWeights):
         if session.is_due(is_last=self._has_taken_all):  # the checkpoint was written when it could not take place
             self._try_advance(is_last=self._has_taken_all)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        with self._leaving_on_error():
+            self._end()
+
+    def _end(self) -> None:
         session = self._need_session()
-        if self._heeds_stop:
-            self._stop.uninstall()
-        finished = kind is None and not self.stopped
-        if finished and session.is_due(is_last=True):
-            with self._leaving_on_error():
-                self._try_advance(is_last=True)
-        if finished and not session.outer.on_boundary:
+        self._stop.uninstall()
+        if not self.stopped and session.is_due(is_last=True):
+            self._try_advance(is_last=True)
+        if not (self.stopped or session.outer.on_boundary):
             logger.warning(
                 "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
                 session.outer.steps,
             )
-        if kind is None:
-            self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
-            self._update_progress(state="done")
+        self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()
-        session.leave(finished=finished)
+        self._update_progress(state="done")
+        session.leave(finished=not self.stopped)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leaves the run. Where an error may be this rank's alone, the others of its island may be anywhere."""
+        session = self._need_session()
+        is_alone = session.island.size > 1 and not self._has_failed_together
+        self._stop.uninstall(waits=not is_alone)
+        self._record.close()
+        self._update_progress(state="failed", message=str(error) or type(error).__name__)
+        if session.has_left:
+            return
+        if is_alone:
+            session.hang_up()
+        else:
+            session.abandon()
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
         """Before the first step and after the last the loop has no other end, also where one interrupts a wait."""
         try:
             yield
-        except BaseException:
-            self._record.close()
-            if not self._need_session().has_left:
-                self._need_session().leave(finished=False)
+        except BaseException as error:
+            self._fail(error)
             raise
 
     @property
@@ -266,6 +281,9 @@ class OuterLoop(HasOuterWeights):
             logger.warning("%s", error)
             self._record.miss(self.global_step, self._need_session(), error)
             return None
+        except DiLoCoError:  # on all ranks of the island
+            self._has_failed_together = True
+            raise
         for report in reports:
             self._note(report)
         self._record.refuse(self.global_step, self._need_session().take_refused())

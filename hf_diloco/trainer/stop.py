@@ -83,12 +83,16 @@ class StopFlag:
                 if old != self._on_signal:  # as it is where the last training ended in an error
                     self._old_handlers[number] = old
 
-    def uninstall(self) -> None:
-        """Puts the old handlers back, ends the exchange of flags, and forgets the wish: it has been followed."""
+    def uninstall(self, waits: bool = True) -> None:
+        """Puts the old handlers back, ends the exchange of flags, and forgets the wish: it has been followed.
+
+        Args:
+            waits: for the other ranks, which may never come where this one ends in an error.
+        """
         self._put_back_handlers()
-        if self._pending is not None:
+        if self._pending is not None and waits:
             self._pending[0].wait()
-            self._pending = None
+        self._pending = None
         self._requested.clear()
 
     def _put_back_handlers(self) -> None:

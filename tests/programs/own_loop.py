@@ -1,8 +1,8 @@
 """A user's loop, as `hf-diloco launch -- python` starts it: who it is comes from the environment.
 
-python -m tests.programs.own_loop FOLDER NUM_STEPS [--asks] [--resume]
+python -m tests.programs.own_loop FOLDER NUM_STEPS [--asks] [--resume] [--fails-on=RANK]
 
-With --asks it saves when it is asked to stop; with --resume it goes on from there.
+With --asks it saves when it is asked to stop; with --resume it goes on from there. RANK fails at the fifth step.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def main(folder: str, num_steps: int, asks: bool, resume: bool) -> None:
             optimizer.zero_grad()
             outer.step()
             time.sleep(SECONDS_A_STEP)
+            if outer.global_step == 5 and f"--fails-on={accelerator.process_index}" in sys.argv:
+                raise OSError("no space left for the log")
             if asks and outer.should_stop():
                 accelerator.save_state(checkpoint)
                 outer.save_state(checkpoint)

@@ -23,6 +23,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.report import load_run, summarise
 from hf_diloco.rounds.open import open_session
+from tests.loops import make_loop
 from tests.processes import Processes, find_free_port
 from tests.programs.mesh_loop import BATCH, LEARNING_RATE, compute_loss, train
 from tests.programs.trainer_island import Tokens, make_model
@@ -115,14 +116,6 @@ def test_figures_reach_accelerates_trackers(tmp_path: Path) -> None:
     train({"config": {"sync_every": 2}, "folder": str(tmp_path), "steps": 4}, [recorder])
     assert [(step, values["diloco/round"]) for step, values in recorder.logged] == [(2, 1), (4, 2)]
     assert recorder.logged[0][1].keys() >= {"diloco/bytes_sent", "diloco/pseudo_gradient_norm"}
-
-
-def make_loop(folder: Path, **config: Any) -> tuple[OuterLoop, torch.nn.Linear]:
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(3, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    given = {name: config.pop(name) for name in ("resume_from", "num_steps") if name in config}
-    return OuterLoop(accelerator, model, optimizer, DiLoCoConfig(**config), output_dir=folder, **given), model
 
 
 def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from hf_diloco.store.rendezvous import StoreHost
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
-from tests.islands import run_islands, try_islands
+from tests.islands import Beside, interrupted_after, run_islands, try_islands
 from tests.programs.trainer_island import make_model
 from tests.trainers import make_trainer
 
@@ -151,7 +148,7 @@ def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp
     model, optimizer = accelerator.prepare(layer := torch.nn.Linear(2, 2), torch.optim.SGD(layer.parameters()))
     config = DiLoCoConfig(island=0, **common)
     loops = [OuterLoop(accelerator, model, optimizer, config, output_dir=tmp_path / name) for name in "abc"]
-    with pytest.raises(Interrupted), interrupted_after(1.0), loops[0]:
+    with pytest.raises(KeyboardInterrupt), interrupted_after(1.0, KeyboardInterrupt), loops[0]:
         pytest.fail("island 1 is not there")
 
     def other() -> None:
@@ -167,26 +164,6 @@ def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp
             with loop as outer:
                 assert outer.step() is not None
     assert not failures
-
-
-class Interrupted(BaseException):
-    """As `KeyboardInterrupt`, which would end all tests."""
-
-
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raises `Interrupted` in what this thread does."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_training_twice_in_a_store(tmp_path: Path) -> None:
@@ -317,29 +294,6 @@ def test_after_an_error_the_trainer_trains_by_itself(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-4"]
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[1] < losses[0], "of the weights that train, not of the outer parameters"
-
-
-class Beside:
-    """Runs `call` in a thread; its end waits for it and yields what it raised."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._failures: list[BaseException] = []
-
-        def guarded() -> None:
-            try:
-                call()
-            except BaseException as error:
-                self._failures.append(error)
-
-        self._thread = threading.Thread(target=guarded, daemon=True)
-
-    def __enter__(self) -> list[BaseException]:
-        self._thread.start()
-        return self._failures
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
 
 
 def test_a_second_training_that_ended_in_an_error_goes_on_in_its_own_place(tmp_path: Path) -> None:
