@@ -15,7 +15,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,7 +46,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(data.train, batch_size=8, shuffle=True)
 
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    same_order = DataLoaderConfiguration(use_seedable_sampler=True)  # in which a resumed loop goes on where it was
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=same_order)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     folder = f"runs/accelerate_loop/island-{config.island}"

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.report import load_run, summarise
-from tests.processes import Processes
+from hf_diloco.trainer.stop import STOP_FILE
+from tests.processes import ROOT, Processes, run
 
 pytestmark = pytest.mark.distributed
 LAUNCH: list[str | os.PathLike[str]] = [sys.executable, "-m", "hf_diloco.cli", "launch", "--islands", "2"]
@@ -105,3 +107,17 @@ def test_ctrl_c_ends_a_loop_that_does_not_ask_at_once(tmp_path: Path, processes:
     launcher.interrupt()
     output = launcher.wait(expect=130).output
     assert "these scripts do not ask should_stop(), ending islands 0 and 1" in output
+
+
+@pytest.mark.slow
+def test_the_example_of_a_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """With the data that it would have seen."""
+    example: list[str | os.PathLike[str]] = [sys.executable, ROOT / "examples" / "accelerate_loop.py"]
+    stop = tmp_path / "launcher" / STOP_FILE
+    stop.parent.mkdir()
+    last = re.compile(r"outer parameters (\w+)")
+    (expected,) = last.findall(run(example, cwd=tmp_path).output)
+    stop.touch()
+    stopped = run(example, cwd=tmp_path, env={ENV_FOLDER: stop.parent}).output
+    assert not last.search(stopped)
+    assert last.findall(run([*example, "--resume"], cwd=tmp_path).output) == [expected]
