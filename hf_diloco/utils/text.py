@@ -101,7 +101,7 @@ def printable(value: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in value)
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """What a library's error says, without its line breaks and its length: lists of all that is known are long."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."

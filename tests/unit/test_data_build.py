@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, load_from_disk
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
@@ -166,10 +166,49 @@ class TestFiles:
             open_documents(data.model_copy(update={"split": "validation"}))
 
     @pytest.mark.parametrize("streaming", [False, True])
+    @pytest.mark.parametrize("split", ["train", "validation"])
+    def test_a_split_of_what_datasets_has_saved_to_disk(self, tmp_path: Path, split: str, streaming: bool) -> None:
+        """Without what `map` keeps beside it, in files of the same kind."""
+        parts = {name: Dataset.from_dict({"text": [name, "more"]}) for name in ("train", "validation")}
+        DatasetDict(parts).save_to_disk(tmp_path)
+        load_from_disk(tmp_path / split).map(lambda row: {"text": row["text"].upper()})
+        assert list((tmp_path / split).glob("cache-*.arrow"))
+        whole = DataBlock(source="hub", path=str(tmp_path), split=split, streaming=streaming)
+        one = DataBlock(source="hub", path=str(tmp_path / split), streaming=streaming)
+        for data in (whole, one):
+            assert list(texts(open_documents(data))) == [split, "more"]
+
+    def test_what_datasets_has_saved_without_one_example(self, tmp_path: Path) -> None:
+        Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+        with pytest.raises(ConfigError, match="saved holds no text"):
+            open_documents(DataBlock(source="hub", path=str(tmp_path / "saved")))
+
+    @pytest.mark.parametrize("streaming", [False, True])
     def test_a_csv_file(self, tmp_path: Path, streaming: bool) -> None:
         (tmp_path / "a.csv").write_text('id,body\n1,"one, two\nthree"\n2,NA\n3,\n')
         found = list(texts(open_files([str(tmp_path / "a.csv")], "body", streaming)))
         assert found == ["one, two\nthree", "NA"]
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_csv_files_whose_other_columns_differ_and_whose_texts_are_numbers(
+        self, tmp_path: Path, streaming: bool
+    ) -> None:
+        (tmp_path / "a.csv").write_text("score,body\n1,2024\n")
+        (tmp_path / "b.csv").write_text("body,score,more\none,,x\n007,2.5,\n")
+        files = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+        assert list(texts(open_files(files, "body", streaming))) == ["2024", "one", "007"]
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_a_csv_file_without_the_column(self, tmp_path: Path, streaming: bool) -> None:
+        (tmp_path / "a.csv").write_text(f"id,{'long ' * 1000}\n1,2\n")
+        with pytest.raises(ConfigError, match=r"has no column 'text' \(it has id, long ") as failure:
+            open_files([str(tmp_path / "a.csv")], streaming=streaming)
+        assert len(str(failure.value)) < 1000
+
+    def test_a_csv_file_with_nothing_but_names(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("id,text\n")
+        with pytest.raises(ConfigError, match=r"a\.csv holds no text"):
+            open_files([str(tmp_path / "a.csv")])
 
     def test_mixed_formats(self) -> None:
         with pytest.raises(ConfigError, match=r"one format .* got \.jsonl, \.txt"):

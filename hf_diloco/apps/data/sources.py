@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.utils.files import write_whole
+from hf_diloco.utils.files import read_json, write_whole
 from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import one_line
 
@@ -94,7 +94,7 @@ C4 = "allenai/c4"
 
 # reader of `datasets`, and its options, by the end of the file's name
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".csv": ("csv", {"keep_default_na": False}),  # a text may be "None" or "NA"
+    ".csv": ("csv", {}),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
@@ -159,7 +159,25 @@ def open_files(files: Sequence[str], text_column: str = "text", streaming: bool 
             f"data.files: one format of {', '.join(_READERS)} (also .gz) is needed, got {', '.join(sorted(formats))}"
         )
     reader, options = _READERS[formats.pop()]
-    return _load(reader, text_column, streaming, data_files={"train": list(files)}, split="train", **options)
+    if reader == "csv":
+        return _open_csv(files, text_column, streaming)
+    return _load_files(reader, files, text_column, streaming, **options)
+
+
+def _open_csv(files: Sequence[str], text_column: str, streaming: bool) -> Documents:
+    """Other columns may hold anything, so they are not read. A text may look like a number, or be "None"."""
+    only = {"usecols": [text_column], "converters": {text_column: str}, "keep_default_na": False}
+    try:
+        return _load_files("csv", files, text_column, streaming, **only)
+    except ConfigError as error:
+        if "Usecols do not match" in str(error):
+            _load_files("csv", files, text_column, streaming=True)  # says which columns there are, in the first file
+        raise
+
+
+def _load_files(reader: str, files: Sequence[str], text_column: str, streaming: bool, **options: Any) -> Documents:
+    options["data_files"] = {"train": list(map(_literal, files))}
+    return _load(reader, text_column, streaming, _names(files), split="train", **options)
 
 
 def _literal(file: str) -> str:
@@ -207,34 +225,41 @@ def _format(file: str) -> str:
 
 def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
     path = C4 if data.source == "c4" else str(data.path)
-    if (Path(path) / "state.json").is_file():  # one split, as `Dataset.save_to_disk` writes it
-        if split != "train":
-            raise ConfigError(f"data: {path} holds one dataset and no split {split!r}: leave split and eval_split out")
-        files = sorted(map(str, Path(path).glob("*.arrow")))
-        return _load("arrow", data.text_column, streaming, data_files={"train": files}, split="train")
-    return _load(path, data.text_column, streaming, name=data.name, split=split)
+    saved = [folder for folder in (Path(path), Path(path, split)) if (folder / _SAVED).is_file()]
+    if not saved:
+        return _load(path, data.text_column, streaming, remedy=_ELSEWHERE, name=data.name, split=split)
+    if saved[0] == Path(path) and split != "train":
+        raise ConfigError(f"data: {path} holds one dataset and no split {split!r}: leave split and eval_split out")
+    listed = read_json(saved[0] / _SAVED).get("_data_files", [])  # beside them may lie what `map` has cached
+    if not listed:
+        raise ConfigError(f"data: {saved[0]} holds no text")
+    return _load_files("arrow", [str(saved[0] / file["filename"]) for file in listed], data.text_column, streaming)
 
 
-def _load(path: str, text_column: str, streaming: bool, **options: Any) -> Documents:
+_SAVED = "state.json"
+"""In a folder of `Dataset.save_to_disk`, and in that of each split of `DatasetDict.save_to_disk`."""
+
+
+def _load(
+    path: str, text_column: str, streaming: bool, where: str = "", remedy: str = "", **options: Any
+) -> Documents:
     from datasets import load_dataset
     from datasets.arrow_writer import SchemaInferenceError
 
-    where, remedy = path, _ELSEWHERE
-    if "data_files" in options:
-        files = options["data_files"]["train"]
-        where, remedy = _names(files), ""
-        options["data_files"] = {"train": list(map(_literal, files))}
+    where = where or path
     try:
         documents = load_dataset(path, streaming=streaming, **options)
         features = documents.features or next(iter(documents))  # of a stream, an example
     except StopIteration:
         raise ConfigError(f"data: {where} holds no text") from None
     except Exception as error:  # of the Hub, the network, the file system or the parser
-        if isinstance(_reason(error), SchemaInferenceError):  # not one example
+        reason = _reason(error)
+        if isinstance(reason, SchemaInferenceError) or "corresponds to no data" in str(reason):  # not one example
             raise ConfigError(f"data: {where} holds no text") from error
         raise _unreadable(where, error, remedy) from error
     if text_column not in features:
-        raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {', '.join(features)})")
+        names = one_line(", ".join(features))
+        raise ConfigError(f"data.text_column: {where} has no column {text_column!r} (it has {names})")
     if not _is_text(features[text_column]):
         raise ConfigError(f"data.text_column: {where} holds something other than text in {text_column!r}")
     documents = documents.select_columns([text_column])
