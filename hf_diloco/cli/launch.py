@@ -322,7 +322,7 @@ class Launcher:
         starting = [island for island in running if not island.progress.can_save]
         if len(starting) == len(running):
             has_begun = any(island.progress.training_has_begun for island in running)
-            why = "these scripts do not ask should_stop(), " if has_begun else "training has not begun, "
+            why = "no script has called should_stop() yet, " if has_begun else "training has not begun, "
             self._end(f"{reason}{why}")
             return
         self._stop_by = time.monotonic() + self._grace

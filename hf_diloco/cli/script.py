@@ -1,7 +1,8 @@
 """`hf-diloco launch -- COMMAND`: islands on this machine that run a script of the user's own.
 
 The script finds who it is in the environment, as `DiLoCoConfig` and `GossipConfig` read it. With a `DiLoCoCallback` or
-a `GossipCallback` it also shows its progress, and ends with a checkpoint when it is asked to stop.
+a `GossipCallback` it also shows its progress, and ends with a checkpoint when it is asked to stop; with an `OuterLoop`
+it does the latter if it calls `should_stop`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class OuterLoop(HasOuterWeights):
             )
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()
-        self._update_progress(state="done")
+        self._update_progress(state="done", message="stopped on request" if self.stopped else "")
         session.leave(finished=not self.stopped)
 
     def _fail(self, error: BaseException) -> None:

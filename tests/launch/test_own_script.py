@@ -88,6 +88,7 @@ def test_ctrl_c_has_a_loop_that_asks_save_and_go_on_from_there(tmp_path: Path, p
     launcher.interrupt()
     output = launcher.wait().output
     assert "islands 0 and 1 finish the step and write a checkpoint" in output
+    assert len(re.findall(r"island \d .*done, step .*, stopped on request", output)) == 2
     stopped = LOOPS_LAST.findall(output)
     assert [was_stopped for was_stopped, *_ in stopped] == ["True", "True"]
     (round_,) = {int(number) for _, number, _ in stopped}
@@ -106,7 +107,7 @@ def test_ctrl_c_ends_a_loop_that_does_not_ask_at_once(tmp_path: Path, processes:
         launcher.wait_for(rf"island {island} .*training")
     launcher.interrupt()
     output = launcher.wait(expect=130).output
-    assert "these scripts do not ask should_stop(), ending islands 0 and 1" in output
+    assert "no script has called should_stop() yet, ending islands 0 and 1" in output
 
 
 @pytest.mark.slow
