@@ -280,7 +280,7 @@ class ElasticSession(BaseSession):
             with suppress(StoreError):
                 self.rounds.rescue_snapshot(self._pace.is_first, self._pace.others_join)
         return MissedRoundError(
-            f"round {self.outer.round + 1} is missed, and training goes on for {self.outer.steps_left} steps: {error}"
+            f"round {self.outer.round + 1} is missed, and due again after {self.outer.steps_left} more steps: {error}"
         )
 
     def _carry_out(self, own: Contribution) -> SyncReport:

@@ -61,7 +61,7 @@ def test_streams_are_cut_by_shards(num_shards: int, num_islands: int) -> None:
 
 @pytest.mark.parametrize(("num_shards", "num_islands"), [(1, 2), (2, 3), (3, 5)])
 def test_streams_of_few_shards_are_cut_by_documents(num_shards: int, num_islands: int) -> None:
-    with pytest.warns(UserWarning, match=f"{num_shards} files cannot be divided among {num_islands} islands"):
+    with pytest.warns(UserWarning, match=f"{num_shards} files? cannot be divided among {num_islands} islands"):
         shares = [share_documents(stream(num_shards), island, num_islands) for island in range(num_islands)]
     assert Counter(row["text"] for share in shares for row in share) == all_texts(num_shards)
 

@@ -26,6 +26,7 @@ from hf_diloco.apps.data.sources import (
 )
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -196,9 +197,10 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
         return documents.shard(num_shards=num_islands, index=island, contiguous=False)
     if documents.num_shards >= num_islands:
         return documents.shard(num_shards=num_islands, index=island)
+    files = f"{documents.num_shards} {plural('file', documents.num_shards)}"
     warnings.warn(
-        f"{documents.num_shards} files cannot be divided among {num_islands} islands: every island reads all of them "
-        f"and keeps one document in {num_islands}; more files save reading",
+        f"{files} cannot be divided among {num_islands} islands: every island reads all of them and keeps one "
+        f"document in {num_islands}; more files save reading",
         stacklevel=2,
     )
     # No lambda: workers that are not forked get it pickled.
