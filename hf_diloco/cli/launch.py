@@ -339,6 +339,8 @@ class Launcher:
             self._display.note(
                 f"{reason}{_names(training)} {finish} the step and {write} a checkpoint (up to {self._grace:g} s)"
             )
+        elif ending := [island for island in running if island.progress.is_ending]:
+            self._display.note(f"{reason}waiting for {_names(ending)} to end (up to {self._grace:g} s)")
 
     def _end(self, reason: str = "") -> None:
         """Ends what still runs without waiting for checkpoints."""

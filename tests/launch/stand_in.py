@@ -57,7 +57,7 @@ def agent(folder: str, behaviour: str) -> int:
 def rank(folder: Path, behaviour: dict[str, Any]) -> int:
     """Trains for a number of steps.
 
-    behaviour: steps, starting (seconds before training), fail_at (step), stubborn (ignores every request),
+    behaviour: steps, starting, ending (seconds before and after), fail_at (step), stubborn (ignores every request),
     misses_the_others (saves when asked to stop, but waits for an island that has left).
     """
     steps = behaviour.get("steps", 10)
@@ -90,6 +90,7 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
                 return 1
             return 3
     say(folder, state="done", step=steps, max_steps=steps)
+    time.sleep(behaviour.get("ending", 0))
     return 0
 
 

@@ -185,6 +185,13 @@ def test_patience_ends_after_the_grace(tmp_path: Path, processes: Processes) -> 
     assert_nothing_left(processes)
 
 
+def test_an_island_that_has_trained_is_waited_for(tmp_path: Path, processes: Processes) -> None:
+    launched = launch(processes, tmp_path, {"steps": 2, "ending": 60}, grace=1)
+    launched.wait_for("island 0 │ done")
+    launched.interrupt()
+    assert "Ctrl-C: waiting for island 0 to end (up to 1 s)" in launched.wait(expect=130).output
+
+
 def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
     wait_until_training(tmp_path, 0, 1)
