@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -68,6 +68,8 @@ class OuterLoop(HasOuterWeights):
         stopped: the loop ends early because it was asked to, see `should_stop`.
     """
 
+    _shown: ClassVar[OuterLoop | None] = None
+    """The loop that the launcher sees, of several that a script has at a time: the first."""
     NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
 
     def __init__(
@@ -92,8 +94,8 @@ class OuterLoop(HasOuterWeights):
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._facts: Facts = facts_given(fingerprint)
-        self._folder = Path(output_dir) if output_dir else Path(f"island-{self.config.island}")
-        self._record_folder = Path(output_dir) if output_dir else launchers_folder()
+        self._output_dir = Path(output_dir) if output_dir else None
+        self._folder = self._output_dir or Path(f"island-{self.config.island}")
         self._resume_from = Path(resume_from) if resume_from else None
         self._num_steps = _checked_count("num_steps", num_steps)
         self._num_rounds = _checked_count("num_rounds", num_rounds)
@@ -150,7 +152,7 @@ class OuterLoop(HasOuterWeights):
             )
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()
-        self._update_progress(state="done", message="stopped on request" if self.stopped else "")
+        self._show_end(state="done", message="stopped on request" if self.stopped else "")
         session.leave(finished=not self.stopped)
 
     def _fail(self, error: BaseException) -> None:
@@ -159,7 +161,7 @@ class OuterLoop(HasOuterWeights):
         is_alone = session.island.size > 1 and not self._has_failed_together
         self._stop.uninstall(waits=not is_alone)
         self._record.close()
-        self._update_progress(state="failed", message=str(error) or type(error).__name__)
+        self._show_end(state="failed", message=str(error) or type(error).__name__)
         if session.has_left:
             return
         if is_alone:
@@ -242,7 +244,7 @@ class OuterLoop(HasOuterWeights):
         if not self._heeds_stop:
             self._heeds_stop = True
             self._stop.install(session.island)
-            self._update_progress(can_stop=True)
+            (OuterLoop._shown or self)._update_progress(can_stop=True)
         if self._accelerator.sync_gradients and self._stop.agreed() and not self._has_taken_all:
             self.stopped = True
         return self.stopped
@@ -297,14 +299,22 @@ class OuterLoop(HasOuterWeights):
 
     def _show_progress(self) -> None:
         """Opens the island's record, and has the launcher see how far the loop is."""
-        self._record = IslandRecord(self._record_folder)
-        if (folder := launchers_folder()) is not None:
+        folder = launchers_folder() if OuterLoop._shown is None else None
+        record = self._output_dir or folder
+        self._record = IslandRecord(record)
+        if folder is not None:
+            OuterLoop._shown = self
             unit = "steps" if self.config.weight_by == "uniform" else self.config.weight_by
             self._progress = Progress(
-                folder, self._num_steps or 0, unit=unit, record=self._record_folder, noun="island", can_stop=False
+                folder, self._num_steps or 0, unit=unit, record=record, noun="island", can_stop=False
             )
         self._speed.restart()
         self._update_progress(state="training")
+
+    def _show_end(self, **values: Any) -> None:
+        self._update_progress(**values)
+        if OuterLoop._shown is self:
+            OuterLoop._shown = None
 
     def _update_progress(self, **values: Any) -> None:
         if self._progress is not None:

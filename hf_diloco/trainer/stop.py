@@ -107,6 +107,9 @@ class StopFlag:
             return
         if number == signal.SIGINT and self._requested.is_set():
             raise KeyboardInterrupt
+        before = getattr(self._old_handlers.get(number), "__self__", None)
+        if isinstance(before, StopFlag):  # a script may have several loops at a time
+            before.request()
         self.request()
 
 

@@ -103,6 +103,43 @@ def test_the_launcher_sees_that_a_loop_has_failed(tmp_path: Path, monkeypatch: p
     assert (progress.state, progress.message) == ("failed", "out of memory")
 
 
+def test_the_launcher_sees_the_first_of_two_loops_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a GAN. Whichever is asked, the script can stop."""
+
+    def shown() -> tuple[int, bool, str]:
+        progress = read_progress(tmp_path / "progress.json")
+        return progress.max_steps, progress.can_stop, progress.state
+
+    monkeypatch.setenv(ENV_FOLDER, str(tmp_path))
+    first, _ = make_loop(tmp_path / "0", sync_every=2, num_steps=4)
+    second, _ = make_loop(tmp_path / "1", sync_every=2, num_steps=2)
+    with first:
+        with second:
+            assert shown() == (4, False, "training")
+            assert not second.should_stop()
+            for _ in range(2):
+                first.step()
+                second.step()
+                assert shown() == (4, True, "training")
+        assert shown() == (4, True, "training")
+    assert shown() == (4, True, "done")
+    third, _ = make_loop(tmp_path / "2", sync_every=2, num_steps=6)
+    with third:
+        assert shown() == (6, False, "training")
+
+
+def test_a_signal_is_a_wish_to_all_loops_that_ask(tmp_path: Path) -> None:
+    first, _ = make_loop(tmp_path / "0", sync_every=2)
+    second, _ = make_loop(tmp_path / "1", sync_every=2)
+    before = signal.getsignal(signal.SIGTERM)
+    with first, second:
+        assert not first.should_stop()
+        assert not second.should_stop()
+        signal.raise_signal(signal.SIGTERM)
+        assert (first.should_stop(), second.should_stop()) == (True, True)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_loop_that_is_to_stop_while_its_last_round_waits_has_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
