@@ -97,8 +97,10 @@ def test_the_launcher_sees_that_a_loop_has_failed(tmp_path: Path, monkeypatch: p
             raise RuntimeError("out of memory")
 
     monkeypatch.setenv(ENV_FOLDER, str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError):
         train()
+    assert signal.getsignal(signal.SIGTERM) == before
     progress = read_progress(tmp_path / "progress.json")
     assert (progress.state, progress.message) == ("failed", "out of memory")
 
