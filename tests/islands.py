@@ -76,11 +76,11 @@ class Beside:
 
 
 @contextmanager
-def interrupted_after(seconds: float, error: type[BaseException] = TimeoutError) -> Iterator[None]:
-    """Raises `error` in what this thread does, as Ctrl-C raises `KeyboardInterrupt`."""
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises `KeyboardInterrupt` in what this thread does, as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -42,7 +42,7 @@ def test_one_loop_follows_another_whose_goodbye_was_interrupted(free_port: int, 
 
     def train() -> None:
         outer, _ = make_loop(tmp_path / "0", island=0, **common)
-        with interrupted_after(60, KeyboardInterrupt), outer:
+        with interrupted_after(60), outer:
             assert outer.step()
             signal.setitimer(signal.ITIMER_REAL, 0.3)
 
@@ -66,7 +66,7 @@ def test_who_is_interrupted_while_it_leaves_its_last_steps_gives_no_more_signs_o
     session = open_session(config, IslandGroup())
     session.join(open_shards(torch.nn.Linear(50, 50), None), tmp_path / "0")
     session.outer.count_step()
-    with pytest.raises(KeyboardInterrupt), interrupted_after(0.3, KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.3):
         session.leave(finished=False)
     assert session.has_left
     assert session.members is not None
