@@ -111,11 +111,18 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop.install(ranks, during=Trainer.train)
         self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced)
         if trainer is not None:
-            self._replaced.enter_context(replaced(trainer, "_run_epoch", partial(self._run_epoch, trainer._run_epoch)))
+            run = partial(self._run_epoch, trainer, trainer._run_epoch)
+            self._replaced.enter_context(replaced(trainer, "_run_epoch", run))
             self._tell_launcher(args, trainer)
 
-    def _run_epoch(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback."""
+    def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback.
+
+        Resumed after the last step, the Trainer would take one more before it looks: the epoch is skipped.
+        """
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+            return None
         try:
             return run(*args, **kwargs)
         except BaseException:

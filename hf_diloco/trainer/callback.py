@@ -193,11 +193,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.is_over:
             self._end_with_the_run(state, control)
             return
-        if state.global_step > state.max_steps and self._outer.on_boundary:
-            # The Trainer takes one step more where a finished training is resumed. The model is the run's, without it.
-            self._outer.write_masters()
-            control.should_save = False
-            return
         weight = float(examples_per_step(args))
         if self.config.weight_by == "tokens":
             weight = float(state.num_input_tokens_seen - self._tokens_seen)
@@ -337,8 +332,12 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._end_with_the_run(state, control)
 
     def _bring_last_steps(self, state: TrainerState, control: TrainerControl) -> None:
-        """Where rounds were missed, the last steps may be in none yet: one more takes them in."""
-        if not self.config.meets_in_store or self._outer.on_boundary or self._need_session().is_over:
+        """Where rounds were missed, the last steps may be in none yet: one more takes them in, if the run has one."""
+        if not self.config.meets_in_store or self._outer.on_boundary:
+            return
+        if self._need_session().is_over:
+            self._end_with_the_run(state, control)
+            self.moved_at_end = True
             return
         try:
             self._run_round(state, control)

@@ -106,6 +106,17 @@ class At(TrainerCallback):
             self.action()
 
 
+class KilledError(Exception):
+    """Stands for SIGKILL."""
+
+
+class KilledAfterSave(TrainerCallback):
+    """The process ends as soon as a checkpoint is whole."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KilledError
+
+
 class Ending(TrainerCallback):
     """Is told that training has ended, as trackers are, which then write what they hold."""
 
@@ -667,20 +678,50 @@ def test_a_training_after_one_that_resumed_elsewhere_begins_anew(tmp_path: Path)
     assert [event["resumed"] for event in events(tmp_path / "b", "start")] == [True, False]
 
 
-def test_a_finished_training_that_is_resumed_keeps_the_outer_parameters(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("max_steps", [8, 6], ids=["on a boundary", "between rounds"])
+def test_a_finished_training_that_is_resumed_keeps_its_weights(
+    max_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The Trainer takes one step more, on each island another one."""
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
-    whole = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), **saving)
+    """The Trainer by itself takes one step more, on each island another one."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    whole = make_trainer(tmp_path, DiLoCoCallback(sync_every=4), max_steps=max_steps, **settings)
     whole.train()
+    caplog.clear()
     callback = DiLoCoCallback(sync_every=4)
-    resumed = make_trainer(tmp_path, callback, **saving)
+    resumed = make_trainer(tmp_path, callback, max_steps=max_steps, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert same_bits(weights_of(resumed), weights_of(whole))
+    assert (resumed.state.global_step, callback.round) == (max_steps, max_steps // 4)
     assert callback.moved_at_end, "a round that was due may have taken place: what was evaluated before counts no more"
-    assert complete_steps(tmp_path) == [4, 8]
-    assert "after the last synchronisation" not in caplog.text
+    assert complete_steps(tmp_path) == list(range(2, max_steps + 1, 2))
+    assert ("after the last synchronisation" in caplog.text) is (max_steps == 6)
+
+
+def test_an_island_with_steps_in_no_round_that_is_resumed_when_all_is_over_ends_with_the_runs_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had missed the rounds, and was killed after its last step; meanwhile the other island has completed them."""
+    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
+    own = DiLoCoConfig(island=1, **common)
+
+    def miss(session: ElasticSession) -> Any:
+        raise MissedRoundError("missed on purpose")
+
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    late = make_trainer(tmp_path / "late", DiLoCoCallback(own), KilledAfterSave(), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(ElasticSession, "sync", miss)
+        with pytest.raises(KilledError):
+            late.train()
+    first = make_trainer(tmp_path / "first", DiLoCoCallback(DiLoCoConfig(island=0, **common)), max_steps=4)
+    first.train()
+    callback = DiLoCoCallback(own)
+    late = make_trainer(tmp_path / "late", callback, **settings)
+    late.train(resume_from_checkpoint=True)
+    assert read_index(tmp_path / "late" / "checkpoint-4").steps_since_sync == 4
+    assert same_bits(weights_of(late), weights_of(first))
+    assert events(tmp_path / "late", "end")[-1]["on_boundary"]
+    assert callback.moved_at_end
 
 
 def test_the_common_checkpoint_of_one_island_is_its_newest(tmp_path: Path) -> None:
@@ -695,10 +736,6 @@ def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=4))
     with pytest.raises(CheckpointError, match=r"checkpoint-4 has no outer state.*Resume from an earlier checkpoint"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-class KilledError(Exception):
-    """Stands for SIGKILL."""
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
