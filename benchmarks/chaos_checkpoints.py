@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ ZERO2: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
 }
 _PAGE = 4096
+_ENDLESS = 1_000_000
+"""Steps."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
         per_device_train_batch_size=2,
         max_steps=job.max_steps,
         learning_rate=3e-3,
-        lr_scheduler_type="constant",  # that of a run with fewer steps is the same
+        lr_scheduler_type="constant",  # that of a run with fewer steps is the same, as is the momentum below
         logging_steps=1,
         save_steps=job.save_steps,
         save_total_limit=1,
@@ -156,7 +158,12 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
     rendezvous = f"tcp://127.0.0.1:{job.ports[-1]}" if job.num_islands > 1 else None
     callback = DiLoCoCallback(
-        sync_every=job.sync_every, num_islands=job.num_islands, island=island, rendezvous=rendezvous, join_timeout=60
+        sync_every=job.sync_every,
+        num_islands=job.num_islands,
+        island=island,
+        rendezvous=rendezvous,
+        join_timeout=60,
+        outer_momentum=0.5,
     )
     tokens = torch.randint(64, (512, 16), generator=torch.Generator().manual_seed(island))
     data = [{"input_ids": row, "labels": row} for row in tokens]
@@ -220,7 +227,7 @@ class Life:
     def __init__(self, job: Job) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        self.job = job = Job(**{**asdict(job), "ports": _free_ports(job.num_islands + 1)})
+        self.job = job = replace(job, ports=_free_ports(job.num_islands + 1))
         self.islands: list[list[ForkServerProcess]] = []
         for island in range(job.num_islands):
             job.island(island).mkdir(parents=True, exist_ok=True)
@@ -296,33 +303,36 @@ class Verdict:
 
 
 def kill_while_saving(job: Job, num_kills: int, rng: random.Random) -> Verdict:
-    """Kills a job so many times in the middle of a save, lets it end, and compares it with an undisturbed one."""
-    calm = Job(**{**asdict(job), "folder": f"{job.folder}-undisturbed", "save_steps": max(1, job.max_steps // 9)})
-    seconds = _train_undisturbed(calm)
+    """Kills a job so many times in the middle of a save, lets it end, and compares it with an undisturbed one.
+
+    However slow the machine is, a life that is to be killed does not end before: it has no last step. The one after
+    the last kill ends, `Job.max_steps` counts for nothing, two steps after the last one that was trained.
+    """
+    endless = replace(job, max_steps=_ENDLESS)
     moments: Counter[str] = Counter()
     problems: list[str] = []
     again, resumed, begun = 0, 0, time.monotonic()
     for number in range(1, num_kills + 1):
         expected = _newest_round_and_step(job)
-        moment = _kill_once(job, Life(job), seconds, rng)
+        moment = _kill_once(endless, Life(endless), rng)
         moments[moment] += 1
         started = _started_at(job, number)
-        if started is None:
-            problems.append(f"life {number} did not begin to train ({moment}): see {job.folder}.log")
+        if started is None or moment not in ("unfinished", "whole"):
+            problems.append(f"life {number} began at steps {started}: {moment}: see {job.folder}.log")
             break
         resumed += started == expected
         if started != expected:
             problems.append(f"life {number} began at steps {started}, but {expected} were whole")
         again += sum(max(0, _last_step(job, island) - step) for island, step in enumerate(_newest_round_and_step(job)))
-        if moment == "had ended":
-            break
-    codes = Life(job).wait()
-    if any(code != 0 for code in codes):
-        problems.append(f"the last life ended with exit codes {codes}: see {job.folder}.log")
+    job = replace(job, max_steps=2 + max(_last_step(job, island) for island in range(job.num_islands)))
+    calm = replace(job, folder=f"{job.folder}-undisturbed", save_steps=max(1, job.max_steps // 9))
+    for one, name in ((job, "last life"), (calm, "undisturbed training")):
+        codes = Life(one).wait()
+        if any(code != 0 for code in codes):
+            problems.append(f"the {name} ended with exit codes {codes}: see {one.folder}.log")
     ended = [island for island in range(job.num_islands) if _weights(job, island) != "none"]
-    diverged = sum(_weights(job, island) != _weights(calm, island) for island in ended)
-    if diverged:
-        problems.append(f"{diverged} islands ended with other weights than undisturbed")
+    diverged = [island for island in ended if _weights(job, island) != _weights(calm, island)]
+    problems += [_tell_difference(job, calm, island) for island in diverged]
     figures = {
         "kills in the middle of a save": moments["unfinished"] + moments["whole"],
         "  of which left it unfinished": moments["unfinished"],
@@ -330,56 +340,75 @@ def kill_while_saving(job: Job, num_kills: int, rng: random.Random) -> Verdict:
         "lives that began at the newest whole checkpoint": resumed,
         "lives that began elsewhere, or not at all": sum(moments.values()) - resumed,
         "steps trained again": again,
+        "steps": job.max_steps,
         "islands that came to the last step": len(ended),
-        "diverged": diverged,
+        "diverged": len(diverged),
         "seconds": round(time.monotonic() - begun, 1),
     }
     return Verdict(figures, problems)
 
 
-def _train_undisturbed(job: Job) -> float:
-    """Trains to the end; returns how long the checkpoint of a step takes."""
-    life = Life(job)
-    folder, seen = job.island(0), dict[str, list[float]]()
-    until = time.monotonic() + STUCK_SECONDS + job.max_steps
-    while any(process.is_alive() for process in life.processes) and time.monotonic() < until:
-        for path in folder.glob("checkpoint-*"):
-            times = seen.setdefault(path.name, [time.monotonic()])
-            if len(times) == 1 and (path / "diloco" / "outer.json").exists():
-                times.append(time.monotonic())
-        time.sleep(0.001)
-    codes = life.wait()
-    if any(code != 0 for code in codes):
-        raise RuntimeError(f"the undisturbed training ended with exit codes {codes}: see {job.folder}.log")
-    took = sorted(times[1] - times[0] for times in seen.values() if len(times) == 2)
-    return took[len(took) // 2]
-
-
-def _kill_once(job: Job, life: Life, seconds: float, rng: random.Random) -> str:
+def _kill_once(job: Job, life: Life, rng: random.Random) -> str:
     """Waits for one of the next saves and kills; returns what the victim's checkpoint was then.
 
-    Where there is no such save: that the training had ended, or the exit codes of those who got stuck.
+    Where there is no such save: the exit codes of those who ended, or got stuck.
     """
     victim = rng.randrange(job.num_islands)
     folder = job.island(victim)
-    known = {path.name for path in folder.glob("checkpoint-*")}
-    num_saves, new = rng.randint(1, 3), set[str]()
+    start = newest = _newest_step(folder)
+    num_saves = rng.randint(2, 3)
     until = time.monotonic() + STUCK_SECONDS
-    while len(new) < num_saves and time.monotonic() < until:
-        new |= {path.name for path in folder.glob("checkpoint-*")} - known
-        if not any(process.is_alive() for process in life.processes):
-            return "had ended"
+    save_began = save_seconds = 0.0  # the last save from its beginning to its end, as quick as the machine is now
+    while newest < start + num_saves and time.monotonic() < until:
+        if not all(process.is_alive() for process in life.processes):
+            break
+        if (step := _newest_step(folder)) > newest:
+            newest, save_began = step, time.monotonic()
+        elif save_began and _has_index(folder, newest):
+            save_seconds, save_began = time.monotonic() - save_began, 0.0
         time.sleep(0.0005)
-    if len(new) < num_saves:
+    if newest < start + num_saves:
         codes = life.codes
         life.kill(range(job.num_islands))
-        return f"stuck, exit codes {codes}"
-    time.sleep(rng.uniform(0.0, 1.2 * seconds))
+        return f"ended or stuck after step {newest}, exit codes {codes}"
+    time.sleep(rng.uniform(0.0, 1.2 * save_seconds))
     everyone = rng.random() < 0.8
     life.kill(range(job.num_islands) if everyone else [victim])
-    newest = max((path for path in folder.glob("checkpoint-*")), key=_step_of)
+    is_whole = _has_index(folder, _newest_step(folder))
     life.wait()  # of two islands the other writes a checkpoint, and ends
-    return "whole" if (newest / "diloco" / "outer.json").exists() else "unfinished"
+    return "whole" if is_whole else "unfinished"
+
+
+def _newest_step(folder: Path) -> int:
+    """Of the checkpoint that was begun last; 0 without one."""
+    return max((_step_of(path) for path in folder.glob("checkpoint-*")), default=0)
+
+
+def _has_index(folder: Path, step: int) -> bool:
+    return (folder / f"checkpoint-{step}" / "diloco" / "outer.json").exists()
+
+
+def _tell_difference(job: Job, calm: Job, island: int) -> str:
+    """From which step on an island's losses are not those of the undisturbed run, and what each life trained."""
+    own, right = _losses(job, island), _losses(calm, island)
+    first = min((step for step in own.keys() | right.keys() if own.get(step) != right.get(step)), default=None)
+    lives: list[str] = []
+    for event in _events(job, island):
+        if event["event"] == "start":
+            lives.append(f"from step {event['step']}, round {event['round']}:")
+        elif event["event"] == "sync":
+            lives[-1] += f" round {event['round']} of islands {event['participants']} at step {event['step']},"
+        elif event["event"] == "train":
+            lives[-1] += f" {event['step']}"
+    return (
+        f"island {island} ended with other weights than undisturbed; its losses differ "
+        f"{'nowhere' if first is None else f'from step {first} on'}. Its lives: {'; '.join(lives)}"
+    )
+
+
+def _losses(job: Job, island: int) -> dict[int, float]:
+    """Of each step the loss that was recorded last."""
+    return {event["step"]: event["loss"] for event in _events(job, island) if event["event"] == "train"}
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -455,13 +484,13 @@ def fill_the_disk(job: Job, stride: int = 1) -> Verdict:
     num_pages = _pages_of_a_checkpoint(job)
     free = {2 * number + 2: pages for number, pages in enumerate(range(0, num_pages + 4 * stride, stride))}
     last = max(free) + 1
-    calm = Job(**{**asdict(job), "folder": tempfile.mkdtemp(), "max_steps": last + 4, "save_steps": last + 4})
+    calm = replace(job, folder=tempfile.mkdtemp(), max_steps=last + 4, save_steps=last + 4)
     begun = time.monotonic()
-    codes = Life(Job(**{**asdict(job), "max_steps": last, "free_pages": free})).wait()
+    codes = Life(replace(job, max_steps=last, free_pages=free)).wait()
     lines = Path(f"{job.folder}.whole").read_text().splitlines()
     held = {line["step"]: line["whole"] for line in map(json.loads, lines)}
     whole = _newest_round_and_step(job)
-    codes += Life(Job(**{**asdict(job), "max_steps": last + 4, "save_steps": 1})).wait()
+    codes += Life(replace(job, max_steps=last + 4, save_steps=1)).wait()
     codes += Life(calm).wait()
     failed = [step for step in free if step in held and step not in held[step]]
     without = [step for step in list(held)[1:] if not held[step]]
@@ -488,7 +517,7 @@ def fill_the_disk(job: Job, stride: int = 1) -> Verdict:
 
 
 def _pages_of_a_checkpoint(job: Job) -> int:
-    trial = Job(**{**asdict(job), "folder": f"{job.folder}-trial", "max_steps": 1})
+    trial = replace(job, folder=f"{job.folder}-trial", max_steps=1)
     if any(code != 0 for code in Life(trial).wait()):
         raise RuntimeError(f"a training of one step failed: see {trial.folder}.log")
     used = sum(path.stat().st_blocks * 512 for path in trial.island(0).glob("checkpoint-1/**/*"))
@@ -521,7 +550,7 @@ def main() -> int:
     if options.disk:
         return on_small_disk(sys.argv, 16, lambda: _show(_on_disk(options.ranks, options.stride)))
     folder = tempfile.mkdtemp()
-    job = Job(f"{folder}/run", options.islands, num_ranks, max_steps=2 * options.kills + 10)
+    job = Job(f"{folder}/run", options.islands, num_ranks)
     code = _show(kill_while_saving(job, options.kills, random.Random(options.seed)))
     if code == 0:
         shutil.rmtree(folder)
