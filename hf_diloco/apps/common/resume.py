@@ -9,15 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.utils.data import Dataset, Subset
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.arguments import examples_per_step
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -61,14 +59,6 @@ def step_of(checkpoint: Path) -> int:
     """Optimizer steps before a checkpoint of a Trainer."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return int(state["global_step"])
-
-
-def one_step(data: Dataset[Any], args: TrainingArguments) -> Dataset[Any]:
-    """Data of one step an epoch, with which the Trainer, resuming after the last step, sees that none is left.
-
-    With data of another length it would train one step too many.
-    """
-    return Subset(data, [0] * examples_per_step(args))
 
 
 def check_world(args: TrainingArguments) -> None:

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first
 from hf_diloco.apps.common.training import Assembled
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
@@ -170,7 +170,6 @@ def _trainer(
     sync_every = run.diloco.sync_every if run.diloco.enabled else 0
     tokens = examples_per_step(args) * run.data.sequence_length
     files = RunFilesCallback(progress, lambda: callback.round, sync_every, tokens)
-    is_finished = checkpoint is not None and step_of(checkpoint) >= run.max_steps
     optimizer = make_optimizer(run.optimizer, model, args)
     masking = None
     if run.model.objective == "masked":
@@ -178,7 +177,7 @@ def _trainer(
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=one_step(data.evaluation, args) if is_finished else data.train,
+        train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         data_collator=masking,
@@ -189,7 +188,7 @@ def _trainer(
         # The loss of these models is the mean of their own batch. By their signature the Trainer takes it for one that
         # is divided by the tokens of all ranks and accumulated batches, and would multiply it.
         trainer.model_accepts_loss_kwargs = False
-    if isinstance(data.train, PackedStream) and not is_finished:
+    if isinstance(data.train, PackedStream):
         _continue_stream(trainer, data.train, checkpoint)
     if run.deepspeed is not None or run.fsdp is not None:
         trainer.add_callback(_EngineCheck(trainer))

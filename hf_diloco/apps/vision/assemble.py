@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first, one_step, step_of
+from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first
 from hf_diloco.apps.common.training import Assembled
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
@@ -75,12 +72,11 @@ def assemble(
     progress.update(message="meeting the other nodes" if config.num_nodes > 1 else "starting")
     optimizer = callback.make_optimizer(model, args)
     checkpoint = find_checkpoint(run, callback)
-    train, checkpoint = _training_data(run, args, callback, data, checkpoint)
     files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args))
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=train,
+        train_dataset=data.train,
         eval_dataset=evaluation,
         data_collator=collate,
         processing_class=data.processor,
@@ -90,28 +86,6 @@ def assemble(
         callbacks=[callback, files, _Epochs(data.train)],
     )
     return Assembled(run, trainer, callback, data, checkpoint, speaks)
-
-
-def _training_data(
-    run: VisionRun, args: TrainingArguments, callback: GossipCallback, data: ImageData, checkpoint: Path | None
-) -> tuple[Dataset[Any], Path | None]:
-    """What there is to train on, and where from: nothing, where the run's last step is already taken."""
-    entry = callback.entry_step
-    if entry is not None and entry >= run.max_steps:
-        settings = args.accelerator_config
-        assert isinstance(settings, AcceleratorConfig), "TrainingArguments makes it of whatever it is given"
-        settings.dispatch_batches = False  # or accelerate misses the batch that it wants to pass on
-        return _Nothing(), None  # all that it needs is the others'
-    if checkpoint is not None and step_of(checkpoint) >= run.max_steps:
-        return one_step(data.evaluation, args), checkpoint
-    return data.train, checkpoint
-
-
-class _Nothing(IterableDataset[Any]):
-    """No examples: the Trainer takes no step."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:
