@@ -127,14 +127,26 @@ def test_resumed_equals_uninterrupted(run_file: Path, streaming: str) -> None:
     assert losses(resumed, "eval") == whole_eval
 
 
-def test_a_finished_run_is_only_evaluated_again(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("override", ["data.streaming=false", "data.streaming=true", "diloco.enabled=false"])
+def test_a_finished_run_is_only_evaluated_again(
+    override: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for has_ended in (False, True):
-        assert start(run_file, "sample=null") == 0
+        assert start(run_file, "sample=null", "data.num_eval_sequences=2", override) == 0
         said = capsys.readouterr().out
         assert ("checkpoint-6 is of its last step. For a new run give another --name" in said) == has_ended
     folder = island_folder(run_file)
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6]
     assert read_json(folder / "summary.json")["eval_loss"] == losses(folder, "eval")[0][1]
+
+
+def test_the_summary_names_the_weights_of_its_loss_also_between_rounds(run_file: Path) -> None:
+    for _ in range(2):  # the last evaluation of the training; and, where it has ended before, one after it
+        assert start(run_file, "sample=null", "diloco.sync_every=4") == 0
+        evaluated = events(island_folder(run_file), "eval")[-1]
+        summary = read_json(island_folder(run_file) / "summary.json")
+        assert (summary["eval_loss"], summary["eval_weights"]) == (evaluated["eval_loss"], evaluated["weights"])
+    assert len({event["eval_loss"] for event in events(island_folder(run_file), "eval")}) == 2
 
 
 def test_the_stop_file_ends_training_with_a_checkpoint(run_file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def _finish(island: Island, progress: Progress) -> None:
             sample = try_sample(model_folder, run.sample, run.seed)
     if not is_leader():
         return
-    summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation["eval_loss"], sample))
+    summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation, sample))
     if run.diloco.island == 0:
         write_card_and_publish(run, describe_training(run), progress)
     progress.update(state="done", message="")
@@ -195,11 +195,11 @@ def describe_training(run: RunFile) -> Training:
     )
 
 
-def _more_of_summary(loss: float, sample: str | None, figures: IslandReport) -> dict[str, Any]:
+def _more_of_summary(evaluation: Mapping[str, float], sample: str | None, figures: IslandReport) -> dict[str, Any]:
     """What `summary.json` says of a language model."""
     return {
-        "eval_weights": "outer" if figures.on_boundary else "inner",
-        "perplexity": math.exp(min(loss, 700.0)),
+        "eval_weights": "outer" if "diloco/outer_loss" in evaluation else "inner",
+        "perplexity": math.exp(min(evaluation["eval_loss"], 700.0)),
         "num_tokens": figures.num_tokens,
         "tokens_per_second": figures.tokens_per_second,
         "rounds": figures.num_rounds,
