@@ -199,9 +199,9 @@ class _Record(BaseModel):
 
 
 class CheckpointsRecord(_Record):
-    """The rounds that an island holds whole checkpoints of."""
+    """The rounds that an island holds whole checkpoints of, with the digests of the outer parameters in them."""
 
-    rounds: list[int]
+    rounds: dict[int, list[str]]
 
 
 class SoundRecord(_Record):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.utils.own_files import identify
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (
@@ -119,8 +119,9 @@ def find_common(
 ) -> Path | None:
     """This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
 
-    All its files have been read: one that is damaged is told, and an older round is taken. Collective over the
-    island's ranks.
+    All hold the same outer parameters of it: a checkpoint may be left of a life after which all went back further, and
+    came to other ones. All files have been read: if one is damaged, that is told, and an older round is taken.
+    Collective over the island's ranks.
 
     Args:
         output_dir: where this island's checkpoints are.
@@ -133,30 +134,34 @@ def find_common(
     mine = whole_checkpoints(output_dir, island)
     attempt = 0
     while True:
-        held = {number for _, number in mine}
-        common = island.on_leader(partial(_common_round, share, f"checkpoints{attempt or ''}", sorted(held)))
+        held = {state for _, state in mine}
+        common = island.on_leader(partial(_common_state, share, f"checkpoints{attempt or ''}", held))
         if common is None:
             return None
-        newest = [path for path, number in mine if number == common][-1:]
+        newest = [path for path, state in mine if state == tuple(common)][-1:]
         sound = newest_sound(newest, island)
         votes = island.on_leader(partial(share, f"sound{attempt or ''}", {"sound": sound is not None}))
         if all(record.sound for record in parse_records(SoundRecord, votes)):
             return sound
-        mine = [(path, number) for path, number in mine if sound is not None or path not in newest]
+        mine = [(path, state) for path, state in mine if sound is not None or path not in newest]
         attempt += 1
 
 
-def _common_round(
-    share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: list[int]
-) -> int | None:
-    """The newest round that all islands hold."""
-    held = share(topic, {"rounds": mine})
-    rounds = [set(record.rounds) for record in parse_records(CheckpointsRecord, held)]
-    common = set.intersection(*rounds)
-    if common:
+def _common_state(
+    share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: Set[tuple[int, str]]
+) -> tuple[int, str] | None:
+    """The newest round that all islands hold, with the digest of the outer parameters."""
+    digests: dict[int, list[str]] = {}
+    for number, digest in sorted(mine):
+        digests.setdefault(number, []).append(digest)
+    held = [record.rounds for record in parse_records(CheckpointsRecord, share(topic, {"rounds": digests}))]
+    states = [{(number, digest) for number, some in rounds.items() for digest in some} for rounds in held]
+    if common := set.intersection(*states):
         return max(common)
-    if any(rounds):
-        listing = ", ".join(f"island {island}: {sorted(some) or 'none'}" for island, some in enumerate(rounds))
+    if any(held):
+        listing = ", ".join(f"island {island}: {sorted(rounds) or 'none'}" for island, rounds in enumerate(held))
+        if set.intersection(*(set(rounds) for rounds in held)):
+            listing += "; of the same round, they hold different outer parameters"
         raise CheckpointError(
             f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back, or "
             "start anew in another run folder"

@@ -293,20 +293,20 @@ def last_of_earlier_round(folder: Path) -> list[Path]:
     return [path for path, index in found if index.round < found[-1][1].round][-1:]
 
 
-def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, int]]:
-    """Path and round of the whole checkpoints that a run may go on from, oldest first, on every rank.
+def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, tuple[int, str]]]:
+    """The whole checkpoints that a run may go on from, with round and outer digest, oldest first, on every rank.
 
     As `complete_checkpoints`; newer ones that are not whole are told.
     """
 
-    def look() -> list[tuple[str, int]]:
+    def look() -> list[tuple[str, int, str]]:
         recover_replaced(output_dir, find_complete)
         complete = complete_checkpoints(output_dir)
         for text in _broken_after(output_dir, complete[-1][1].global_step if complete else -1):
             logger.warning("%s", text)
-        return [(str(path), index.round) for path, index in complete]
+        return [(str(path), index.round, index.outer_digest) for path, index in complete]
 
-    return [(Path(path), number) for path, number in island.on_leader(look)]
+    return [(Path(path), (number, digest)) for path, number, digest in island.on_leader(look)]
 
 
 def _broken_after(output_dir: Path, step: int) -> Iterator[str]:

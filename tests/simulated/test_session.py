@@ -932,6 +932,32 @@ def test_checkpoints_of_no_common_round_are_refused(rounds: Sequence[Sequence[in
             raise_it(outcome)
 
 
+def swap_newest(tmp_path: Path, rounds: Sequence[int]) -> None:
+    """Both islands hold `rounds`, but of the last of them each another life's, which went another way."""
+    for name, rate in (("a", 0.7), ("b", 0.1)):
+        (tmp_path / name).mkdir()
+        checkpoints_of_rounds(Run(tmp_path / name, 2, sync_every=1, outer_lr=rate), [rounds, rounds])
+    last = f"1/checkpoint-{rounds[-1]}"
+    (tmp_path / "a" / last).rename(tmp_path / "a" / "1" / "replaced")
+    (tmp_path / "b" / last).rename(tmp_path / "a" / last)
+
+
+def test_islands_do_not_resume_one_round_from_different_lives(tmp_path: Path) -> None:
+    """Both went back to round 1; the other was killed again when only this one had written its next checkpoint."""
+    swap_newest(tmp_path, [1, 2])
+    run = Run(tmp_path / "c", 2, sync_every=1)
+    found = run_islands(2, lambda island: run.session(island).common_checkpoint(tmp_path / "a" / str(island)))
+    assert [path and path.name for path in found] == ["checkpoint-1", "checkpoint-1"]
+
+
+def test_checkpoints_of_different_lives_alone_are_refused(tmp_path: Path) -> None:
+    swap_newest(tmp_path, [2])
+    run = Run(tmp_path / "c", 2, sync_every=1)
+    for outcome in try_islands(2, lambda island: run.session(island).common_checkpoint(tmp_path / "a" / str(island))):
+        with pytest.raises(CheckpointError, match=r"island 1: \[2\]; of the same round, they hold different"):
+            raise_it(outcome)
+
+
 def test_a_momentum_that_is_new_begins_at_0(tmp_path: Path) -> None:
     (folder,) = checkpoints_of_rounds(Run(tmp_path, 1, sync_every=1, outer_momentum=0.0), [[2]])
     run = Run(tmp_path, 1, sync_every=1, outer_momentum=0.9)

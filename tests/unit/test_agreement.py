@@ -482,7 +482,7 @@ JOIN = {
 RECORDS: list[tuple[Any, dict[str, Any]]] = [
     (JoinRecord, JOIN),
     (StateRecord, {"round": 3, "digest": "ab12", "resumed": False}),
-    (CheckpointsRecord, {"rounds": [1, 2]}),
+    (CheckpointsRecord, {"rounds": {1: ["ab12"], 2: ["cd34", "ef56"]}}),
 ]
 
 
