@@ -47,9 +47,10 @@ logger = logging.getLogger("hf_diloco")
 FOLDER = "diloco"
 RECORD = f"{FOLDER}/outer.json"
 """The file that is written last into a checkpoint."""
-_FORMAT = 4
-_READ_FORMATS = (1, 2, 3, 4)
-"""1 is without the Trainer's files, 2 without the parameters' shapes, 3 without the record's own digest."""
+_FORMAT = 5
+_READ_FORMATS = (1, 2, 3, 4, 5)
+"""1 is without the Trainer's files, 2 without the parameters' shapes, 3 without the record's own digest, 4 without
+the steps at which rounds are due."""
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
@@ -68,7 +69,8 @@ class OuterFile(BaseModel):
 class FragmentIndex(BaseModel):
     """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
 
-    `install_in` is after how many steps the masters take the outer parameters of its last round; None: they have.
+    `due_at` is after how many steps its next round is due; None: as always, or where others say. `install_in` is after
+    how many steps the masters take the outer parameters of its last round; None: they have.
     `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
     is one of their names and sizes.
     """
@@ -77,6 +79,7 @@ class FragmentIndex(BaseModel):
 
     steps: int = Field(ge=0)
     weight: float
+    due_at: int | None = None
     install_in: int | None = None
     digest: str = ""
     parameters: str = ""

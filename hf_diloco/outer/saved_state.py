@@ -60,6 +60,7 @@ def save_state(
             FragmentIndex(
                 steps=fragment.steps,
                 weight=fragment.weight,
+                due_at=None if outer.config.meets_in_store else fragment.due_at,
                 install_in=fragment.install_in,
                 digest=fragment.digest,
                 parameters=names,
@@ -99,7 +100,9 @@ def _load(outer: OuterState, checkpoint: Path) -> None:
         fragment.load_state_dict(state)
         fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
         fragment.digest = counts.digest
-        if index.round > number:  # it has had its first round
+        if counts.due_at is not None and index.settings.get("sync_every") == outer.config.sync_every:
+            fragment.due_at = counts.due_at
+        elif index.round > number:  # it has had its first round
             fragment.due_at = outer.config.sync_every
     outer.round = outer.num_begun = index.round
     outer.run = index.run

@@ -143,7 +143,7 @@ def test_a_changed_record_is_no_whole_checkpoint(run: Path, change: tuple[str, s
 def test_a_checkpoint_of_an_earlier_format_is_gone_on_from(run: Path) -> None:
     path = run / "checkpoint-6" / "diloco" / "outer.json"
     text = re.sub(r',\n "checkpoint": \[.*\],\n "own_digest": "\w+"', "", path.read_text(), flags=re.DOTALL).replace(
-        '"format": 4', '"format": 1'
+        '"format": 5', '"format": 1'
     )
     path.write_text(text)
     assert "model.safetensors" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -332,10 +333,13 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
     assert run_islands(2, resume) == [2, 2]
 
 
-def test_islands_that_resume_at_different_steps_of_a_round_take_as_many(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [(13,), (7, 13)], ids=["to the end", "resumed once more before the next round"])
+def test_islands_that_resume_at_different_steps_of_a_round_take_as_many(
+    stops: tuple[int, ...], tmp_path: Path
+) -> None:
     """The first round fails behind step 5; island 0 is killed, and goes on from step 3, island 1 from step 6."""
     config: dict[str, Any] = {"sync_every": 4, "fragment_sync_delay": 2}
-    broken, mended = Run(tmp_path / "broken", 2, **config), Run(tmp_path / "mended", 2, **config)
+    broken = Run(tmp_path / "broken", 2, **config)
     end, last = (3, 6), 13
 
     def break_off(island: int) -> tuple[Path, dict[str, Any]]:
@@ -355,26 +359,34 @@ def test_islands_that_resume_at_different_steps_of_a_round_take_as_many(tmp_path
         return checkpoint, model.state_dict()
 
     saved = run_islands(2, break_off)
+    begun, rounds = list(end), [list[int](), list[int]()]
 
-    def resume(island: int) -> tuple[list[int], torch.Tensor]:
+    def resume(run: Run, island: int, stop: int) -> tuple[Path, dict[str, Any]]:
         checkpoint, state = saved[island]
         model = Stack()
         model.load_state_dict(state)
-        session = mended.session(island)
-        session.join(open_shards(model, None), mended.folder / str(island), checkpoint=checkpoint)
+        session = run.session(island)
+        session.join(open_shards(model, None), run.folder / str(island), checkpoint=checkpoint)
         reports = session.advance() if session.is_due() else []
         optimizer = make_optimizer(model)
-        for step in range(end[island] + 1, last + 1):
+        for step in range(begun[island] + 1, stop + 1):
             take_step(model, optimizer, batches(island, NUM_STEPS)[step - 1])
             session.outer.count_step(4)
             if session.is_due(step == last):
                 reports += session.advance(step == last)
-        session.leave(finished=True)
-        return [report.round for report in reports], vector_of(model, strided(1)[0])
+        reports += session.settle()
+        rounds[island] += [report.round for report in reports]
+        begun[island] = stop
+        checkpoint = save(session, run.folder / str(island), stop)
+        session.leave(finished=stop == last)
+        return checkpoint, model.state_dict()
 
-    first, second = run_islands(2, resume)
-    assert first[0] == second[0] == [1, 2, 3, 4]
-    assert torch.equal(first[1], second[1])
+    for stop in stops:
+        mended = Run(tmp_path / f"to-{stop}", 2, **config)
+        saved = run_islands(2, partial(resume, mended, stop=stop))
+    assert rounds[0] == rounds[1] == [1, 2, 3, 4]
+    weights = [torch.cat([value.reshape(-1) for value in state.values()]) for _, state in saved]
+    assert torch.equal(*weights)
 
 
 def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def remove(name: str) -> Callable[[Path], None]:
         pytest.param(half_index, r"outer.json cannot be read \(ValidationError\): resume from", id="half an index"),
         pytest.param(no_utf8, r"outer.json cannot be read \(UnicodeDecodeError\): resume from", id="no text"),
         pytest.param(
-            change_index(format=5), "has format 5, this version of hf_diloco reads up to 4", id="later format"
+            change_index(format=6), "has format 6, this version of hf_diloco reads up to 5", id="later format"
         ),
         pytest.param(change_index(extra=1), r"outer.json cannot be read \(ValidationError\)", id="unknown key"),
         pytest.param(change_index(files=[]), r"holds 0 of the \d+ outer values that this rank needs", id="no files"),
