@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,13 +287,23 @@ def find_complete(folder: Path) -> list[Path]:
     return [path for path, _ in complete_checkpoints(folder)]
 
 
-def last_of_earlier_round(folder: Path) -> list[Path]:
+def last_of_earlier_round(begun_at: int, folder: Path, written: Collection[Path]) -> list[Path]:
     """The newest checkpoint of a round before the newest one's: what all islands can go back to.
 
-    Others may have been ended before they had written one of the newest round.
+    Others may have been ended before they had written one of the newest round. They may never have had what an earlier
+    training, of which all went back, has left of later steps: it counts for nothing.
+
+    Args:
+        begun_at: the step that this training has begun at.
+        folder: of the checkpoints.
+        written: those that this training has written.
     """
-    found = complete_checkpoints(folder)
-    return [path for path, index in found if index.round < found[-1][1].round][-1:]
+    found = [
+        (path, index.round)
+        for path, index in complete_checkpoints(folder)
+        if index.global_step <= begun_at or path in written
+    ]
+    return [path for path, number in found if number < found[-1][1]][-1:]
 
 
 def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, tuple[int, str]]]:

@@ -102,7 +102,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         trainer: Trainer | None,
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
-        find_needed: Callable[[Path], Collection[Path]] | None = None,
+        find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None = None,
     ) -> None:
         """From here on signals are wishes, and checkpoints are looked after; see `Saving`."""
         self.stopped = self.moved_at_end = self._ends_early = False

@@ -169,7 +169,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
-        needed = last_of_earlier_round if goes_back_with_others else None
+        needed = partial(last_of_earlier_round, state.global_step) if goes_back_with_others else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
         self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
         if trainer is not None:

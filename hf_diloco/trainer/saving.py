@@ -45,7 +45,7 @@ class Saving:
         find_whole: the whole checkpoints in a folder, by step; asked on the leader.
         trainer: whose failures to write are met; None where it is not known.
         find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
-            newer ones yet.
+            newer ones yet; by which of them this training has written.
         replacing: what its end gives back to the Trainer.
     """
 
@@ -56,7 +56,7 @@ class Saving:
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
         trainer: Trainer | None,
-        find_needed: Callable[[Path], Collection[Path]] | None,
+        find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
         replacing: ExitStack,
     ) -> None:
         self._args = args
@@ -68,6 +68,7 @@ class Saving:
         self._folder = folder_of(args)
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
         self._has_failed = False  # the Trainer's part of the checkpoint under way
+        self._written: set[Path] = set()
         replacing.enter_context(replaced(args, "save_total_limit", None))
         if trainer is not None:
             self._save = trainer._save_checkpoint
@@ -93,6 +94,7 @@ class Saving:
         except CheckpointError as error:
             self._abandon(checkpoint, str(error))
             return False
+        self._written.add(checkpoint)
         if self._ranks.is_leader:
             shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
         for path in self._ranks.from_leader(self._surplus(checkpoint, state) if self._ranks.is_leader else []):
@@ -158,7 +160,7 @@ class Saving:
         if not self._limit:
             return []
         whole = self._find_whole(self._folder)
-        needed = set(self._find_needed(self._folder)) if self._find_needed else {newest}
+        needed = set(self._find_needed(self._folder, self._written)) if self._find_needed else {newest}
         best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
         kept = {newest} | needed | best
         ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path)), reverse=True)

@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.apps.lm.plain import PlainCallback
@@ -24,7 +27,15 @@ from hf_diloco.errors import CheckpointError
 from hf_diloco.gossip.checkpoint import GossipIndex, save_index, sound_checkpoints, whole_checkpoints
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.fingerprint import find_common
-from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, save_outer
+from hf_diloco.outer.checkpoint import (
+    RECORD,
+    OuterPart,
+    complete_checkpoints,
+    find_complete,
+    last_of_earlier_round,
+    save_outer,
+)
+from hf_diloco.trainer.saving import Saving
 from tests.outer_state import make_index
 from tests.processes import find_free_port
 from tests.trainers import make_saving_trainer, second_island, weights_of
@@ -269,14 +280,17 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
 # Islands that agree on a round
 
 
+def write_checkpoint(path: Path, number: int, step: int) -> None:
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    part = OuterPart({"anchor": torch.full((4,), float(number))}, [(0, 4)])
+    save_outer(path, IslandGroup(), [part], make_index(4, round=number, global_step=step))
+
+
 def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None:
     """Island 1 holds a damaged checkpoint of the newest common round: both take the one before."""
     for island, number in itertools.product(range(2), range(1, 5)):
-        path = tmp_path / str(island) / f"checkpoint-{number}"
-        path.mkdir(parents=True)
-        (path / "trainer_state.json").write_text("{}")
-        part = OuterPart({"anchor": torch.full((4,), float(number))}, [(0, 4)])
-        save_outer(path, IslandGroup(), [part], make_index(4, round=number, global_step=number))
+        write_checkpoint(tmp_path / str(island) / f"checkpoint-{number}", number, step=number)
     flip(tmp_path / "1" / "checkpoint-4" / "trainer_state.json")
     flip(tmp_path / "0" / "checkpoint-3" / "diloco" / "rank-00000.safetensors")
     posted: dict[str, dict[int, Any]] = {}
@@ -293,6 +307,19 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(common, range(2)))
     assert found == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
+
+
+def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside(tmp_path: Path) -> None:
+    """They went back to step 12, as only this island had those of steps 18 and 24."""
+    for step, number in ((12, 3), (18, 4), (24, 6)):
+        write_checkpoint(tmp_path / f"checkpoint-{step}", number, step)
+    args = TrainingArguments(output_dir=str(tmp_path), save_total_limit=1, use_cpu=True)
+    with ExitStack() as replacing:
+        needed = partial(last_of_earlier_round, 12)
+        saving = Saving(args, IslandGroup(), RECORD, find_complete, None, needed, replacing)
+        for step, number, staying in ((20, 5, [12, 20]), (21, 5, [12, 21]), (24, 6, [21, 24])):
+            assert saving.complete(TrainerState(global_step=step), partial(write_checkpoint, number=number, step=step))
+            assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == staying
 
 
 def test_of_islands_that_go_back_together_each_keeps_two_rounds(tmp_path: Path) -> None:
