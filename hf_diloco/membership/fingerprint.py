@@ -117,7 +117,7 @@ def _same_folder(one: int, other: int, host: str, folder: str, unit: str) -> Ren
 def find_common(
     output_dir: Path, island: IslandGroup, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 ) -> Path | None:
-    """This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+    """This island's newest checkpoint of the newest round that all islands hold; None to begin anew.
 
     All hold the same outer parameters of it: a checkpoint may be left of a life after which all went back further, and
     came to other ones. All files have been read: if one is damaged, that is told, and an older round is taken.
@@ -150,7 +150,8 @@ def find_common(
 def _common_state(
     share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: Set[tuple[int, str]]
 ) -> tuple[int, str] | None:
-    """The newest round that all islands hold, with the digest of the outer parameters."""
+    """The newest round that all islands hold, with the digest of the outer parameters; None to begin anew: no island
+    has come to a round yet."""
     digests: dict[int, list[str]] = {}
     for number, digest in sorted(mine):
         digests.setdefault(number, []).append(digest)
@@ -158,7 +159,7 @@ def _common_state(
     states = [{(number, digest) for number, some in rounds.items() for digest in some} for rounds in held]
     if common := set.intersection(*states):
         return max(common)
-    if any(held):
+    if any(number for rounds in held for number in rounds):
         listing = ", ".join(f"island {island}: {sorted(rounds) or 'none'}" for island, rounds in enumerate(held))
         if set.intersection(*(set(rounds) for rounds in held)):
             listing += "; of the same round, they hold different outer parameters"

@@ -116,7 +116,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         """Meets the other islands and agrees on the round to resume from.
 
         Returns:
-            This island's newest checkpoint of the newest round that all islands hold; None if no island holds any.
+            This island's newest checkpoint of the newest round that all islands hold; None to begin anew.
 
         Raises:
             CheckpointError: the islands hold checkpoints, but of no common round.

@@ -287,12 +287,8 @@ def write_checkpoint(path: Path, number: int, step: int) -> None:
     save_outer(path, IslandGroup(), [part], make_index(4, round=number, global_step=step))
 
 
-def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None:
-    """Island 1 holds a damaged checkpoint of the newest common round: both take the one before."""
-    for island, number in itertools.product(range(2), range(1, 5)):
-        write_checkpoint(tmp_path / str(island) / f"checkpoint-{number}", number, step=number)
-    flip(tmp_path / "1" / "checkpoint-4" / "trainer_state.json")
-    flip(tmp_path / "0" / "checkpoint-3" / "diloco" / "rank-00000.safetensors")
+def find_on_both(folder: Path) -> list[Path | None]:
+    """What two islands would resume from, whose checkpoints are in folders 0 and 1."""
     posted: dict[str, dict[int, Any]] = {}
     barrier = threading.Barrier(2)
 
@@ -302,11 +298,24 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
             barrier.wait(60)
             return [posted[topic][number] for number in range(2)]
 
-        return find_common(tmp_path / str(island), IslandGroup(), share)
+        return find_common(folder / str(island), IslandGroup(), share)
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(common, range(2)))
-    assert found == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
+        return list(pool.map(common, range(2)))
+
+
+def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None:
+    """Island 1 holds a damaged checkpoint of the newest common round: both take the one before."""
+    for island, number in itertools.product(range(2), range(1, 5)):
+        write_checkpoint(tmp_path / str(island) / f"checkpoint-{number}", number, step=number)
+    flip(tmp_path / "1" / "checkpoint-4" / "trainer_state.json")
+    flip(tmp_path / "0" / "checkpoint-3" / "diloco" / "rank-00000.safetensors")
+    assert find_on_both(tmp_path) == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
+
+
+def test_islands_begin_anew_where_one_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "0" / "checkpoint-2", number=0, step=2)
+    assert find_on_both(tmp_path) == [None, None]
 
 
 def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside(tmp_path: Path) -> None:
