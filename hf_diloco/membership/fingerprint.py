@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from hf_diloco.membership.member_records import IncarnationRecord, incarnation_p
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.utils.own_files import identify
+
+logger = logging.getLogger("hf_diloco")
 
 PROTOCOL = 13
 """Raised when what islands tell each other changes its form or meaning."""
@@ -159,12 +162,14 @@ def _common_state(
     states = [{(number, digest) for number, some in rounds.items() for digest in some} for rounds in held]
     if common := set.intersection(*states):
         return max(common)
+    listing = ", ".join(f"island {island}: {sorted(rounds) or 'none'}" for island, rounds in enumerate(held))
     if any(number for rounds in held for number in rounds):
-        listing = ", ".join(f"island {island}: {sorted(rounds) or 'none'}" for island, rounds in enumerate(held))
         if set.intersection(*(set(rounds) for rounds in held)):
             listing += "; of the same round, they hold different outer parameters"
         raise CheckpointError(
             f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back, or "
             "start anew in another run folder"
         )
+    if any(held):
+        logger.warning("no round is complete, and not all islands hold a checkpoint (%s): all begin anew", listing)
     return None

@@ -313,9 +313,14 @@ def test_islands_go_back_to_a_round_that_is_sound_on_all(tmp_path: Path) -> None
     assert find_on_both(tmp_path) == [tmp_path / "0" / "checkpoint-2", tmp_path / "1" / "checkpoint-2"]
 
 
-def test_islands_begin_anew_where_one_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_islands_begin_anew_where_one_was_killed_before_its_first_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_on_both(tmp_path) == [None, None]
+    assert not caplog.messages
     write_checkpoint(tmp_path / "0" / "checkpoint-2", number=0, step=2)
     assert find_on_both(tmp_path) == [None, None]
+    assert "(island 0: [0], island 1: none): all begin anew" in caplog.text
 
 
 def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside(tmp_path: Path) -> None:
