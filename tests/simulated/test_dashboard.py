@@ -66,7 +66,7 @@ def test_a_folder_that_grows(tmp_path: Path) -> None:
         assert code == 200
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert re.findall(r'(?:src|href)="([^"#]*)"', page) == ["data:,", "dashboard.js"]
-        assert "island 1 syncing 2 of 4 0 4.0000 81 tokens/s 0 s ago &lt;b&gt;who?" in words(page)
+        assert re.search(r"island 1 syncing 2 of 4 0 4\.0000 81 tokens/s \d+ s ago &lt;b&gt;who\?", words(page))
         assert "No exchanged bytes were recorded." in page
         assert "island 0&#39;s record has no end" in words(page), "nobody else says where it stands"
         assert "island 1&#39;s record has no end" not in words(page), "it goes on"

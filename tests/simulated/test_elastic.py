@@ -753,7 +753,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """The store is away from one island just when it would vote; the other commits. It trains on meanwhile."""
-    meeting = Meeting(tmp_path, 2, min_islands=1, grace=1.0, width=WIDE, payload="topk", **FEDAVG)
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=20.0, width=WIDE, payload="topk", **FEDAVG)
     islands = run_islands(2, lambda island: meeting.island(island).train(4))
     deaf = islands[1]
     quorum = deaf.session.quorum

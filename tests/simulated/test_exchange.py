@@ -176,7 +176,7 @@ def test_islands_in_memory_get_the_mean_all_of_them(num_islands: int, payload: s
 
 
 def test_an_island_that_never_comes_is_named_in_memory() -> None:
-    opener = in_memory(3, timeout=0.3)
+    opener = in_memory(3, timeout=2.0)
 
     def run(island: int) -> None:
         if island != 1:
