@@ -20,9 +20,8 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.sealing.channel import ISLANDS, Agreement, Parties
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store import tcp_store
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
-from hf_diloco.store.signing import Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.public_keys import show_public
 from tests.tcp_stores import Port
@@ -258,10 +257,12 @@ def test_who_does_not_fit_is_told_at_the_start(
     assert keeps.add("claim/0", 1) == 1
 
 
-def test_another_version_is_told_at_the_start(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_store, "_VERSION", 1)
-    keeps = enter(port, None, 0)
-    monkeypatch.undo()
+@pytest.mark.parametrize("other", [{"version": 4}, {"more": 1}])
+def test_another_version_is_told_at_the_start(port: Port, other: dict[str, int]) -> None:
+    keeps, seal = enter(port, None, 0), Credentials(KEY).seal("-")
+    mark = port.bare.get(MEETING, MAX_RECORD_BYTES)
+    assert mark is not None
+    port.bare.put(MEETING, seal.wrap(MEETING, {**seal.open(MEETING, mark), **other}))
     with pytest.raises(RendezvousError, match=r"island 1 has another version of hf_diloco .* install one on all"):
         enter(port, None, 1)
     assert keeps.add("claim/0", 1) == 1

@@ -117,6 +117,11 @@ def test_few_connections_wait_for_the_reserve() -> None:
 
 
 @pytest.mark.usefixtures("limits")
+def _is_own(line: str) -> bool:
+    """Gloo, too, writes to standard output, up to PyTorch 2.9."""
+    return not line.startswith("[Gloo]")
+
+
 def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) -> None:
     raise_file_limit()
     program = ROOT / "tests" / "programs" / "crowded.py"
@@ -129,13 +134,14 @@ def test_1500_silent_connections_at_1024_files_disturb_nobody(free_port: int) ->
         cwd=ROOT,
     ) as process:
         assert process.stdout is not None
-        ports = [int(port) for port in process.stdout.readline().split()]
+        lines = iter(process.stdout.readline, "")
+        ports = [int(port) for port in next(filter(_is_own, lines)).split()]
         strangers = [*knock([free_port], 1500), *knock(sorted({*ports} - {free_port}), 1500)]
         time.sleep(1)
         out, told = process.communicate("go on\n", timeout=120)
         for stranger in strangers:
             stranger.close()
-    assert (process.returncode, out.strip()) == (0, "done"), told
+    assert (process.returncode, [*filter(_is_own, out.splitlines())]) == (0, ["done"]), told
     assert "raise the limit" not in told, "who is silent is sent away before they are too many"
 
 
@@ -162,7 +168,7 @@ def test_the_store_of_an_islands_own_processes_listens_on_its_address_only(
 ) -> None:
     command = [sys.executable, "-c", IN_ISLAND.replace("PORT", str(free_port)), kind, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
-    assert done.stdout.strip() == "127.0.0.1", done.stderr
+    assert [*filter(_is_own, done.stdout.splitlines())] == ["127.0.0.1"], done.stderr
 
 
 @pytest.fixture
