@@ -298,6 +298,15 @@ class Members:
             and (island == self.island or self._is_cut_off or now - self._last_chance(island) < self.lease)
         }
 
+    def is_over(self, round_number: int) -> bool:
+        """Whether another island that lives had completed a round when this one looked last."""
+        now, gone = self._clock.now(), ("left", "finished")
+        return any(
+            heartbeat.round >= round_number and heartbeat.phase not in gone
+            for island, (_, heartbeat, _) in self._seen.items()
+            if island != self.island and now - self._last_chance(island) < self.lease
+        )
+
     def are_under_way(self) -> bool:
         """Whether another island takes inner steps, or synchronises."""
         others = (heartbeat for island, heartbeat in self.alive().items() if island != self.island)

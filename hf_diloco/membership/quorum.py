@@ -103,6 +103,20 @@ class Quorum:
             "start them with an empty prefix: they go on from their checkpoints in a new run"
         )
 
+    def find(self, round_number: int) -> Attempt:
+        """As `current`, of a round that others may have taken long ago.
+
+        Raises:
+            PayloadError: as `current`; or they have, and nothing of it is in the store any more. It must not be
+                planned a second time.
+            StoreError: as `current`.
+        """
+        is_over = self._members.is_over(round_number)  # its plan is older than the sign of life that says so
+        attempt = self.current(round_number)
+        if is_over and attempt.plan is None:
+            raise PayloadError(f"other islands have completed round {round_number}, but it is not in the store")
+        return attempt
+
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
         """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""
         self._voting.withdraw(attempt.path)

@@ -160,6 +160,7 @@ class Joining:
         if is_new:
             self._offer_start()
         if from_checkpoint and parent == self._run.run:
+            self.island.on_leader(self._refuse_other_life)
             self._catch_up(is_resuming=True)
         elif from_checkpoint and not is_new and parent != self._run.parent:
             raise CheckpointError(
@@ -169,6 +170,32 @@ class Joining:
         else:
             self._start_from_snapshot()
         return self.outer.outer_hash != before
+
+    def _refuse_other_life(self) -> None:
+        """Raises `CheckpointError` if the run in the store has not come to the state of the checkpoint.
+
+        Whoever went on from there would plan rounds that others have planned, or will plan, from other states.
+        """
+        number, state = self.outer.round, self.outer.outer_hash
+        try:
+            following = self._plans.quorum.current(number + 1)
+            newest = self._snapshots.newest(number - 1)
+            if following.plan and following.outcome:
+                is_of_run = following.plan.state == state
+            elif newest and newest.round == number:
+                is_of_run = newest.state == state
+            else:
+                later = following.plan or newest
+                is_of_run = not number or bool(later or self._plans.quorum.current(number).plan)
+        except PayloadError:  # damaged: it is passed over
+            return
+        if not is_of_run:
+            raise CheckpointError(
+                f"the checkpoint holds another round {number} than the run at {self.config.rendezvous}, or a later "
+                "one than that has come to: either of them was put back from a copy. Move this island's checkpoints "
+                f"from round {number} on away, and it goes on from the others' state; or stop all islands, and start "
+                "them with an empty rendezvous: they go on from their checkpoints in a new run"
+            )
 
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""

@@ -162,11 +162,11 @@ class QuorumPlans(Plans):
         """The next round, if it has a plan already.
 
         Raises:
-            PayloadError: a record of it is damaged.
+            PayloadError: a record of it is damaged, or gone.
         """
 
         def find() -> dict[str, Any] | None:
-            while (attempt := self.quorum.current(number)).plan:
+            while (attempt := self.quorum.find(number)).plan:
                 if planned := self._with_offers(attempt):
                     return planned.model_dump()
             self._open = attempt
