@@ -16,7 +16,7 @@ from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.schedule import step_of
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import examples_per_step
-from hf_diloco.utils.lr_schedule import move_schedule
+from hf_diloco.utils.lr_schedule import move_schedule, steps_taken
 
 logger = logging.getLogger("hf_diloco")
 
@@ -91,7 +91,8 @@ def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -
         scheduler: of the learning rate.
     """
     step = min(step_of(session.config, session.outer.round), state.max_steps)
-    if not session.has_common_end or step - state.global_step < session.config.sync_every:
+    taken = max(state.global_step, steps_taken(scheduler))  # a checkpoint may be of an island that had joined late
+    if not session.has_common_end or step - taken < session.config.sync_every:
         return
     if move_schedule(scheduler, step):
         logger.info("the run is %d rounds old: its learning rate of step %d is taken", session.outer.round, step)

@@ -7,6 +7,12 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 
+def steps_taken(scheduler: Any) -> int:
+    """Steps that a schedule has taken or was moved by; 0 of one that `move_schedule` cannot move."""
+    inner = getattr(scheduler, "scheduler", scheduler)
+    return inner.last_epoch if isinstance(inner, LambdaLR) else 0
+
+
 def move_schedule(scheduler: Any, step: int) -> bool:
     """Gives the optimizer the learning rate of `step`, from which the schedule then goes on.
 

@@ -475,23 +475,46 @@ def test_two_islands_meet_and_report_each_other(free_port: int, tmp_path: Path) 
     assert all(entry["diloco/bytes_sent"] for entry in trainer.state.log_history if "diloco/round" in entry)
 
 
-def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -> None:
-    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
-    first = ElasticSession(DiLoCoConfig(island=0, **common), IslandGroup())
+def rates_of(trainer: Trainer) -> list[float]:
+    """The learning rate of each step."""
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def planned_rates(folder: Path) -> list[float]:
+    plain = make_trainer(folder)
+    plain.train()
+    return rates_of(plain)
+
+
+def begin_with_two_rounds(folder: Path, settings: dict[str, Any]) -> None:
+    """Island 0 of a run of four, which then leaves."""
+    first = ElasticSession(DiLoCoConfig(island=0, **settings), IslandGroup())
     first.num_rounds = 4
-    first.join(open_shards(make_model(lora=False, tied=True, seed=1), None), tmp_path / "first")
+    first.join(open_shards(make_model(lora=False, tied=True, seed=1), None), folder)
     for _ in range(2):
         first.outer.current.steps = 2
         first.sync()
     first.leave(finished=False)
+
+
+def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -> None:
+    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
+    begin_with_two_rounds(tmp_path / "first", common)
     newcomer = make_trainer(tmp_path / "second", DiLoCoCallback(DiLoCoConfig(island=1, **common)))
     newcomer.train()
-    rates = [entry["learning_rate"] for entry in newcomer.state.log_history if "learning_rate" in entry]
-    plain = make_trainer(tmp_path / "plain")
-    plain.train()
-    expected = [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
-    assert rates == expected[4:]
+    assert rates_of(newcomer) == planned_rates(tmp_path / "plain")[4:]
     assert newcomer.state.global_step == 4  # the run's rounds are complete then
+
+
+def test_an_island_that_joined_late_resumes_with_its_learning_rate(tmp_path: Path) -> None:
+    """In the middle of a round: no rate comes twice."""
+    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
+    begin_with_two_rounds(tmp_path / "first", common)
+    callback = DiLoCoCallback(DiLoCoConfig(island=1, **common))
+    newcomer = make_trainer(tmp_path / "second", At(1, callback.stop), callback)
+    newcomer.train()
+    newcomer.train(resume_from_checkpoint=True)
+    assert rates_of(newcomer) == planned_rates(tmp_path / "plain")[4:]
 
 
 def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path: Path) -> None:
