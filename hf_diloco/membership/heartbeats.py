@@ -160,14 +160,19 @@ class Members:
             self._incarnations.add(path)
         return path in self._incarnations
 
-    def check_incarnation(self) -> None:
-        """Raises `DuplicateIslandError` if a newer process has taken this island's number."""
+    def check_incarnation(self) -> bool:
+        """Whether the record by which this process has claimed the island's number is there.
+
+        Raises:
+            DuplicateIslandError: a newer process has taken this island's number.
+        """
         newest = self.newest_incarnation(self.island)
         if newest > self.incarnation:
             raise DuplicateIslandError(
                 f"another process ({self._where(newest)}) has taken over as {self._unit} {self.island} while this one "
                 "did not answer: this one ends; nothing of it is lost that was synchronised"
             )
+        return newest == self.incarnation
 
     def heartbeat(self) -> None:
         """Gives one sign of life."""

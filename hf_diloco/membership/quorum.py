@@ -29,6 +29,7 @@ from hf_diloco.membership.candidates import Candidates, Rules, find_fault
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord, offer_path
+from hf_diloco.membership.run import check_run
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Watch
@@ -134,10 +135,11 @@ class Quorum:
         Raises:
             IslandLostError: no quorum within `Rules.patience` seconds, or not so many islands alive.
             DuplicateIslandError: another process has taken this island's number.
+            ExchangeError: another run has taken the place of this one; see `check_run`.
             StopRequested: this island was asked to stop; the others may use what it has offered.
             PayloadError, StoreError: as `current`.
         """
-        watch, once = self._watch(attempt, offer), [self._members.check_incarnation]
+        watch, once = self._watch(attempt, offer), [self._check_place]
         started = self._clock.now()
         wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
@@ -177,6 +179,11 @@ class Quorum:
                 within = f"within {self._rules.patience:g} s (sync_timeout)"
                 raise self._no_quorum(attempt, offers, f"no more came {within}")
             wait.look((self._candidates.awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
+
+    def _check_place(self) -> None:
+        """Sees to it that this process is who it was when it joined, in the run that it joined."""
+        if not self._members.check_incarnation():  # the store has lost it, and all else perhaps
+            check_run(self._log)
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and says what to ask until there is a plan."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hf_diloco.errors import FingerprintError, ForgedError, RendezvousError, StoreError
+from hf_diloco.errors import ExchangeError, FingerprintError, ForgedError, RendezvousError, StoreError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
@@ -156,6 +156,21 @@ def _has_begun(store: ObjectStore) -> bool:
 def open_log(store: ObjectStore, seal: Seal, run: RunRecord) -> RunLog:
     """The log of a run; `seal`: of any."""
     return RunLog(store, seal.of(run.run))
+
+
+def check_run(log: RunLog) -> None:
+    """Makes sure that nobody has begun another run in the store of a running one.
+
+    Raises:
+        ExchangeError: somebody has.
+    """
+    found = RunLog(log.store, log.seal.of(NO_RUN)).read_or_refuse(RUN_PATH, RunRecord)
+    if found is not None and found.run != log.seal.run_id:
+        raise ExchangeError(
+            f"{log.store.url} has lost this run, and island {found.by} has begun another one there. This island ends; "
+            "started again, it joins that run, if that goes on from a checkpoint of this one. Otherwise stop all "
+            "islands, and start them with an empty rendezvous: they go on from their checkpoints"
+        )
 
 
 def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:
