@@ -228,7 +228,10 @@ class Joining:
                 if self.island.is_leader:
                     logger.info("still catching up: %s", error)
                 if not self.island.on_leader(partial(self._may_try_again, since, pause)):
-                    raise
+                    raise IslandLostError(
+                        f"{error}. It may come from an island that holds a later state: start all. If none does, stop "
+                        "all, and start them with an empty rendezvous: they go on from their checkpoints in a new run"
+                    ) from None
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _may_try_again(self, since: float, pause: float) -> bool:
