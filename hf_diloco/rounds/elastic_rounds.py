@@ -291,8 +291,11 @@ class ElasticRounds(Rounds):
         place = planned.place_of(self.config.island)
         if place is None:
             return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
-        is_of_another_process = not self._offers.is_own(planned.offers[place])  # whose steps this one has made again
-        is_all = is_resuming or is_of_another_process or self._holds_all(planned, self.outer.steps)
+        offer = planned.offers[place]
+        if is_resuming:  # what the last process had offered, before it may have trained on
+            is_all = offer.steps >= self.outer.steps
+        else:  # the steps of another process this one has made again
+            is_all = not self._offers.is_own(offer) or self._holds_all(planned, self.outer.steps)
         return Part.WHOLE if is_all else Part.SOME
 
     def _holds_all(self, planned: PlannedRound, steps: int) -> bool:

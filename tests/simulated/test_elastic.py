@@ -233,6 +233,27 @@ def test_an_offer_that_was_used_later_is_used_once(tmp_path: Path) -> None:
 
 
 @only("bucket")
+@pytest.mark.parametrize("payload", ["fp32", "topk"])
+def test_a_killed_island_keeps_what_it_has_done_since_an_offer_that_was_used(tmp_path: Path, payload: str) -> None:
+    """It had given up waiting, trained on and written a checkpoint."""
+    settings = {"payload": payload, "width": WIDE, **FEDAVG}
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=0.2, sync_timeout=0.5, **settings)
+    first, second = run_islands(2, lambda island: meeting.island(island))
+    first.train(2)
+    assert first.missed == 1
+    sent = sent_of(payload, first.progress)
+    first.step()
+    since = first.progress - sent
+    checkpoint = first.save(tmp_path / "checkpoint")
+    first.die()
+    second.train(2)  # finds the first one's offer, so there is a quorum
+    assert second.reports[-1].participants == [0, 1]
+    again = meeting.island(0, checkpoint=checkpoint)
+    assert (again.session.outer.round, again.session.outer.steps, again.hash) == (1, 1, second.hash)
+    assert torch.allclose(again.progress + again.residual if payload == "topk" else again.progress, since, atol=1e-5)
+
+
+@only("bucket")
 @pytest.mark.parametrize("steps_since", [0, 2])
 def test_an_offer_that_was_used_and_is_gone_is_used_once(tmp_path: Path, steps_since: int) -> None:
     """An island offers and hangs; when it wakes up, only a snapshot leads to where the others are."""
