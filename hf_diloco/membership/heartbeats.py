@@ -304,10 +304,13 @@ class Members:
         }
 
     def is_over(self, round_number: int) -> bool:
-        """Whether another island that lives had completed a round when this one looked last."""
-        now, gone = self._clock.now(), ("left", "finished")
+        """Whether another island that lives had completed a round when this one looked last.
+
+        Not one that joins: its checkpoint may be of another run, or of a later time than the store.
+        """
+        now = self._clock.now()
         return any(
-            heartbeat.round >= round_number and heartbeat.phase not in gone
+            heartbeat.round >= round_number and heartbeat.phase in UNDER_WAY
             for island, (_, heartbeat, _) in self._seen.items()
             if island != self.island and now - self._last_chance(island) < self.lease
         )

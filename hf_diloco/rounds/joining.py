@@ -161,6 +161,8 @@ class Joining:
             self._offer_start()
         if from_checkpoint and parent == self._run.run:
             self.island.on_leader(self._refuse_other_life)
+            if self.outer.steps_left < 0:  # rounds were missed: else all fragments would be due at once, ever after
+                self.outer.set_due_in(0)
             self._catch_up(is_resuming=True)
         elif from_checkpoint and not is_new and parent != self._run.parent:
             raise CheckpointError(
@@ -205,6 +207,7 @@ class Joining:
             self._rounds.recovery.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
+            self._pace.postpone()  # no fragment has taken a step: the checkpoint's do not tell when each is due
         self._catch_up()
 
     def _catch_up(self, is_resuming: bool = False) -> None:

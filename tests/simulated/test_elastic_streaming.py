@@ -14,9 +14,10 @@ import torch
 from hf_diloco.errors import FingerprintError, StoreError
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.store.objects import ObjectStore
+from tests.clocks import wait_until
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, FEDAVG, Meeting
-from tests.streaming_meetings import Streams, train_all
+from tests.streaming_meetings import Streamer, Streams, train_all
 from tests.streaming_reference import NUM_STEPS, expected_weights
 
 pytestmark = pytest.mark.usefixtures("fast_clock")
@@ -119,6 +120,43 @@ def test_an_island_that_joins_takes_over_all_fragments(tmp_path: Path, config: d
     target = islands[0].session.outer.round + 6
     run_islands(3, lambda which: everyone[which].stream_to(target))
     assert any(report.participants == [0, 1, 2] for report in late.reports)
+
+
+def steps_until_due(member: Streamer) -> list[int]:
+    """Of each fragment's next round, in their order."""
+    outer = member.session.outer
+    fragments = [outer.fragment_of(outer.num_begun + 1 + distance) for distance in range(len(outer.fragments))]
+    return [fragment.due_at - fragment.steps for fragment in fragments]
+
+
+def test_fragments_take_turns_where_a_new_run_goes_on_from_another_islands_checkpoint(tmp_path: Path) -> None:
+    before = Streams(tmp_path / "before", 2, **FOUR)
+    islands = before.join_all()
+    older = train_all(islands, 13)[0].save(tmp_path / "older")
+    newer = train_all(islands, 8)[1].save(tmp_path / "newer")
+    after = Streams(tmp_path / "after", 2, **FOUR)
+    has_begun = partial(ObjectStore(after.url).get, "run.json", 1 << 20)
+
+    def go_on(island: int) -> Streamer:
+        if island == 1:
+            wait_until(has_begun, "the new run")
+        return after.join(island, newer if island else older)
+
+    first, second = run_islands(2, go_on)
+    assert second.hash == first.hash
+    assert steps_until_due(second) == [2, 4, 6, 8]
+
+
+def test_fragments_take_turns_after_rounds_were_missed_before_a_checkpoint(tmp_path: Path) -> None:
+    meeting = Streams(tmp_path, 2, sync_timeout=1.0, **FOUR)
+    islands = train_all(meeting.join_all(), 13)
+    islands[1].die()
+    lonely = islands[0].stream(7)
+    assert lonely.missed
+    checkpoint = lonely.save(tmp_path / "checkpoint")
+    lonely.die()
+    again = run_islands(2, lambda island: meeting.join(0, checkpoint) if not island else meeting.join(1))[0]
+    assert steps_until_due(again) == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("config", [FOUR, {**FOUR, **BEHIND}], ids=["fragments", "behind"])
