@@ -80,6 +80,7 @@ class Quorum:
 
         Raises:
             PayloadError: the round is committed, but its plan can no longer be read.
+            ExchangeError: another run has taken the place of this one; see `check_run`.
             StoreError: the store does not answer; or the round has no attempt left.
         """
         attempt, reason = Attempt(round_number, 0, doubtful=self._doubtful), ""
@@ -120,6 +121,7 @@ class Quorum:
 
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
         """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""
+        check_run(self._log)
         self._voting.withdraw(attempt.path)
         if self._decisions.void(attempt.path, f"its plan cannot be read: {error}").kind == "commit":
             raise PayloadError(
@@ -135,9 +137,8 @@ class Quorum:
         Raises:
             IslandLostError: no quorum within `Rules.patience` seconds, or not so many islands alive.
             DuplicateIslandError: another process has taken this island's number.
-            ExchangeError: another run has taken the place of this one; see `check_run`.
             StopRequested: this island was asked to stop; the others may use what it has offered.
-            PayloadError, StoreError: as `current`.
+            PayloadError, ExchangeError, StoreError: as `current`.
         """
         watch, once = self._watch(attempt, offer), [self._check_place]
         started = self._clock.now()

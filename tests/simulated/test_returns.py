@@ -120,3 +120,20 @@ def test_an_island_ends_where_another_run_has_taken_the_place_of_its_own(tmp_pat
 
     first, second = run_islands(2, go_on)
     assert (first.session.outer.round, first.hash) == (4, second.hash)
+
+
+def test_an_island_of_a_run_that_is_lost_decides_nothing_in_the_one_that_took_its_place(tmp_path: Path) -> None:
+    """Not even where that has come to the same round."""
+    meeting, islands, earlier, _ = lives = live(tmp_path, 1)
+    lives.end(0)
+    put_back(meeting, {})
+    meeting.island(0, checkpoint=earlier[0]).train_to(5).session.close()
+
+    def records() -> dict[str, bytes]:
+        return {path: data for path, data in contents_of(meeting).items() if path.startswith("rounds/")}
+
+    before = records()
+    with pytest.raises(ExchangeError, match="has lost this run"):
+        islands[1].train(2)
+    islands[1].leave(finished=False)
+    assert records() == before
