@@ -101,9 +101,12 @@ def test_a_checkpoint_of_a_round_that_the_others_took_otherwise_is_refused(tmp_p
     assert (again.session.outer.round, again.hash) == (round_number, other.hash)
 
 
+@pytest.mark.parametrize("of_island", [0, 1])
 @pytest.mark.parametrize("min_islands", [1, 2])
-def test_an_island_ends_where_another_run_has_taken_the_place_of_its_own(tmp_path: Path, min_islands: int) -> None:
-    """Island 0 has lost the store, and goes on from its checkpoint; started again, island 1 does so with it."""
+def test_an_island_ends_where_another_run_has_taken_the_place_of_its_own(
+    tmp_path: Path, min_islands: int, of_island: int
+) -> None:
+    """Island 0 has lost the store, and goes on from a checkpoint; started again, island 1 does so with it."""
     meeting, islands, earlier, _ = lives = live(tmp_path, min_islands)
     checkpoint = islands[1].save(tmp_path / "checkpoint")
     lives.end(0)
@@ -111,7 +114,7 @@ def test_an_island_ends_where_another_run_has_taken_the_place_of_its_own(tmp_pat
 
     def go_on(island: int) -> Member:
         if island == 0:
-            return meeting.island(0, checkpoint=earlier[0], join_timeout=60.0).train_to(4)
+            return meeting.island(0, checkpoint=earlier[of_island], join_timeout=60.0).train_to(4)
         wait_until(lambda: ObjectStore(meeting.url).get("start.json", 1 << 20) is not None, "another run")
         with pytest.raises(ExchangeError, match="has lost this run, and island 0 has begun another one there"):
             islands[1].train(2)
