@@ -39,6 +39,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
+from hf_diloco.trainer.common_steps import CommonSteps
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
@@ -103,6 +104,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._node = node
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
+        self._common_steps: CommonSteps | None = None
         self._combined: dict[str, float] = {}
 
     @property
@@ -240,6 +242,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         if trainer is not None and self.config.eval_weights == "average":
             evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
             self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
+        loader, passed = kwargs["train_dataloader"], self._beginning.passed
+        self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, passed)
         if is_back and with_others:  # the others go on meanwhile, and do not evaluate
             self._replaced.enter_context(replaced(args, "eval_on_start", False))
         self._open_record(args, state, optimizer)
@@ -261,12 +265,19 @@ class GossipCallback(RunCallback[NodeRecord]):
         for news in node.take_news():
             logger.warning("%s", news)
             self._need_record().write("neighbour", state.global_step, news=news)
-        if self._all_end(state):
-            self.stopped = state.global_step < state.max_steps
+        assert self._common_steps is not None, "on_train_begin has not run"
+        self._common_steps.end_step(state, control)
+        if state.global_step < state.max_steps and self._all_end(state):
+            self.stopped = True
             self._end_early(control)
-            return
-        if self._evaluates_at_end and state.global_step >= state.max_steps:
-            control.should_evaluate = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluates and saves after the steps at which the others do, wherever this node is in its data."""
+        assert self._common_steps is not None, "on_train_begin has not run"
+        self._common_steps.end_epoch(state, control)
+        super().on_epoch_end(args, state, control, **kwargs)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""

@@ -22,7 +22,7 @@ from hf_diloco.gossip.averages import mean_of_holders
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
-from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
@@ -77,6 +77,9 @@ class Beginning:
         facts: further facts that must be equal on all nodes.
         node: this node's end of the graph.
         optimizer: the method's.
+
+    Attributes:
+        passed: the step up to which some nodes have evaluated, where others go on from an earlier one; else 0.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Beginning:
         self._optimizer = optimizer
         self._resumption: Resumption | None = None
         self._news = ""
+        self.passed = 0
         self._num_trainings = 0  # before this one
 
     def choose_checkpoint(self, mine: Mapping[int, Path]) -> Path | None:
@@ -166,6 +170,7 @@ class Beginning:
                         f"there, and {value} here; {remedy_for(name)}"
                     )
         _check_folders([*others, place])
+        self._note_passed(others)
         self._begin_at(self._node.enter, state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
@@ -189,12 +194,7 @@ class Beginning:
             enter(self._optimizer.flat_parameters)
         else:
             self._begin_at(enter, state, scheduler)
-        from hf_diloco.trainer.arguments import name_evaluated
-
-        # Holders' evaluations of this step are of another mean, and late nodes have none: all evaluate again.
-        state.log_history = [
-            entry for entry in state.log_history if name_evaluated(entry) is None or entry["step"] != state.global_step
-        ]
+        _forget_evaluations(state)
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:
         """See `GossipOptimizer.begin_at`; Trainer and schedule go on from that step."""
@@ -211,9 +211,16 @@ class Beginning:
             self._optimizer.begin_training()
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
-        records = self._node.share("join", {"facts": join_facts(facts, self._facts), **place})
+        records = self._node.share("join", {"facts": join_facts(facts, self._facts), "step": step, **place})
         compare_facts([record["facts"] for record in records], "node")
         _check_folders(records)
+        self._note_passed(records)
+        if self.passed:
+            _forget_evaluations(state)
+
+    def _note_passed(self, records: Sequence[Record]) -> None:
+        steps = [whole_number(record, "step", record["node"]) for record in records]
+        self.passed = max(steps) if len(set(steps)) > 1 else 0
 
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
@@ -236,6 +243,15 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
 def _check_folders(records: Sequence[Record]) -> None:
     places = {record["node"]: (record["host"], record["folder"]) for record in records}
     check_folders(places, "node")
+
+
+def _forget_evaluations(state: TrainerState) -> None:
+    """Of this step: those of holders are of another mean, and nodes that enter have none. All evaluate again."""
+    from hf_diloco.trainer.arguments import name_evaluated
+
+    state.log_history = [
+        entry for entry in state.log_history if name_evaluated(entry) is None or entry["step"] != state.global_step
+    ]
 
 
 def digest_of(model: torch.nn.Module) -> str:

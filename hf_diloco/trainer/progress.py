@@ -113,7 +113,8 @@ class RunFilesCallback(TrainerCallback):
         rounds: gives the number of rounds completed.
         sync_every: inner steps between rounds; 0 for none.
         tokens_per_step: of the whole island.
-        in_script: of a user's own, whose training is left as it is. Else training ends with an evaluation.
+        in_script: of a user's own, whose training is left as it is.
+        evaluates_at_end: lets training end with an evaluation, but not in a script.
     """
 
     def __init__(
@@ -123,12 +124,14 @@ class RunFilesCallback(TrainerCallback):
         sync_every: int,
         tokens_per_step: int,
         in_script: bool = False,
+        evaluates_at_end: bool = True,
     ) -> None:
         self._progress = progress
         self._rounds = rounds
         self._sync_every = sync_every
         self._tokens_per_step = tokens_per_step
         self._in_script = in_script
+        self._evaluates_at_end = evaluates_at_end and not in_script
         self._speed = Speed()
         self._is_training = False
 
@@ -147,7 +150,7 @@ class RunFilesCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts, and lets training end with an evaluation."""
-        if not self._in_script and state.global_step >= state.max_steps:
+        if self._evaluates_at_end and state.global_step >= state.max_steps:
             control.should_evaluate = True
         rate = self._speed.count(self._tokens_per_step)
         now = "evaluating" if control.should_evaluate else "saving" if control.should_save else "training"

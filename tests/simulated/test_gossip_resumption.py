@@ -192,3 +192,28 @@ def test_nodes_of_equal_momentum_say_what_is_missing(tmp_path: Path) -> None:
     keep_newest(run, 0, 1)
     with pytest.raises(CheckpointError, match="no node of pmsgd can begin without the momentum"):
         simulate(run)
+
+
+def test_nodes_that_wait_for_nobody_end_with_their_mean_though_some_had_ended_before(tmp_path: Path) -> None:
+    """Node 0 was killed when the others had taken the last step: it comes to no evaluation that is behind them."""
+    settings = (*SWARM, "training.eval_strategy=steps", "training.eval_steps=2")
+    run = run_of(tmp_path, *settings)
+    assert simulate(run) == 0
+    lose(run, 0, 8)
+    assert simulate(run) == 0
+    saved = weights(run.folder / "model")
+    ends = [weights(run.folder / f"island-{node}" / "checkpoint-8") for node in range(3)]
+    for name, value in saved.items():
+        if value.is_floating_point():
+            mean = torch.stack([end[name].double() for end in ends]).mean(0)
+            torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_that_begins_its_data_anew_evaluates_with_the_others_after_their_epochs(tmp_path: Path) -> None:
+    settings = ("training.eval_strategy=epoch",)
+    run = run_of(tmp_path, *settings)  # an epoch has 10 steps
+    assert simulate(run) == 0
+    lose(run, 2, 4, 8)
+    assert simulate(run_of(tmp_path, *settings, "training.max_steps=25")) == 0
+    for node in range(3):
+        assert [event["step"] for event in events(run, node, "eval")] == [8, 10, 20, 25]

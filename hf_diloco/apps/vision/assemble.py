@@ -72,7 +72,7 @@ def assemble(
     progress.update(message="meeting the other nodes" if config.num_nodes > 1 else "starting")
     optimizer = callback.make_optimizer(model, args)
     checkpoint = find_checkpoint(run, callback)
-    files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args))
+    files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args), evaluates_at_end=False)
     trainer = Trainer(
         model=model,
         args=args,
