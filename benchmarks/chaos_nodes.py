@@ -38,8 +38,8 @@ import yaml
 
 from benchmarks.chaos import STUCK_SECONDS, Event, Island
 from hf_diloco.cli.devices import free_ports
-from hf_diloco.gossip.checkpoint import whole_checkpoints
-from hf_diloco.trainer.gossip_start import choose_step
+from hf_diloco.gossip.checkpoint import lives_of, whole_checkpoints
+from hf_diloco.gossip.resumption import Held, choose_step
 
 NUM_NODES = 4
 EXCHANGE_TIMEOUT = 12.0
@@ -137,9 +137,13 @@ class Graph:
     def __exit__(self, *_: object) -> None:
         self.kill(range(len(self.nodes)))
 
-    def held(self) -> list[list[int]]:
-        """The steps of each node's whole checkpoints."""
-        return [sorted(whole_checkpoints(self.folder / "chaos" / f"island-{n}")) for n in range(NUM_NODES)]
+    def held(self) -> list[list[Held]]:
+        """Step and life of each node's whole checkpoints."""
+        return [lives_of(whole_checkpoints(self.folder / "chaos" / f"island-{n}")) for n in range(NUM_NODES)]
+
+    def newest(self, node: int) -> int:
+        """The step of a node's newest whole checkpoint."""
+        return max((step for step, _ in self.held()[node]), default=0)
 
     def start(self, *overrides: str) -> None:
         """Starts all, waits until all take steps, and checks from where they do."""

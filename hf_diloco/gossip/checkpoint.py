@@ -8,6 +8,7 @@ checkpoint without it, or without one of the files, is not whole.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -34,13 +35,19 @@ logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: whose checkpoint it is. Earlier versions wrote more, which is passed over."""
+    """The contents of `gossip.json`: whose checkpoint it is. Earlier versions wrote more, which is passed over.
+
+    Attributes:
+        life: tells the training in which it was written, the same on all nodes, from earlier ones; "" in earlier
+            versions.
+    """
 
     format: int = 1
     step: int = Field(ge=0)
     node: int
     num_nodes: int
     method: str
+    life: str = ""
     files: list[FileRecord] = []
 
 
@@ -94,6 +101,11 @@ def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
         if (path / "trainer_state.json").is_file():
             found[index.step] = path
     return found
+
+
+def lives_of(checkpoints: Mapping[int, Path]) -> list[tuple[int, str]]:
+    """Step and life of whole checkpoints, which are given by step."""
+    return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
 
 
 def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:

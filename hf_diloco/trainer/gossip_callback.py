@@ -332,8 +332,8 @@ class GossipCallback(RunCallback[NodeRecord]):
     # Steps of the above
 
     def _index(self, state: TrainerState) -> GossipIndex:
-        node, num_nodes = self.config.node, self.config.num_nodes
-        return GossipIndex(step=state.global_step, node=node, num_nodes=num_nodes, method=self.optimizer.name)
+        whose = self.config.model_dump(include={"node", "num_nodes"})
+        return GossipIndex(step=state.global_step, method=self.optimizer.name, life=self._beginning.life, **whose)
 
     def _all_end(self, state: TrainerState) -> bool:
         end = self.node.end

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
-from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError
-from hf_diloco.gossip.averages import mean_of_holders
+from hf_diloco.errors import ConfigError, FingerprintError
+from hf_diloco.gossip.checkpoint import lives_of
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
+from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.records import Record, whole_number
+from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
-from hf_diloco.utils.text import numbers, plural
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -79,6 +79,7 @@ class Beginning:
         optimizer: the method's.
 
     Attributes:
+        life: tells this training, on all nodes, from earlier ones, after which all may have gone back.
         passed: the step up to which some nodes have evaluated, where others go on from an earlier one; else 0.
     """
 
@@ -92,6 +93,7 @@ class Beginning:
         self._optimizer = optimizer
         self._resumption: Resumption | None = None
         self._news = ""
+        self.life = ""
         self.passed = 0
         self._num_trainings = 0  # before this one
 
@@ -102,21 +104,29 @@ class Beginning:
             mine: this node's whole checkpoints, by step.
         """
         if self._node.is_returning:  # the others go on meanwhile: it gives the position in the data, and such
-            return mine[max(mine)] if mine else None
-        records = self._node.share("checkpoints", {"steps": sorted(mine)})
-        steps = [[int(step) for step in record["steps"]] for record in records]
+            return self._newest_of_run(mine)
+        records = self._node.share("checkpoints", {"held": lives_of(mine)})
+        held = [[(int(step), str(life)) for step, life in record["held"]] for record in records]
         if self._optimizer.num_vectors == 0:
-            self._resumption = choose_common(steps, self._optimizer.name)
+            self._resumption = choose_common(held, self._optimizer.name)
         else:
-            self._resumption = choose_step(steps) if self._optimizer.is_in_step else choose_own(steps)
+            self._resumption = choose_step(held) if self._optimizer.is_in_step else choose_own(held)
         if self._resumption is None:
             return None
         if self._resumption.late:
-            self._news = self._resumption.describe(steps)
+            self._news = self._resumption.describe(held)
         if not self._optimizer.is_in_step:
             return mine[max(mine)] if mine else None
         before = [step for step in mine if step <= self._resumption.step]
         return mine[max(before)] if before else None
+
+    def _newest_of_run(self, mine: Mapping[int, Path]) -> Path | None:
+        """The newest but for those that are left of an earlier life, of later steps than all have gone back to."""
+        others = self._node.recall("join")
+        if others and self._optimizer.is_in_step:
+            begun, life = whole_number(others[0], "step", others[0]["node"]), others[0]["life"]
+            mine = {step: mine[step] for step, its_life in lives_of(mine) if step <= begun or its_life == life}
+        return mine[max(mine)] if mine else None
 
     @property
     def entry_step(self) -> int | None:
@@ -170,7 +180,7 @@ class Beginning:
                         f"there, and {value} here; {remedy_for(name)}"
                     )
         _check_folders([*others, place])
-        self._note_passed(others)
+        self._note(others)
         self._begin_at(self._node.enter, state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
@@ -211,14 +221,17 @@ class Beginning:
             self._optimizer.begin_training()
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
-        records = self._node.share("join", {"facts": join_facts(facts, self._facts), "step": step, **place})
+        mine = {"facts": join_facts(facts, self._facts), "step": step, "life": secrets.token_hex(4), **place}
+        records = self._node.share("join", mine)
         compare_facts([record["facts"] for record in records], "node")
         _check_folders(records)
-        self._note_passed(records)
+        self._note(records)
         if self.passed:
             _forget_evaluations(state)
 
-    def _note_passed(self, records: Sequence[Record]) -> None:
+    def _note(self, records: Sequence[Record]) -> None:
+        """What nodes say of this training, node 0 first: it does not return."""
+        self.life = str(records[0]["life"]) if records else ""
         steps = [whole_number(record, "step", record["node"]) for record in records]
         self.passed = max(steps) if len(set(steps)) > 1 else 0
 
@@ -261,121 +274,3 @@ def digest_of(model: torch.nn.Module) -> str:
         if parameter.requires_grad:
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-# The step to resume from
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """What all nodes go on from.
-
-    Attributes:
-        step: optimizer steps before it.
-        holders: nodes that have a checkpoint to begin with.
-        late: all others, which enter with the holders' mean.
-    """
-
-    step: int
-    holders: tuple[int, ...]
-    late: tuple[int, ...]
-
-    def describe(self, steps: Sequence[Collection[int]]) -> str:
-        """What happens, in words.
-
-        Args:
-            steps: of which each node holds whole checkpoints.
-        """
-        which = f"{plural('node', len(self.late))} {numbers(self.late)}"
-        return (
-            f"{which} {'lacks' if len(self.late) == 1 else 'lack'} the checkpoint of step {self.step}, from which "
-            f"{plural('node', len(self.holders))} {numbers(self.holders)} "
-            f"{'goes' if len(self.holders) == 1 else 'go'} on ({_listing(steps)}): {which} "
-            f"{'enters' if len(self.late) == 1 else 'enter'} with their mean, and without momentum"
-        )
-
-
-def choose_step(steps: Sequence[Collection[int]]) -> Resumption | None:
-    """The newest step that a majority of nodes holds; if no step has one, the newest that any node holds.
-
-    Args:
-        steps: of which each node holds whole checkpoints, in the order of the nodes.
-
-    Returns:
-        None if no node holds any.
-    """
-    known = sorted(set().union(*steps), reverse=True)
-    if not known:
-        return None
-    by_majority = (step for step in known if 2 * sum(step in held for held in steps) > len(steps))
-    step = next(by_majority, known[0])
-    return _resumption(step, [step in held for held in steps])
-
-
-def choose_own(steps: Sequence[Collection[int]]) -> Resumption | None:
-    """For a method whose nodes are not in step: each resumes from its newest; nodes without one at the largest step.
-
-    Args:
-        steps: see `choose_step`.
-    """
-    newest = [max(held) for held in steps if held]
-    return _resumption(max(newest), [bool(held) for held in steps]) if newest else None
-
-
-def choose_common(steps: Sequence[Collection[int]], method: str) -> Resumption | None:
-    """The newest step that all nodes hold, for a method whose nodes cannot enter without their state.
-
-    Args:
-        steps: see `choose_step`.
-        method: its name.
-
-    Raises:
-        CheckpointError: nodes hold checkpoints, but of no common step.
-    """
-    if common := set.intersection(*(set(held) for held in steps)):
-        return _resumption(max(common), [True] * len(steps))
-    if any(steps):
-        raise CheckpointError(
-            f"the nodes hold no checkpoint of a common step ({_listing(steps)}), and no node of {method} can begin "
-            "without the momentum that all hold: bring the missing checkpoints back, or start anew in another run "
-            "folder. Nodes of all other methods enter with the others' mean"
-        )
-    return None
-
-
-@torch.no_grad()
-def take_mean(node: Neighbours, vectors: Sequence[torch.Tensor], resumption: Resumption) -> None:
-    """Gives late nodes the mean of the holders' vectors; holders keep their own. Collective over all nodes.
-
-    Args:
-        node: this node's end of the graph.
-        vectors: of floats, of equal sizes on all nodes; overwritten on late nodes.
-        resumption: who gives and who takes.
-
-    Raises:
-        IslandLostError: no holder is left, or a node did not come in time.
-    """
-    is_holder = node.node in resumption.holders
-    means, _ = mean_of_holders(node, vectors, is_holder)
-    if is_holder:
-        return
-    if means is None:
-        raise IslandLostError(
-            f"no node that holds the checkpoint of step {resumption.step} came to give its parameters: start all "
-            "nodes again",
-            resumption.holders,
-        )
-    for vector, mean in zip(vectors, means, strict=True):
-        vector.copy_(mean.view_as(vector))
-
-
-def _resumption(step: int, holds: Sequence[bool]) -> Resumption:
-    return Resumption(
-        step,
-        tuple(node for node, is_holder in enumerate(holds) if is_holder),
-        tuple(node for node, is_holder in enumerate(holds) if not is_holder),
-    )
-
-
-def _listing(steps: Sequence[Collection[int]]) -> str:
-    return "; ".join(f"node {node}: {', '.join(map(str, sorted(held))) or 'none'}" for node, held in enumerate(steps))

@@ -155,6 +155,7 @@ class Saving:
     def _surplus(self, newest: Path, state: TrainerState) -> list[str]:
         """Beyond the limit: the whole ones of the lowest steps, and what is older than all that stay, whole or not.
 
+        Those of later steps than this go first: they are left of an earlier training, of which this one went back.
         So what cannot be read for a moment goes only where it would if it were read. What is unfinished goes at once.
         """
         if not self._limit:
@@ -163,7 +164,8 @@ class Saving:
         needed = set(self._find_needed(self._folder, self._written)) if self._find_needed else {newest}
         best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
         kept = {newest} | needed | best
-        ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path)), reverse=True)
+        last = _step_of(newest)
+        ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path) <= last, _step_of(path)), reverse=True)
         num_kept = max(self._limit, len(whole & kept))
         staying = [_step_of(path) for path in ranked[:num_kept] if path not in best]
         oldest = min(staying, default=0) if needed and len(whole) >= self._limit else 0

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerState, TrainingArguments
 
+from hf_diloco import GossipCallback
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError, IslandLostError
-from hf_diloco.gossip.checkpoint import GossipIndex, check_files, save_index, whole_checkpoints
-from hf_diloco.gossip.neighbours import MemoryGraph
+from hf_diloco.gossip.checkpoint import RECORD, GossipIndex, check_files, save_index, whole_checkpoints
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.records import Record
+from hf_diloco.gossip.resumption import Held, Resumption, choose_common, choose_own, choose_step, take_mean
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.trainer.gossip_start import Resumption, choose_common, choose_own, choose_step, take_mean
+from hf_diloco.trainer.saving import Saving
 from tests.islands import run_islands, try_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
 
@@ -39,14 +46,33 @@ SWARM = ("gossip.method=swarm-sgd", "gossip.options={local_steps: 2}")
 )
 def test_the_step_that_nodes_go_on_from(steps: list[list[int]], step: int, holders: tuple[int, ...]) -> None:
     late = tuple(node for node in range(len(steps)) if node not in holders)
-    assert choose_step(steps) == Resumption(step, holders, late)
+    assert choose_step(of_one_life(steps)) == Resumption(step, holders, late)
+
+
+def of_one_life(steps: list[list[int]]) -> list[list[Held]]:
+    return [[(step, "a") for step in of_node] for of_node in steps]
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "holders"),
+    [
+        ([[(4, "a"), (8, "b")], [(4, "a"), (8, "c")], [(4, "a")]], 4, (0, 1, 2)),
+        ([[(8, "b")], [(8, "c")], [(8, "c")]], 8, (1, 2)),
+        ([[(8, "c")], [(8, "b")], [(8, "b")], []], 8, (1, 2)),  # no majority: those of whom there are more
+    ],
+)
+def test_checkpoints_of_one_step_may_be_of_different_lives(
+    held: list[list[Held]], step: int, holders: tuple[int, ...]
+) -> None:
+    late = tuple(node for node in range(len(held)) if node not in holders)
+    assert choose_step(held) == Resumption(step, holders, late)
 
 
 def test_who_enters_is_said() -> None:
-    steps = [[4], [8], [8], []]
-    chosen = choose_step(steps)
+    held = of_one_life([[4], [8], [8], []])
+    chosen = choose_step(held)
     assert chosen is not None
-    assert chosen.describe(steps) == (
+    assert chosen.describe(held) == (
         "nodes 0, 3 lack the checkpoint of step 8, from which nodes 1, 2 go on (node 0: 4; node 1: 8; node 2: 8; "
         "node 3: none): nodes 0, 3 enter with their mean, and without momentum"
     )
@@ -58,13 +84,15 @@ def test_without_any_checkpoint_all_begin() -> None:
 
 
 def test_nodes_that_cannot_enter_need_a_common_step() -> None:
-    assert choose_common([[4, 8], [4], [4, 8]], "pmsgd") == Resumption(4, (0, 1, 2), ())
+    assert choose_common(of_one_life([[4, 8], [4], [4, 8]]), "pmsgd") == Resumption(4, (0, 1, 2), ())
     with pytest.raises(CheckpointError, match=r"node 0: 4; node 1: none.*pmsgd.*bring the missing checkpoints back"):
-        choose_common([[4], []], "pmsgd")
+        choose_common(of_one_life([[4], []]), "pmsgd")
+    with pytest.raises(CheckpointError, match=r"node 0: 4, 8 of life a; node 1: 8 of life b"):
+        choose_common([[(4, "a"), (8, "a")], [(8, "b")]], "pmsgd")
 
 
 def test_nodes_that_are_not_in_step_begin_with_their_own() -> None:
-    assert choose_own([[4, 9], [7], []]) == Resumption(9, (0, 1), (2,))
+    assert choose_own(of_one_life([[4, 9], [7], []])) == Resumption(9, (0, 1), (2,))
 
 
 def test_late_nodes_take_the_mean_of_the_holders() -> None:
@@ -97,13 +125,48 @@ def test_without_any_holder_nobody_enters() -> None:
 # Checkpoints
 
 
-def save(folder: Path, step: int, **files: str) -> Path:
+def save(folder: Path, step: int, life: str = "", **files: str) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     for name, text in files.items():
         (checkpoint / f"{name}.json").write_text(text)
-    save_index(checkpoint, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd"), IslandGroup())
+    save_index(checkpoint, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd", life=life), IslandGroup())
     return checkpoint
+
+
+class Back(MemoryNeighbours):
+    """A node that returns to others, who have begun this life at step 4."""
+
+    is_returning = True
+
+    def recall(self, topic: str) -> list[Record]:
+        return [{"node": 0, "step": 4, "life": "b"}]
+
+
+@pytest.mark.parametrize(("method", "step"), [("dsgd", 6), ("swarm-sgd", 8)])
+def test_a_node_that_returns_takes_no_checkpoint_of_a_life_that_all_went_back_from(
+    method: str, step: int, tmp_path: Path
+) -> None:
+    """It would be elsewhere in its data, or at its end; where nodes are not in step, each goes on from its own."""
+    for at, life in ((2, "a"), (4, "a"), (6, "b"), (8, "a")):
+        save(tmp_path, at, life, trainer_state="{}")
+    topology = make_topology("ring", 2)
+    node = NodeNeighbours(Back(MemoryGraph(topology), 1), topology, 1, IslandGroup())
+    config = GossipConfig(method=method, num_nodes=2, node=1, rendezvous="tcp://127.0.0.1:1")
+    callback = GossipCallback(config, node=node)
+    callback.make_optimizer(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    assert callback.common_checkpoint(tmp_path) == tmp_path / f"checkpoint-{step}"
+
+
+def test_what_is_left_of_an_earlier_life_goes_before_what_all_went_back_to(tmp_path: Path) -> None:
+    """They went back from step 8 to 4, which is what they have in common until all have that of step 5."""
+    for step in (4, 8):
+        save(tmp_path, step, trainer_state="{}")
+    args = TrainingArguments(str(tmp_path), save_total_limit=2, use_cpu=True, report_to="none")
+    with ExitStack() as replacing:
+        saving = Saving(args, IslandGroup(), RECORD, lambda at: whole_checkpoints(at).values(), None, None, replacing)
+        assert saving.complete(TrainerState(global_step=5), lambda _: save(tmp_path, 5, trainer_state="{}"))
+    assert sorted(whole_checkpoints(tmp_path)) == [4, 5]
 
 
 def test_a_checkpoint_without_trainers_state_is_not_whole(tmp_path: Path) -> None:
@@ -217,3 +280,23 @@ def test_a_node_that_begins_its_data_anew_evaluates_with_the_others_after_their_
     assert simulate(run_of(tmp_path, *settings, "training.max_steps=25")) == 0
     for node in range(3):
         assert [event["step"] for event in events(run, node, "eval")] == [8, 10, 20, 25]
+
+
+def test_nodes_of_equal_momentum_do_not_resume_one_step_of_different_lives(tmp_path: Path) -> None:
+    """All went back to step 4, on another way; node 1 was killed again before it had written its new checkpoint."""
+    run = run_of(tmp_path, "gossip.method=pmsgd")
+    assert simulate(run) == 0
+    (run.folder / "island-1" / "checkpoint-8").rename(tmp_path / "earlier")
+    lose(run, 0, 8)
+    lose(run, 2, 8)
+    longer = run_of(tmp_path, "gossip.method=pmsgd", "training.max_steps=12")
+    assert simulate(longer) == 0
+    lose(run, 1, 8)
+    (tmp_path / "earlier").rename(run.folder / "island-1" / "checkpoint-8")
+    for node in range(3):
+        lose(run, node, 12)
+    assert simulate(longer) == 0
+    assert [events(run, node, "start")[-1]["step"] for node in range(3)] == [4, 4, 4]
+    ends = [weights(run.folder / f"island-{node}" / "checkpoint-12") for node in range(3)]
+    for name in ("classifier.1.weight", "classifier.1.bias"):
+        assert torch.equal(ends[0][name], ends[1][name])
