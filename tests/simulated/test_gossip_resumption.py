@@ -272,14 +272,15 @@ def test_nodes_that_wait_for_nobody_end_with_their_mean_though_some_had_ended_be
             torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_a_node_that_begins_its_data_anew_evaluates_with_the_others_after_their_epochs(tmp_path: Path) -> None:
-    settings = ("training.eval_strategy=epoch",)
+def test_a_node_that_begins_its_data_anew_evaluates_and_saves_after_the_others_epochs(tmp_path: Path) -> None:
+    settings = ("training.eval_strategy=epoch", "training.save_strategy=epoch")
     run = run_of(tmp_path, *settings)  # an epoch has 10 steps
     assert simulate(run) == 0
-    lose(run, 2, 4, 8)
+    lose(run, 2, 8)
     assert simulate(run_of(tmp_path, *settings, "training.max_steps=25")) == 0
     for node in range(3):
-        assert [event["step"] for event in events(run, node, "eval")] == [8, 10, 20, 25]
+        for event in ("eval", "save"):
+            assert [record["step"] for record in events(run, node, event)] == [8, 10, 20, 25]
 
 
 def test_nodes_of_equal_momentum_do_not_resume_one_step_of_different_lives(tmp_path: Path) -> None:
