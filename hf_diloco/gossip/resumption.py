@@ -9,13 +9,29 @@ from typing import TypeAlias
 
 import torch
 
-from hf_diloco.errors import CheckpointError, IslandLostError
+from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError
 from hf_diloco.gossip.averages import mean_of_holders
 from hf_diloco.gossip.neighbours import Neighbours
+from hf_diloco.gossip.records import Record
 from hf_diloco.utils.text import numbers, plural
 
 Held: TypeAlias = tuple[int, str]
 """Step and life of a checkpoint that a node holds."""
+
+
+def read_held(record: Record, node: int) -> list[Held]:
+    """What a node shows of its checkpoints.
+
+    Raises:
+        PayloadError: it is something else.
+    """
+    try:
+        return [(int(step), str(life)) for step, life in record["held"]]
+    except (KeyError, TypeError, ValueError):
+        raise PayloadError(
+            f"node {node} shows its checkpoints in another way ({record}): give all nodes the same version, and the "
+            "rendezvous a port of its own"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, take_mean
+from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, read_held, take_mean
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
@@ -106,7 +106,7 @@ class Beginning:
         if self._node.is_returning:  # the others go on meanwhile: it gives the position in the data, and such
             return self._newest_of_run(mine)
         records = self._node.share("checkpoints", {"held": lives_of(mine)})
-        held = [[(int(step), str(life)) for step, life in record["held"]] for record in records]
+        held = [read_held(record, node) for node, record in enumerate(records)]
         if self._optimizer.num_vectors == 0:
             self._resumption = choose_common(held, self._optimizer.name)
         else:
@@ -124,7 +124,7 @@ class Beginning:
         """The newest but for those that are left of an earlier life, of later steps than all have gone back to."""
         others = self._node.recall("join")
         if others and self._optimizer.is_in_step:
-            begun, life = whole_number(others[0], "step", others[0]["node"]), others[0]["life"]
+            begun, life = whole_number(others[0], "step", others[0]["node"]), others[0].get("life")
             mine = {step: mine[step] for step, its_life in lives_of(mine) if step <= begun or its_life == life}
         return mine[max(mine)] if mine else None
 
@@ -231,7 +231,7 @@ class Beginning:
 
     def _note(self, records: Sequence[Record]) -> None:
         """What nodes say of this training, node 0 first: it does not return."""
-        self.life = str(records[0]["life"]) if records else ""
+        self.life = str(records[0].get("life", "")) if records else ""
         steps = [whole_number(record, "step", record["node"]) for record in records]
         self.passed = max(steps) if len(set(steps)) > 1 else 0
 

@@ -12,13 +12,21 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.apps.vision.runfile import VisionRun
-from hf_diloco.errors import CheckpointError, IslandLostError
+from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError
 from hf_diloco.gossip.checkpoint import RECORD, GossipIndex, check_files, save_index, whole_checkpoints
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.resumption import Held, Resumption, choose_common, choose_own, choose_step, take_mean
+from hf_diloco.gossip.resumption import (
+    Held,
+    Resumption,
+    choose_common,
+    choose_own,
+    choose_step,
+    read_held,
+    take_mean,
+)
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.trainer.saving import Saving
@@ -89,6 +97,12 @@ def test_nodes_that_cannot_enter_need_a_common_step() -> None:
         choose_common(of_one_life([[4], []]), "pmsgd")
     with pytest.raises(CheckpointError, match=r"node 0: 4, 8 of life a; node 1: 8 of life b"):
         choose_common([[(4, "a"), (8, "a")], [(8, "b")]], "pmsgd")
+
+
+@pytest.mark.parametrize("record", [{"steps": [4]}, {"held": 4}, {"held": [[4]]}, {"held": [["x", "a"]]}])
+def test_a_node_of_another_version_is_told(record: Record) -> None:
+    with pytest.raises(PayloadError, match=r"node 1 shows its checkpoints in another way.*the same version"):
+        read_held(record, 1)
 
 
 def test_nodes_that_are_not_in_step_begin_with_their_own() -> None:
