@@ -580,6 +580,23 @@ def test_a_node_of_pmsgd_cannot_come_back_alone() -> None:
     assert single("dsgd", [x]).begin_at(lambda flat: 1) == 1
 
 
+def test_settings_are_those_of_the_run_that_goes_on() -> None:
+    """A node that enters without a checkpoint has them, too; the learning rate is the schedule's."""
+    x = torch.nn.Parameter(torch.ones(2))
+    before = single("dmsgd", [x], momentum=0.9, weight_decay=0.1)
+    before.param_groups[0]["lr"] = 0.03
+    before.step()
+    now = single("dmsgd", [x], momentum=0.5, weight_decay=0.2)
+    now.load_state_dict(before.state_dict())
+    (group,) = now.param_groups
+    assert {name: group[name] for name in ("lr", "num_steps", "momentum", "weight_decay")} == {
+        "lr": 0.03,
+        "num_steps": 1,
+        "momentum": 0.5,
+        "weight_decay": 0.2,
+    }
+
+
 def test_the_state_of_another_method_is_refused() -> None:
     x = torch.nn.Parameter(torch.zeros(2))
     saved = single("dsgd", [x]).state_dict()

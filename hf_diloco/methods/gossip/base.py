@@ -22,7 +22,7 @@ from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.flat import FlatParameters, check_finite, check_group
+from hf_diloco.methods.gossip.flat import FlatParameters, check_finite, check_group, own_settings
 from hf_diloco.methods.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
@@ -215,9 +215,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         averaged = [self.vector(name) for name in self.state_names] if buffers == "average" else []
         if slow.settings.average:
             self.check_sent(self._x, *averaged)
-        self.traffic += slow.step(
-            self._x, [float(group["lr"]) for group in self.param_groups], averaged, self.neighbours
-        )
+        rates = [float(group["lr"]) for group in self.param_groups]
+        self.traffic += slow.step(self._x, rates, averaged, self.neighbours)
         if buffers == "zero":
             self.begin_state(self._x)
         self.neighbours.rekey()  # parameters went too far for codes of differences
@@ -359,7 +358,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. With the parameters, which the model saves, a run goes on bit for bit.
+        """As torch's, but only lr of the settings. With the parameters, which the model saves, a run goes on bit for bit.
 
         Raises:
             CheckpointError: the state is another method's, or was saved with SlowMo and there is none, or conversely.
@@ -374,7 +373,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             )
         if self._slow:
             self._slow.load_state_dict(state_dict["slowmo"], self._x)
-        super().load_state_dict(state_dict)
+        with own_settings(self):
+            super().load_state_dict(state_dict)
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:

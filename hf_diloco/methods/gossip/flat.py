@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -159,6 +160,16 @@ def check_finite(vectors: Iterable[torch.Tensor], node: int, step: int) -> None:
 def _is_finite(vector: torch.Tensor) -> bool:
     """Whether all values are finite, and none is beyond all reason (1e19)."""
     return math.isfinite(float(torch.linalg.vector_norm(vector)))
+
+
+@contextmanager
+def own_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Groups keep what they were made with, but for the learning rate: nodes that lack a checkpoint have the same."""
+    saved = {"params", "lr", "initial_lr", "num_steps"}
+    mine = [{name: group[name] for name in group.keys() - saved} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, mine, strict=True):
+        group.update(settings)
 
 
 def check_group(group: dict[str, Any]) -> None:
