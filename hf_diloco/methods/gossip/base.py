@@ -358,7 +358,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but only lr of the settings. With the parameters, which the model saves, a run goes on bit for bit.
+        """As torch's, but of settings lr alone. With the parameters, which the model saves, a run goes on bit for bit.
 
         Raises:
             CheckpointError: the state is another method's, or was saved with SlowMo and there is none, or conversely.
