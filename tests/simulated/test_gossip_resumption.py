@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -315,3 +316,14 @@ def test_nodes_of_equal_momentum_do_not_resume_one_step_of_different_lives(tmp_p
     ends = [weights(run.folder / f"island-{node}" / "checkpoint-12") for node in range(3)]
     for name in ("classifier.1.weight", "classifier.1.bias"):
         assert torch.equal(ends[0][name], ends[1][name])
+
+
+def test_a_run_that_ends_again_evaluates_the_weights_that_it_says(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "gossip.eval_weights=local")
+    assert simulate(run) == 0
+    lose(run, 1, 8)
+    keep_newest(run, 0, 2)
+    assert simulate(run) == 0
+    for node in range(3):
+        summary = json.loads((run.folder / f"island-{node}" / "summary.json").read_text())
+        assert summary["eval_weights"] == events(run, node, "eval")[-1]["weights"] == "inner"

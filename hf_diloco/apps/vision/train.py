@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,24 +93,26 @@ def _finish(node: VisionNode, progress: Progress) -> None:
     from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
 
     run, trainer, config = node.run, node.trainer, node.callback.config
-    evaluation = last_evaluation(trainer)
+    if last_evaluation(trainer) is None:
+        progress.update(state="evaluating")
+        with node.callback.mean_weights() if config.eval_weights == "average" else nullcontext():
+            trainer.evaluate()
     with node.callback.mean_weights():
-        if evaluation is None:
-            progress.update(state="evaluating")
-            evaluation = trainer.evaluate()
         if config.node == 0:
             progress.update(state="saving")
             save_final_model(trainer, run.folder)
     if not is_leader():
         return
-    weights = "outer" if run.gossip.eval_weights == "average" else "inner"
+    evaluation = last_evaluation(trainer)
+    assert evaluation is not None, "these weights have been evaluated"
+    weights = "outer" if "gossip/consensus_distance" in evaluation else "inner"
     accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
     write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
     if config.node == 0:
         write_card_and_publish(run, describe_training(run), progress)
     if node.speaks:
         nodes = node.callback.nodes_in_mean
-        what = f"the mean of {len(nodes)} nodes" if len(nodes) > 1 else f"node {config.node}"
+        what = f"the mean of {len(nodes)} nodes" if weights == "outer" and nodes[1:] else f"node {config.node}"
         say(f"{what}: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
