@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.dashboard.source import Look
-from hf_diloco.report.island import TimeSplit, total
+from hf_diloco.report.island import TimeSplit, exchanges, total
 from hf_diloco.status.models import RunStatus
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+    from hf_diloco.report.read import IslandRun, Run
     from hf_diloco.report.summary import Report
 
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -40,12 +41,12 @@ class _Figures:
         """All of them."""
         look = self._look
         yield self._gauge("problems", "What could not be read at the last look.", {(): len(look.problems)})
-        if look.report:
-            yield from self._of_folder(look.report)
+        if look.run and look.report:
+            yield from self._of_folder(look.run, look.report)
         if look.status:
             yield from self._of_store(look.status)
 
-    def _of_folder(self, report: Report) -> Iterator[Metric]:
+    def _of_folder(self, run: Run, report: Report) -> Iterator[Metric]:
         islands = {(str(one.island),): one for one in report.islands}
         now = {(str(number),): entry for number, entry in self._look.now.items()}
         yield self._gauge("eval_loss", "Evaluation loss of the outer weights, in nats.", {(): report.eval_loss})
@@ -62,8 +63,7 @@ class _Figures:
         speeds = {(*name, one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
         yield self._gauge("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
         for kind in ("bytes_sent", "bytes_received"):
-            # What a resume threw away counts too, so that the figure never falls.
-            sums = {name: total((getattr(one, kind), one.bytes_repeated or 0)) for name, one in islands.items()}
+            sums = {(str(island.island),): _everything(island, kind) for island in run.islands}
             yield self._counter(kind, "Payload of all rounds.", sums, "island")
         times = {name: (one.seconds or TimeSplit()).parts() for name, one in islands.items()}
         seconds = {(*name, part): spent for name, parts in times.items() for part, spent in parts.items()}
@@ -97,3 +97,8 @@ class _Figures:
             if value is not None:
                 family.add_metric([self._look.name, *labels], float(value))
         return family
+
+
+def _everything(island: IslandRun, kind: str) -> int | None:
+    """All bytes of an island. What a resume threw away counts too, so that the figure never falls."""
+    return total([0, *(getattr(one, kind) for section in island.sections for one in exchanges(section))])

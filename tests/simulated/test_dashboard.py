@@ -129,6 +129,17 @@ def test_figures_for_prometheus(tmp_path: Path) -> None:
     assert found["hf_diloco_eval_loss", None, None] == pytest.approx(2.0794, abs=1e-4)
 
 
+def test_counters_never_fall(tmp_path: Path) -> None:
+    """Through a store islands receive more than they send, and a resume throws some of it away."""
+    pytest.importorskip("prometheus_client")
+    record = [start(), *(sync(number, 2 * number, bytes_received=12_000) for number in (1, 2))]
+    for resumed in ([], [start(step=2)]):
+        write_island(tmp_path, 0, record + resumed)
+        with shown(tmp_path, has_metrics=True) as address:
+            text = get(f"{address}/metrics")[1]
+        assert re.findall(r"bytes_(?:sent|received)_total.* ([0-9.]+)", text) == ["8000.0", "24000.0"]
+
+
 def test_without_the_library_prometheus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     folder = write_run(tmp_path / "demo")
