@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the run's report under the name that tells it apart, and how long the slowest one trained."""
-        return {**self.report.model_dump(mode="json"), "name": self.name, "seconds_training": self.seconds}
+        return {**json.loads(self.report.model_dump_json()), "name": self.name, "seconds_training": self.seconds}
 
     @property
     def num_seen(self) -> int | None:
@@ -77,7 +78,7 @@ class Candidate:
         return self.at_time(float(self.report.steps or 0))
 
     def at_seen(self, step: float) -> float | None:
-        """Tokens, or images, that all islands have trained on after so many steps each."""
+        """Tokens, or images, that all islands have trained on after so many steps each, or all of their own."""
         per_step = "tokens_per_step" if self.unit == "tokens" else "examples_per_step"
         return total(seen_until(island, per_step, step) for island in self.run.islands)
 

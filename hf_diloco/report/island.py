@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from hf_diloco.report.read import IslandRun, Section
-from hf_diloco.report.records import End, Eval, Mix, Record, Start, Sync, Train
+from hf_diloco.report.records import End, Eval, Mix, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
@@ -133,7 +134,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
     """Computes the figures of one island over all its sections."""
     start, syncs = island.start or NO_START, exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
-    steps = max((record.step for record in island.of(Record)), default=None)
+    steps = island.last_step
     first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
     num_steps = None if first is None or steps is None else max(0, steps - first.step)
     outer, inner = _last_evaluations(island, steps if end else None)
@@ -226,13 +227,12 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 def _seen(island: IslandRun, per_step: str, otherwise: float | None = None) -> int | None:
     """Tokens, or images, of the steps that stand; `otherwise` where starts do not tell."""
-    steps = max((record.step for record in island.of(Record)), default=None)
-    seen = None if steps is None else seen_until(island, per_step, steps)
+    seen = seen_until(island, per_step)
     seen = otherwise if seen is None else seen
     return None if seen is None else round(seen)
 
 
-def seen_until(island: IslandRun, per_step: str, step: float) -> float | None:
+def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> float | None:
     """Tokens, or images, of an island's steps up to this one, as far as they are on record.
 
     Each start counts at its own batch, which other ranks may have changed, until where a later one resumes.
@@ -240,9 +240,10 @@ def seen_until(island: IslandRun, per_step: str, step: float) -> float | None:
     Args:
         island: its record.
         per_step: what `Start` calls the number of them in a step.
-        step: the last that counts.
+        step: the last that counts, if the record goes so far.
     """
     seen: float | None = None
+    step = min(step, island.last_step or 0)
     for section in reversed(island.sections):
         number: float | None = getattr(section.start, per_step, None)
         if section.start is None or number is None:

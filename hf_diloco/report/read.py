@@ -58,6 +58,11 @@ class IslandRun:
         """The records of one kind that stand, sorted by step: none that a resumed section superseded."""
         return [record for record in self._standing if isinstance(record, kind)]
 
+    @property
+    def last_step(self) -> int | None:
+        """The step that its record goes to."""
+        return self._standing[-1].step if self._standing else None
+
     @cached_property
     def _standing(self) -> list[AnyRecord]:
         return _standing(self.sections)

@@ -14,7 +14,7 @@ from hf_diloco.cli.main import app
 from hf_diloco.errors import ConfigError
 from hf_diloco.report.compare import Candidate, load_candidates, plots, row, write_comparison
 from tests.processes import run
-from tests.report_runs import EVAL_LOSS, end, evaluation, start, sync, train, write_island, write_run
+from tests.report_runs import EVAL_LOSS, end, evaluation, start, sync, train, whole_record, write_island, write_run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "compare"]
 
@@ -30,6 +30,14 @@ def test_where_a_step_is_on_each_axis(tmp_path: Path) -> None:
     assert [found.at_time(step) for step in (0, 1, 2)] == [0, 1, 2]
     assert found.training == [(1, 3.5), (3, 3.0)]
     assert found.evaluations == [(4, EVAL_LOSS)]
+
+
+def test_an_island_that_ended_early_trains_on_no_more(tmp_path: Path) -> None:
+    write_island(tmp_path / "one", 0, whole_record(0))
+    write_island(tmp_path / "one", 1, [start(1), sync(1, 2), end(2)])
+    found = of(tmp_path / "one", write_run(tmp_path / "two"))
+    assert [found.at_seen(step) for step in (2, 4)] == [400, 600]
+    assert found.num_seen == 600
 
 
 def test_pauses_and_steps_that_were_thrown_away_take_no_time(tmp_path: Path) -> None:
@@ -127,3 +135,12 @@ def test_the_command_for_programs(tmp_path: Path) -> None:
         assert entry["eval_loss"] == EVAL_LOSS
         assert (entry["seconds_training"], entry["num_tokens"], entry["bytes_sent"]) == (10.0, 800, 16000)
     assert "page.html" in done.stderr
+
+
+def test_a_run_that_diverged_is_json_too(tmp_path: Path) -> None:
+    """Which has no NaN."""
+    write_island(tmp_path / "one", 0, [start(), train(1, None), evaluation(2, None), end(2)])
+    command = ["compare", str(tmp_path / "one"), str(write_run(tmp_path / "two")), "--json"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert found[0]["islands"][0]["train_loss"] is None
