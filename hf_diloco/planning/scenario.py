@@ -118,10 +118,13 @@ def _measured_step(folder: Path) -> float | None:
         islands = load_run(folder).islands
     except ConfigError:  # a folder without a record
         return None
-    syncs = [sync for island in islands[:1] for sync in island.of(Sync)]
-    seconds = sum(sync.seconds_computing or 0.0 for sync in syncs)
-    last = syncs[-1].step if syncs else None
-    return seconds / last if last and seconds else None
+    seconds, num_steps = 0.0, 0
+    for section in islands[0].sections:
+        syncs = section.of(Sync)
+        if section.start and syncs:
+            seconds += sum(sync.seconds_computing or 0.0 for sync in syncs)
+            num_steps += syncs[-1].step - section.start.step
+    return seconds / num_steps if num_steps and seconds else None
 
 
 def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:

@@ -338,8 +338,11 @@ def test_estimate_of_a_run_file(tmp_path: Path) -> None:
 def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
     folder = tmp_path / "known" / "island-0"
     folder.mkdir(parents=True)
-    lines = [{"event": "start", "time": 0, "step": 0}]
-    lines += [{"event": "sync", "time": n, "step": 10 * n, "round": n, "seconds_computing": 5.0} for n in (1, 2, 3)]
+    lines: list[dict[str, Any]] = []  # begun at step 100, whose record was left behind, and resumed at 115, in the middle of a round
+    for first, end, seconds in ((100, 110, 5.0), (110, 120, 5.0), (115, 120, 2.5), (120, 130, 5.0)):
+        if first % 10 or not lines:
+            lines.append({"event": "start", "time": 0, "step": first})
+        lines.append({"event": "sync", "time": 1, "step": end, "round": end // 10, "seconds_computing": seconds})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_file = tmp_path / "run.yaml"
     values = {"name": "known", "output": str(tmp_path), "training": {"max_steps": 30}}
