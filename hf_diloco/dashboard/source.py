@@ -91,7 +91,7 @@ class Source:
         """Reads records only where one has changed: those of a long run are large."""
         if self._folder is None:
             return
-        signature = _signature(self._folder)
+        signature = _signature(self._folder, self._last.run)
         if self._last.run is None or signature != self._signature:
             run = load_run(self._folder)
             self._last = replace(self._last, name=run.name, run=run, report=summarise(run, is_live=True))
@@ -120,8 +120,14 @@ def _now(path: Path) -> Now | None:
     return Now(read_progress(path), max(0.0, time.time() - written))
 
 
-def _signature(folder: Path) -> Signature:
-    """Changes when a record does."""
-    files = [*folder.glob(f"island-*/{METRICS}"), *folder.glob("island-*/summary.json"), folder / METRICS]
-    found = [(str(file), file.stat()) for file in files if file.is_file()]
+def _signature(folder: Path, run: Run | None) -> Signature:
+    """Changes when a record does, or what is told beside it; `run` is what was found before."""
+    files = [*folder.glob(f"island-*/{METRICS}"), *folder.glob("island-*/summary.json")]
+    files += [folder / METRICS, folder / "model"]
+    for island in run.islands if run else ():
+        files.append(island.record)
+        progress = island.folder / PROGRESS  # says where a script keeps its record, and at last how the island ended
+        if not island.sections or read_progress(progress).is_ending:
+            files.append(progress)
+    found = [(str(file), file.stat()) for file in files if file.exists()]
     return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

@@ -40,7 +40,8 @@ class IslandRun:
 
     Attributes:
         island: its number.
-        folder: where its record lies.
+        folder: the island's.
+        record: where its record lies; a script may write it to a folder of its own.
         sections: every stretch of training, also the parts that a resume threw away.
         num_bad_lines: unreadable lines, apart from a section's torn last one (which a killed process leaves).
         progress: the last `progress.json`; empty when there is none.
@@ -49,6 +50,7 @@ class IslandRun:
 
     island: int
     folder: Path
+    record: Path
     sections: tuple[Section, ...]
     num_bad_lines: int = 0
     progress: Mapping[str, Any] = field(default_factory=dict)
@@ -148,16 +150,17 @@ def _not_a_run(folder: Path) -> str:
 
 def _read_island(folder: Path, number: int | None) -> IslandRun:
     progress, summary = read_json(folder / "progress.json"), read_json(folder / "summary.json")
-    records, num_bad_lines = _read_records(folder / METRICS)
+    path = folder / METRICS
+    records, num_bad_lines = _read_records(path)
     elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
     if isinstance(elsewhere, str) and not records:
         found, num_bad = _read_records(Path(elsewhere) / METRICS)
         if _was_launched_in(folder, found):  # else the path means something on another machine
-            folder, records, num_bad_lines = Path(elsewhere), found, num_bad
+            path, records, num_bad_lines = Path(elsewhere) / METRICS, found, num_bad
     sections = tuple(Section(tuple(part)) for part in _split(records))
     if number is None:  # a folder of another name: the record says which island it is
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
-    return IslandRun(number, folder, sections, num_bad_lines, progress, summary)
+    return IslandRun(number, folder, path, sections, num_bad_lines, progress, summary)
 
 
 def _was_launched_in(folder: Path, records: Iterable[AnyRecord]) -> bool:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
-from hf_diloco.report.read import METRICS, IslandRun, Run
+from hf_diloco.report.read import IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
 from hf_diloco.utils.text import numbers, plural
 
@@ -253,7 +253,7 @@ def _incomplete(record: IslandRun, island: IslandReport, may_be_unfinished: bool
     name = f"{island.noun} {island.island}"
     if not record.sections:
         if not may_be_unfinished:
-            nothing = f"{name} has recorded nothing in {record.folder / METRICS}"
+            nothing = f"{name} has recorded nothing in {record.record}"
             yield f"{nothing}: it has not begun to train, or failed before"
     elif record.start is None:
         yield f"{name}'s record holds no start: its traffic cannot be compared with per-step synchronisation"

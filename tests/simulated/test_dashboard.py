@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
 from hf_diloco.dashboard import server
-from hf_diloco.dashboard.server import Dashboard
+from hf_diloco.dashboard.server import Dashboard, render_live
 from hf_diloco.dashboard.source import Look, Source
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
@@ -78,6 +78,23 @@ def test_a_folder_that_grows(tmp_path: Path) -> None:
         assert "Every round (1)" in live
         assert "waiting 21.1 %" in live
         assert get(f"{address}/dashboard.js")[1].startswith('"use strict";')
+
+
+def test_the_record_that_a_script_keeps_elsewhere_grows(tmp_path: Path) -> None:
+    launched, own = tmp_path / "launched" / "island-0", tmp_path / "own"
+    progress = {"state": "training", "record": str(own / "island-0")}
+    launched.mkdir(parents=True)
+    (launched / "progress.json").write_text(json.dumps(progress))
+    source = Source(str(launched.parent), b"")
+    lines = [start(launched_in=str(launched)), train(1, 3.0), train(3, 2.5)]
+    for end in (2, 3):
+        write_island(own, 0, lines[:end])
+        look = source.look()
+        assert look.report
+        assert look.report.steps == lines[end - 1]["step"]
+        assert look.now[0].progress.state == "training"
+    (launched / "progress.json").write_text(json.dumps({**progress, "state": "failed", "message": "no room"}))
+    assert "it failed: no room" in render_live(source.look())
 
 
 def test_a_run_is_looked_at_once_an_interval(tmp_path: Path) -> None:

@@ -338,7 +338,8 @@ def test_estimate_of_a_run_file(tmp_path: Path) -> None:
 def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
     folder = tmp_path / "known" / "island-0"
     folder.mkdir(parents=True)
-    lines: list[dict[str, Any]] = []  # begun at step 100, whose record was left behind, and resumed at 115, in the middle of a round
+    lines: list[dict[str, Any]] = []
+    # It begins at step 100, what was before left behind, and resumes at 115, in the middle of a round.
     for first, end, seconds in ((100, 110, 5.0), (110, 120, 5.0), (115, 120, 2.5), (120, 130, 5.0)):
         if first % 10 or not lines:
             lines.append({"event": "start", "time": 0, "step": first})
