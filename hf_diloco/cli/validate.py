@@ -10,7 +10,7 @@ from hf_diloco.apps.common.preflight import check_all
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
-from hf_diloco.cli.doctor.machine import check_disk
+from hf_diloco.cli.doctor.machine import check_disk, memory_here
 from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.utils import text
@@ -110,9 +110,7 @@ def _device_memory(needed: float, num_sharing: int) -> Finding:
 
 
 def _host_memory(needed: float) -> Finding:
-    import psutil
-
-    free = psutil.virtual_memory().available
+    free, _ = memory_here()
     found = f"the ranks here need about {text.size(needed)}, and room for activations; {text.size(free)} are free"
     remedy = "a smaller model, fewer ranks, or fewer islands on this machine"
     return judge("memory", needed < free, found, remedy, "problem")

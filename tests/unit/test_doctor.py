@@ -23,7 +23,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_diloco.cli import devices
+from hf_diloco.cli import devices, validate
 from hf_diloco.cli.doctor import Finding, machine, network, run_checks
 from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.main import app
@@ -310,9 +310,12 @@ def test_the_cores_of_a_container(
 
 def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("2000000\n")
+    (tmp_path / "memory.max").write_text("900000000\n")
+    (tmp_path / "memory.current").write_text("897000000\n")
+    (tmp_path / "memory.stat").write_text("anon 896000000\ninactive_file 600000\nactive_file 400000\n")
     (found,) = machine.check_memory()
-    assert (found.level, "2.00 MB" in found.text) == ("warning", True)
+    assert (found.level, "4.00 MB of 900 MB are free" in found.text) == ("warning", True)
+    assert validate._host_memory(5e6).level == "problem"
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,8 @@ def _other_cuda() -> Finding | None:
 
 def check_memory() -> Iterator[Finding]:
     """Cores and main memory."""
-    memory = psutil.virtual_memory()
+    free, total = memory_here()
     cores = num_cores()
-    limit = _cgroup_limit()
-    total = min(memory.total, limit or memory.total)
-    free = min(memory.available, total)
     found = f"{text.size(free)} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
     remedy = "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
     yield judge("memory", free >= LEAST_MEMORY, found, remedy)
@@ -245,10 +242,14 @@ def check_files() -> Iterator[Finding]:
     yield judge("open files", is_fine, f"a process may open {number}", remedy)
 
 
-def _cgroup_limit() -> int | None:
-    """Bytes that the container may use; None without a limit."""
+def memory_here() -> tuple[int, int]:
+    """Bytes of main memory that are free, and that there are, within what the container may use."""
+    machine = psutil.virtual_memory()
     try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(limit) if limit.isdigit() and os.name == "posix" else None
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        cached = re.findall(r"^(?:in)?active_file (\d+)$", (CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no limit is "max"
+        return machine.available, machine.total
+    free = limit - used + sum(map(int, cached))  # what is cached of files makes room
+    return max(0, min(machine.available, free)), min(machine.total, limit)
