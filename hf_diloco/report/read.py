@@ -211,21 +211,28 @@ def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
 def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
     """The records that count, by step.
 
-    A section that resumes at step s supersedes what earlier ones recorded after s, and the last of several records of
-    one event and step wins. Within a section such records complete each other: a Trainer may log twice in a step.
-    Several rounds may end with one step, where they pass behind the steps.
+    A section that resumes at step s supersedes what earlier ones recorded after s, and their rounds after the one that
+    it starts from: an island may join a run that others have begun anew from an earlier round. The last of several
+    records of one event and step wins. Within a section such records complete each other: a Trainer may log twice in a
+    step. Several rounds may end with one step, where they pass behind the steps.
     """
     kept: dict[tuple[str, int], AnyRecord] = {}
     for section in sections:
         start = section.start
         if start is not None:
-            kept = {key: record for key, record in kept.items() if record.step <= start.step}
+            kept = {key: record for key, record in kept.items() if _stands(record, start)}
         latest: dict[tuple[str, int], AnyRecord] = {}
         for record in section.records:
             key = _key(record)
             latest[key] = _complete(latest.pop(key), record) if key in latest else record
         kept.update(latest)
     return sorted(kept.values(), key=lambda record: record.step)
+
+
+def _stands(record: AnyRecord, start: Start) -> bool:
+    """Whether a record is of what a later start goes on from."""
+    is_undone = isinstance(record, Sync) and start.round is not None and record.round > start.round
+    return record.step <= start.step and not is_undone
 
 
 def _key(record: AnyRecord) -> tuple[str, int]:

@@ -34,6 +34,7 @@ class Start(Record):
 
     Attributes:
         launched_in: the launcher's folder of the island, where a script writes its record to another.
+        round: rounds of the run that were complete; an island may have completed more, in a run that began anew since.
     """
 
     event: Literal["start"]
@@ -56,6 +57,7 @@ class Start(Record):
     examples_per_step: Rate | None = None
     has_outer_loop: bool = True
     launched_in: str | None = None
+    round: Count | None = None
 
     @property
     def images_per_step(self) -> float | None:

@@ -400,3 +400,13 @@ def test_nodes_are_called_nodes_and_their_traffic_is_explained(tmp_path: Path) -
     assert "Nodes sent 4.2x as much: each sends its vector to every neighbour" in parallel
     few = report.model_copy(update={"bytes_sent": 10})
     assert "Nodes sent" not in dict(rows.overview(few))["data parallel"]
+
+
+def test_rounds_of_a_run_that_others_have_begun_anew_are_compared_with_none(tmp_path: Path) -> None:
+    """Its store was lost, and island 0 had a checkpoint of round 1 alone; island 1 keeps its steps."""
+    elsewhere = sync(2, 4, outer_hash="of the first run")
+    write_island(tmp_path, 0, [start(), sync(1, 2), start(step=2, round=1), sync(2, 4)])
+    write_island(tmp_path, 1, [start(1), sync(1, 2), elsewhere, start(1, step=4, round=1), train(5, 2.0)])
+    report = summarise(load_run(tmp_path))
+    assert (report.mismatched_rounds, report.num_rounds_compared) == ((), 1)
+    assert (report.islands[1].num_rounds, report.islands[1].bytes_repeated) == (1, BYTES_A_ROUND)
