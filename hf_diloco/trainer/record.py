@@ -61,11 +61,15 @@ class Record:
         if self._path is not None:
             self._append(self._path)
 
-    def write(self, event: str, step: int, **values: Any) -> None:
-        """Appends one event. Numbers that are not finite, which JSON does not have, become null."""
+    def write(self, event: str, step: int, /, **values: Any) -> None:
+        """Appends one event; a value cannot take the place of what every line has.
+
+        Numbers that are not finite, which JSON does not have, become null.
+        """
         if self._path is None:
             return
-        record = {"event": event, "time": time.time(), "step": step, **values}
+        of_every_line = {"event": event, "time": time.time(), "step": step}
+        record = of_every_line | values | of_every_line
         if event == "start" and (launched_in := launchers_folder()) is not None:
             record["launched_in"] = str(launched_in)
         line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"

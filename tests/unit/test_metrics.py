@@ -43,6 +43,13 @@ def test_what_is_not_finite_becomes_null(value: float, tmp_path: Path) -> None:
     assert read(tmp_path / "metrics.jsonl")[0]["loss"] is None
 
 
+def test_what_a_script_logs_takes_the_place_of_nothing(tmp_path: Path) -> None:
+    Record(tmp_path).write("train", 7, **{"event": 1.0, "step": 2.0, "time": 3.0, "loss": 4.0})
+    (event,) = read(tmp_path / "metrics.jsonl")
+    assert (event["event"], event["step"], event["loss"]) == ("train", 7, 4.0)
+    assert event["time"] > 3
+
+
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
