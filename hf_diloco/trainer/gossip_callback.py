@@ -291,7 +291,7 @@ class GossipCallback(RunCallback[NodeRecord]):
                 added["gossip/consensus_distance"] = distance
         elif is_of_training(logs):
             self._record.write("train", state.global_step, **floats(logs))
-            added = self._record.mix(state.global_step)
+            added = self._record.take_for_trackers(state.global_step)
         else:
             return
         tell_trackers(added, logs, state)
@@ -316,6 +316,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Marks the checkpoint as whole."""
         self.node.wait_for_ranks()
         self.node.rekey()  # as who resumes from here does, and as neighbours do whose checkpoint was written
+        self._need_record().mix(state.global_step)
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:

@@ -230,14 +230,22 @@ class NodeRecord(Record):
         super().__init__(folder)
         self._node = node
         self._began = time.monotonic()
-        self._before = self._last = _Sums.of(node, step)
+        self._before = self._last = self._told = _Sums.of(node, step)
 
-    def mix(self, step: int) -> dict[str, float]:
-        """Appends what the steps since the last such event have cost; returns it as `gossip/*`, for trackers."""
-        last, now = self._last, _Sums.of(self._node, step)
-        self._last = now
-        values = {**now.since(last), "num_steps": max(1, step - last.step)}
-        self.write("mix", step, **values)
+    def mix(self, step: int) -> None:
+        """Appends what the steps since the last such event have cost, if there were any.
+
+        A resume throws away events after its checkpoint, so that each checkpoint needs one.
+        """
+        last, self._last = self._last, _Sums.of(self._node, step)
+        if self._last != last:
+            self.write("mix", step, **self._last.since(last), num_steps=max(1, step - last.step))
+
+    def take_for_trackers(self, step: int) -> dict[str, float]:
+        """What has been exchanged that trackers have not been told yet, as `gossip/*`; it is appended, too."""
+        self.mix(step)
+        told, self._told = self._told, self._last
+        values = {**self._last.since(told), "num_steps": max(1, step - told.step)}
         return {f"gossip/{name}": float(value) for name, value in values.items()}
 
     def end(self, step: int) -> None:

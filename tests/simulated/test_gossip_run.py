@@ -160,6 +160,17 @@ def test_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
     assert ("method", "decentlam on ring, int8 payload") in overview(report)
 
 
+def test_a_resume_keeps_all_bytes_until_its_checkpoint(tmp_path: Path) -> None:
+    """The log has lines of steps 4 and 8, and there are checkpoints of 3 and 6."""
+    run = run_of(tmp_path, "training.save_steps=3", "gossip.eval_weights=local")
+    assert simulate(run) == 0
+    *mixes, of_the_mean = events(run, 0, "mix")
+    assert [(mix["step"], mix["num_steps"]) for mix in mixes] == [(3, 3), (4, 1), (6, 2), (8, 2)]
+    a_step = 8 * (events(run, 0, "start")[0]["num_parameters"] + 1)
+    assert [mix["bytes_sent"] // a_step for mix in mixes] == [3, 1, 2, 2]
+    assert of_the_mean["step"] == 8
+
+
 def test_the_report_is_of_nodes(finished: VisionRun) -> None:
     report = summarise(load_run(finished.folder))
     assert (report.method, report.topology, report.num_islands, report.steps) == ("decentlam", "ring", 3, 8)
