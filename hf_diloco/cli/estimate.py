@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ sent: by an island in a round of the whole model (every step: in a step); exchan
 stalled: in a round; {TARGET:.0%} from: the least sync_every with which islands compute {TARGET:.0%} of the time"""
 _BETWEEN_ISLANDS = ("link", "ways", "a day", "assumed")
 _RATE, _RTT = "1G", "50ms"
+_MOST_EXPENSIVE = 1e9
 _PANEL = "without RUN.yaml"
 
 
@@ -92,7 +92,7 @@ def estimate(
     step = None if step_time is None else parse_seconds(step_time, "--step-time")
     if step == 0:
         raise ConfigError(f"--step-time {step_time}: a step takes some time; give it as 1.5s")
-    if price is not None and not math.isfinite(price):
+    if price is not None and not price <= _MOST_EXPENSIVE:
         raise ConfigError(f"--price {price}: give what a gigabyte costs, as 0.09")
     if run_file is not None:
         _refuse_foreign(ctx, run_file)

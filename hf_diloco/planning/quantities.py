@@ -47,9 +47,10 @@ def parse_seconds(text: str, option: str) -> float:
         ConfigError: it is none, naming the option.
     """
     value, unit = _split(text)
-    if unit not in _SECONDS or not value * _SECONDS[unit] <= 1e9:
+    seconds = value * _SECONDS.get(unit, math.nan)
+    if not (seconds == 0 or 1e-9 <= seconds <= 1e9):
         raise ConfigError(f"{option} {text}: give a time with its unit, as 80ms or 1.5s")
-    return value * _SECONDS[unit]
+    return seconds
 
 
 def bit_rate(value: float) -> str:
