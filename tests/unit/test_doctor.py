@@ -251,7 +251,7 @@ def test_a_machine_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(network.check_interfaces()) == [found]
 
 
-def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_host_name_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(address: str) -> Any:
         return lambda name, port, *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
@@ -261,7 +261,12 @@ def test_a_host_name_that_leads_to_this_machine_alone(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert levels(network.check_host_name()) == [("host name", "ok")]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(socket, "getaddrinfo", resolve("10.0.0.1"))
+    for address in ("192.0.2.1", "2001:db8::1"):  # which no machine has
+        monkeypatch.setattr(socket, "getaddrinfo", resolve(address))
+        (found,) = network.check_host_name()
+        assert (found.level, f"resolves to another machine ({address})" in found.text) == ("warning", True)
+    monkeypatch.setattr(network, "is_loopback", lambda _: False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve("127.0.0.1"))
     assert levels(network.check_host_name()) == [("host name", "ok")]
 
 
