@@ -96,6 +96,15 @@ def test_a_pytorch_for_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch
     assert (found.level, "2 CUDA devices" in found.text) == ("problem", True)
 
 
+def test_devices_that_pytorch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {"is_available": True, "device_count": 1, "is_bf16_supported": True}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    found = next(iter(machine.check_torch()))
+    assert (found.level, "sees 1 of 2 CUDA devices" in found.text) == ("problem", True)
+
+
 def test_a_driver_that_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

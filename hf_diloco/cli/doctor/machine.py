@@ -110,9 +110,17 @@ def check_torch() -> Iterator[Finding]:
             f"{torch.__version__} for CUDA {cuda} cannot use the {_devices(len(devices))}",
             "update the NVIDIA driver, or install a PyTorch for an older CUDA",
         )
+    elif (count := torch.cuda.device_count()) < len(devices):
+        yield Finding(
+            "torch",
+            "problem",
+            f"{torch.__version__} sees {count} of {_devices(len(devices))}: islands and ranks that are given the "
+            "others fail",
+            f"name in {_VISIBLE} only devices that work; `nvidia-smi` and `dmesg` say what is wrong with one",
+        )
     elif devices:
-        names = sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())})
-        yield Finding("torch", "ok", f"{torch.__version__}, {_devices(torch.cuda.device_count())}: {', '.join(names)}")
+        names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
+        yield Finding("torch", "ok", f"{torch.__version__}, {_devices(count)}: {', '.join(names)}")
     elif _VISIBLE not in os.environ and torch.cuda.is_available():
         count = torch.cuda.device_count()
         yield Finding(
