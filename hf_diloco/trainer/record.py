@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.transport.base import Traffic
+from hf_diloco.utils.files import finite
 from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
@@ -62,17 +62,14 @@ class Record:
             self._append(self._path)
 
     def write(self, event: str, step: int, /, **values: Any) -> None:
-        """Appends one event; a value cannot take the place of what every line has.
-
-        Numbers that are not finite, which JSON does not have, become null.
-        """
+        """Appends one event, as `finite` makes it; a value cannot take the place of what every line has."""
         if self._path is None:
             return
         of_every_line = {"event": event, "time": time.time(), "step": step}
         record = of_every_line | values | of_every_line
         if event == "start" and (launched_in := launchers_folder()) is not None:
             record["launched_in"] = str(launched_in)
-        line = json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+        line = json.dumps(finite(record)).encode() + b"\n"
         if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
             self._waiting += line
         self._append(self._path)
@@ -106,10 +103,6 @@ class Record:
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             self._waiting = b"\n" + self._waiting  # a line that a killed process left unfinished must not swallow it
         return file
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class IslandRecord(Record):

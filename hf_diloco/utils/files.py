@@ -6,9 +6,10 @@ And what a disk that is full, or fails, says to those who write to it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,18 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def try_write_json(path: Path, value: Any) -> str:
-    """As `write_json`, for what training can do without; returns why it was not written, empty if it was."""
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no numbers that are not finite: such a loss becomes null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def try_write_json(path: Path, values: Mapping[str, Any]) -> str:
+    """As `write_json`, for figures that training can do without; returns why they were not written, else nothing."""
     try:
-        write_json(path, value, durable=False)
+        write_json(path, finite(values), durable=False)
     except OSError as error:
         return f"{path} cannot be written ({reason_of(error)})"
     return ""

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from hf_diloco.rounds.round import LaneStats, SyncReport
+from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import IslandRecord, Record
 
 
@@ -41,6 +42,12 @@ def test_what_is_not_finite_becomes_null(value: float, tmp_path: Path) -> None:
     assert "NaN" not in text
     assert "Infinity" not in text
     assert read(tmp_path / "metrics.jsonl")[0]["loss"] is None
+
+
+def test_progress_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
+    Progress(tmp_path, max_steps=4).update(state="training", loss=math.nan)
+    values = json.loads((tmp_path / "progress.json").read_text(), parse_constant=pytest.fail)
+    assert (values["state"], values["loss"]) == ("training", None)
 
 
 def test_what_a_script_logs_takes_the_place_of_nothing(tmp_path: Path) -> None:
