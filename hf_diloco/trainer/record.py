@@ -58,6 +58,7 @@ class Record:
         self._file: FileIO | None = None
         self._waiting = b""
         self._is_failing = False
+        self._epoch = time.time() - time.monotonic()  # once: a clock that is set meanwhile is no time of training
         if self._path is not None:
             self._append(self._path)
 
@@ -65,7 +66,7 @@ class Record:
         """Appends one event, as `finite` makes it; a value cannot take the place of what every line has."""
         if self._path is None:
             return
-        of_every_line = {"event": event, "time": time.time(), "step": step}
+        of_every_line = {"event": event, "time": self._epoch + time.monotonic(), "step": step}
         record = of_every_line | values | of_every_line
         if event == "start" and (launched_in := launchers_folder()) is not None:
             record["launched_in"] = str(launched_in)
