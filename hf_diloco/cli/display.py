@@ -167,7 +167,7 @@ def _figures(progress: IslandProgress) -> list[str]:
     if progress.round:
         figures.append(f"round {progress.round}")
     if progress.loss is not None:
-        figures.append(f"loss {progress.loss:.3f}")
+        figures.append(f"loss {progress.loss:.3f}" if abs(progress.loss) < 1e6 else f"loss {progress.loss:.3g}")
     if progress.tokens_per_second is not None:
         figures.append(f"{rate(progress.tokens_per_second)} {progress.unit}/s")
     return figures

@@ -85,6 +85,7 @@ def test_brackets_in_output_are_no_markup() -> None:
 def test_describe() -> None:
     assert describe(TRAINING) == "training, step 120/200, round 6, loss 4.312, 1,203 tokens/s"
     assert describe(Progress("starting", message="loading data")) == "starting, loading data"
+    assert describe(Progress("training", loss=1e300)) == "training, loss 1e+300", "not 300 digits"
 
 
 def test_a_closed_terminal_does_not_end_the_launcher(tmp_path: Path) -> None:
