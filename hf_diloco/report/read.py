@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -154,9 +155,10 @@ def _read_island(folder: Path, number: int | None) -> IslandRun:
     records, num_bad_lines = _read_records(path)
     elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
     if isinstance(elsewhere, str) and not records:
-        found, num_bad = _read_records(Path(elsewhere) / METRICS)
-        if _was_launched_in(folder, found):  # else the path means something on another machine
-            path, records, num_bad_lines = Path(elsewhere) / METRICS, found, num_bad
+        with suppress(ConfigError):  # the path may mean something on another machine
+            found, num_bad = _read_records(Path(elsewhere) / METRICS)
+            if _was_launched_in(folder, found):
+                path, records, num_bad_lines = Path(elsewhere) / METRICS, found, num_bad
     sections = tuple(Section(tuple(part)) for part in _split(records))
     if number is None:  # a folder of another name: the record says which island it is
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
