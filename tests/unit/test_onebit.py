@@ -233,6 +233,18 @@ def test_masks_and_values_without_gradients_keep_still() -> None:
     assert all(torch.isfinite(one).all() for one in (masked, plain, unused))
 
 
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_frozen_parameters_keep_still(kind: Any) -> None:
+    tensors = make_tensors()
+    tensors[1].requires_grad_(False)
+    optimizer = kind(tensors, lr=0.01, freeze_step=2, weight_decay=0.1)
+    start = [one.detach().clone() for one in tensors]
+    for step in range(5):
+        give_gradients([tensors[0], tensors[2]], step)
+        optimizer.step()
+    assert [torch.equal(one, before) for one, before in zip(tensors, start, strict=True)] == [False, True, False]
+
+
 def test_a_tensor_without_values_is_passed_over() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0, 3))]
     optimizer = OneBitLamb(parameters, lr=0.1, freeze_step=2)

@@ -205,6 +205,8 @@ class OneBitOptimizer(Optimizer):
         if not num_finite:
             return
         for tensor in tensors:
+            if not tensor.parameter.requires_grad:  # frozen: its values travel, and nothing moves it
+                continue
             if "scale" in tensor.state:
                 tensor.exchanged.div_(tensor.state["scale"])
             if MASK in tensor.group:
