@@ -13,6 +13,7 @@ they exchange the parts when these are committed: of all parameters, or of one f
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -148,7 +149,7 @@ def _first_element(parameter: DTensor) -> int:
     """Index of this rank's first element in the flattened parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return int(offset[0]) * (parameter.numel() // parameter.shape[0])
+    return int(offset[0]) * math.prod(parameter.shape[1:])
 
 
 def _refuse_unreadable(name: str, parameter: torch.Tensor, is_in_fsdp_module: bool) -> None:

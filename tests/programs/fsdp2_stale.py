@@ -28,7 +28,9 @@ INPUTS = torch.linspace(-1, 1, 15).view(3, 5)
 
 def small_model() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+    return model
 
 
 def evaluate(model: nn.Module) -> torch.Tensor:
